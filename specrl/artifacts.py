@@ -1,0 +1,153 @@
+"""What passes between stages: typed results on disk, and the one way files are written.
+
+A file that exists is complete: it is written under a temporary name, flushed to disk and renamed. A stage is finished
+when its `result.json` exists; that manifest is always written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+RESULT_FILE = "result.json"
+
+
+class Artifact(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PrepareResult(Artifact):
+    policy_dir: Path
+    """Hugging Face directory: config, tokenizer, safetensors."""
+    warm_start_loss_first: float | None = None
+    warm_start_loss_last: float | None = None
+    seconds: float
+
+
+class PretrainResult(Artifact):
+    drafter_dir: Path | None
+    """EAGLE-3 directory; none when the method needs no drafter."""
+    rollouts_dir: Path
+    num_responses: int
+    reward_mean: float
+    top1_match: float | None = None
+    seconds: float
+
+
+class CalibrateResult(Artifact):
+    scales_path: Path
+    layers_path: Path
+    """Arrow table, one row per linear layer: errors, amax percentiles, the precision chosen."""
+    bf16_layers: list[str]
+    kl_all_fp8: float
+    kl_chosen: float
+    """Nats per token at the model's output, with the chosen layers kept in BF16."""
+    seconds: float
+
+
+class TrainResult(Artifact):
+    policy_dir: Path
+    drafter_dir: Path | None
+    steps: int
+    step_seconds_median: float
+    timing_share: dict[str, float]
+    reward_first: float
+    reward_last: float
+    acceptance_length: float
+    acceptance_rate_per_pos: list[float]
+    mismatch: dict[str, float]
+    refit_checks: int
+    refit_failures: int
+    refit_max_abs_logprob_diff: float
+    seconds: float
+
+
+class SpeedPair(Artifact):
+    """Plain against speculative generation of the same tokens: same prompts, weights, seeds; interleaved; medians."""
+
+    batch: int
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float
+    speedup: float
+    speedup_min: float
+    speedup_max: float
+    decode_step_reduction: float
+    """1 - speculative iterations / plain iterations."""
+    tokens_equal: float
+    """Share of responses that are the same, token for token, on both sides."""
+
+
+class ValidateResult(Artifact):
+    accuracy_before: float
+    accuracy_after: float
+    num_prompts: int
+    acceptance_length: float
+    acceptance_rate_per_pos: list[float]
+    speed: list[SpeedPair]
+    seconds: float
+
+
+class ExportResult(Artifact):
+    policy_dir: Path
+    drafter_dir: Path | None
+    vllm_acceptance_length: float | None
+    """Acceptance length of the exported directory, loaded on its own in a fresh vLLM."""
+    model_version: str | None
+    seconds: float
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success flush it to disk and rename it, on error remove it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_result(stage_dir: Path, result: Artifact) -> None:
+    write_text(stage_dir / RESULT_FILE, result.model_dump_json(indent=2) + "\n")
+
+
+ResultType = TypeVar("ResultType", bound=Artifact)
+
+
+def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
+    """The finished stage's result.
+
+    Raises:
+        ValueError: the stage has not finished, or its result was written by another version.
+    """
+    path = stage_dir / RESULT_FILE
+    if not path.exists():
+        raise ValueError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
+    try:
+        return kind.model_validate_json(path.read_text())
+    except ValidationError as error:
+        raise ValueError(f"{path} does not read as {kind.__name__}; remove the folder to run the stage again") from error
+
+
+def digest(value: Any) -> str:
+    """First 12 hex digits of the SHA-256 of `value` as canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,0 +1,73 @@
+"""The process group of a stage: who am I, and the few collectives that are not a tensor's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Position of this process in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order, on every rank. Small Python objects only; tensors have collectives."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def join() -> Ranks:
+    """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun and submitit set them; alone without them.
+    """
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def leave() -> None:
+    """Leave the process group, after everyone is done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

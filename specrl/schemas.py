@@ -1,0 +1,100 @@
+"""The rollout: one sampled response, as a dataclass in memory and as a row of an Arrow table on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from specrl.artifacts import atomic_path
+
+SCHEMA_VERSION = "1"
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("prompt_id", pa.int64(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("policy_version", pa.int32(), nullable=False),
+        pa.field("drafter_version", pa.int32(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("generation_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("policy_logprobs", pa.list_(pa.float32())),
+        pa.field("response", pa.string(), nullable=False),
+        pa.field("answer", pa.string(), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+        pa.field("advantage", pa.float32(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("num_drafts", pa.int32(), nullable=False),
+        pa.field("num_draft_tokens", pa.int32(), nullable=False),
+        pa.field("num_accepted_tokens", pa.int32(), nullable=False),
+        pa.field("started_at", pa.float64(), nullable=False),
+        pa.field("finished_at", pa.float64(), nullable=False),
+    ],
+    metadata={"specrl.schema": "rollout", "specrl.schema_version": SCHEMA_VERSION},
+)
+
+
+@dataclass
+class Rollout:
+    """One response. Log-probs are natural, under the distribution sampled from; times are Unix seconds."""
+
+    step: int
+    rank: int
+    prompt_id: int
+    sample: int
+    policy_version: int
+    drafter_version: int
+    seed: int
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    generation_logprobs: list[float]
+    response: str
+    answer: str
+    finish_reason: str
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    reward: float = 0.0
+    advantage: float = 0.0
+    policy_logprobs: list[float] | None = field(default=None)
+
+
+def to_table(rollouts: list[Rollout]) -> pa.Table:
+    return pa.Table.from_pylist([dataclasses.asdict(rollout) for rollout in rollouts], schema=ROLLOUT_SCHEMA)
+
+
+def from_table(table: pa.Table) -> list[Rollout]:
+    """Rows back to rollouts.
+
+    Raises:
+        ValueError: the table was written with another schema version.
+    """
+    version = (table.schema.metadata or {}).get(b"specrl.schema_version", b"none").decode()
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"rollout table has schema version {version}; this code reads version {SCHEMA_VERSION}")
+    return [Rollout(**row) for row in table.to_pylist()]
+
+
+def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
+    return rollouts_dir / f"step={step:06d}" / f"rank-{rank:04d}.arrow"
+
+
+def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
+    """Write an Arrow IPC file, readable with `pyarrow.dataset.dataset(folder, format="ipc")`."""
+    table = to_table(rollouts)
+    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink:
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    with pa.memory_map(str(path)) as source:
+        return from_table(pa.ipc.open_file(source).read_all())
