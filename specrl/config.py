@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specrl.config_errors import explain
+
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export"]
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
 
@@ -24,7 +26,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message has one line per problem, each naming the key and what is allowed."""
+    """A configuration that cannot run; one line per problem, each naming the key and what is allowed."""
 
 
 class Section(BaseModel):
@@ -37,11 +39,21 @@ class TinyModelConfig(Section):
     family: Literal["llama", "qwen2", "qwen3"] = "llama"
     num_layers: Annotated[int, Field(ge=6)] = 6
     """At least 6, so that the three EAGLE-3 feature layers (2, n//2, n-3) differ."""
-    hidden_size: PositiveInt = 64
-    intermediate_size: PositiveInt = 128
+    hidden_size: PositiveInt = 128
+    """The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels (`hidden_size / num_heads`)."""
+    intermediate_size: PositiveInt = 256
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} must divide hidden_size = {self.hidden_size} and be a multiple of "
+                f"num_kv_heads = {self.num_kv_heads}"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -86,7 +98,7 @@ class DataConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Short supervised pass in `prepare`, so that a tiny model earns non-zero reward. `num_examples = 0` turns it off."""
+    """Short supervised pass in `prepare`, so that a tiny model earns reward; `num_examples = 0` turns it off."""
 
     num_examples: NonNegativeInt = 0
     batch_size: PositiveInt = 8
@@ -110,7 +122,7 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _k_matches_method(self) -> Self:
         if (self.method == "none") != (self.k == 0):
-            raise ValueError(f'speculation.k = {self.k} with method = "{self.method}": k is 0 with "none", above 0 else')
+            raise ValueError(f'speculation.k = {self.k} with method = "{self.method}": 0 with "none", above 0 else')
         return self
 
 
@@ -216,6 +228,7 @@ class StageResources(Section):
     gpus_per_rank: Literal[0, 1] | None = None
     cpus_per_rank: PositiveInt | None = None
     memory_gib_per_rank: PositiveFloat | None = None
+    gpu_memory_gib: PositiveFloat | None = None
     minutes: PositiveInt | None = None
 
 
@@ -227,6 +240,9 @@ class Resources(Section):
     gpus_per_rank: Literal[0, 1] = 0
     cpus_per_rank: PositiveInt = 2
     memory_gib_per_rank: PositiveFloat = 8.0
+    """Host memory of a rank, GiB."""
+    gpu_memory_gib: PositiveFloat = 80.0
+    """Memory of one GPU, GiB; only the plan reads it."""
     minutes: PositiveInt = 60
     """Wall-clock limit of the job, minutes."""
 
@@ -296,14 +312,26 @@ class Config(Section):
         return self
 
     def _check_ranks(self) -> None:
-        ranks = self.resources_of("train").ranks
+        policy = "policy.tensor_parallel x policy.pipeline_parallel"
         shard = self.policy.tensor_parallel * self.policy.pipeline_parallel
-        for key, size in (
-            ("policy.tensor_parallel x policy.pipeline_parallel", shard),
-            ("engine.tensor_parallel", self.engine.tensor_parallel),
-        ):
-            if ranks % size:
-                raise ValueError(f"{key} = {size} does not divide the {ranks} ranks of the train stage")
+        engine = ("engine.tensor_parallel", self.engine.tensor_parallel)
+        users: dict[StageName, list[tuple[str, int]]] = {
+            "prepare": [(policy, shard)] if self.warm_start.num_examples else [],
+            "pretrain": [(policy, shard), engine],
+            "calibrate": [(policy, shard)],
+            "train": [(policy, shard), engine],
+            "validate": [engine],
+            "export": [engine],
+        }
+        for stage, sizes in users.items():
+            ranks = self.resources_of(stage).ranks
+            for key, size in sizes:
+                if ranks % size:
+                    raise ValueError(
+                        f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
+                        "(nodes x ranks_per_node, in resources or stage_resources)"
+                    )
+        ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
             raise ValueError(
@@ -345,7 +373,7 @@ def parse_config(data: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
+        raise ConfigError(explain(error, Config)) from error
 
 
 def dump_config(config: Config) -> str:
@@ -367,21 +395,3 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"--set {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
     data[leaf] = value
-
-
-def _explain(problem: Any) -> str:
-    """One line for one pydantic problem: the key, its value, what is allowed."""
-    key = ".".join(str(part) for part in problem["loc"]) or "config"
-    if problem["type"] == "extra_forbidden":
-        section: Any = Config
-        for part in problem["loc"][:-1]:
-            names = {field.alias or name: field for name, field in section.model_fields.items()}
-            section = names[part].annotation if part in names else None
-            if not (isinstance(section, type) and issubclass(section, BaseModel)):
-                return f"{key}: unknown key"
-        allowed = ", ".join(field.alias or name for name, field in section.model_fields.items())
-        return f"{key}: unknown key; allowed here: {allowed}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return message if key == "config" else f"{key}: {message}"
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"

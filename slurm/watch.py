@@ -1,0 +1,103 @@
+"""Wait for a job, with a limit on every kind of waiting, and say in one line what went wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from slurm.entry import MAX_TIMEOUTS
+from slurm.failures import explain
+from slurm.jobs import Job, JobError, SchedulerSilent, State
+from slurm.submit import SILENCE_SECONDS
+from specrl.artifacts import RESULT_FILE
+from specrl.progress import ProgressState, read_progress
+from specrl.stages.context import StageContext
+
+POLL_SECONDS = 0.5
+ASK_SECONDS = {"local": 0.5, "slurm": 5.0}
+"""Between two questions to the backend about a job; its files are looked at every `POLL_SECONDS`."""
+LEAVE_SECONDS = 60
+"""Time for the ranks to leave after the stage's result is written; then the job is ended."""
+FILES_SECONDS = 30
+"""Time for a result to become visible on a shared file system after its job has ended."""
+OVERTIME_MINUTES = 10
+"""Beyond its limits a running job should have been ended by its backend; the flow waits this much longer."""
+
+OnPoll = Callable[[State, ProgressState | None], None]
+
+
+def wait(job: Job, context: StageContext, on_poll: OnPoll) -> None:
+    """Return when the stage's result is there and its job has ended.
+
+    Raises:
+        JobError: the job failed, or waited or ran for longer than it may; the message names stage, job, error and log.
+    """
+    watch = _Watch(job, context)
+    while not watch.finished():
+        on_poll(watch.state, read_progress(context.stage_dir))
+        time.sleep(POLL_SECONDS)
+
+
+class _Watch:
+    def __init__(self, job: Job, context: StageContext) -> None:
+        self.job, self.context = job, context
+        self.state = State("pending" if job.backend == "slurm" else "running", "SUBMITTED")
+        self.since = self.answered_at = time.monotonic()
+        self.asked_at = 0.0
+        self.result_at: float | None = None
+
+    def finished(self) -> bool:
+        now = time.monotonic()
+        if self.result_at is None and self._has_result():
+            self.result_at = now
+        self._ask(now)
+        if self.result_at is not None:
+            if self.state.phase != "ended" and now - self.result_at > LEAVE_SECONDS:
+                self.job.cancel()  # a rank hangs on its way out and would keep the allocation
+                return True
+            return self.state.phase == "ended"
+        if self.state.phase == "ended" and now - self.since > (FILES_SECONDS if self._succeeded() else 0):
+            raise JobError(explain(self.job, self.context, self.state))
+        self._check_limits(now)
+        return False
+
+    def _has_result(self) -> bool:
+        if not (self.context.stage_dir / RESULT_FILE).exists():
+            os.scandir(self.context.stage_dir).close()  # opening the folder makes NFS look again
+            return False
+        return True
+
+    def _succeeded(self) -> bool:
+        return self.state.detail in ("COMPLETED", "no longer in the queue")
+
+    def _ask(self, now: float) -> None:
+        if self.state.phase == "ended" or now - self.asked_at < ASK_SECONDS[self.job.backend]:
+            return
+        self.asked_at = now
+        try:
+            state = self.job.state()
+        except SchedulerSilent as error:
+            if now - self.answered_at > SILENCE_SECONDS:
+                raise JobError(f"{self._name()}: Slurm has not answered for {SILENCE_SECONDS} s ({error})") from error
+            return
+        self.answered_at = now
+        if state.phase != self.state.phase:
+            self.since = now
+        self.state = state
+        if state.phase == "ended" and self.result_at is None and self._has_result():
+            self.result_at = now
+
+    def _check_limits(self, now: float) -> None:
+        minutes = (now - self.since) / 60
+        if self.state.phase == "pending" and minutes > self.context.config.cluster.queue_minutes:
+            self.job.cancel()
+            limit = f"cluster.queue_minutes = {self.context.config.cluster.queue_minutes}"
+            raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and was cancelled")
+        allowed = self.context.config.resources_of(self.context.stage).minutes
+        if self.state.phase == "running" and minutes > allowed * (1 + MAX_TIMEOUTS) + OVERTIME_MINUTES:
+            self.job.cancel()
+            raise JobError(f"{self._name()} runs far beyond resources.minutes = {allowed}, and was cancelled")
+
+    def _name(self) -> str:
+        return f"{self.context.stage} (job {self.job.job_id})"

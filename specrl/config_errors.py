@@ -1,0 +1,74 @@
+"""One line per mistake in a configuration, from what pydantic reports: the key, its value, what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+SCALARS = ("int", "float", "str", "bool")
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """The lines of `error`, which validating a `root` raised; the same line only once."""
+    return "\n".join(dict.fromkeys(_line(problem, root) for problem in error.errors()))
+
+
+def _line(problem: Any, root: type[BaseModel]) -> str:
+    path = [part for part in problem["loc"] if part != "[key]"]
+    if path and _names_type(str(path[-1])):
+        # The value fits no member of a union: pydantic reports each, and the user needs one line.
+        return f"{_join(path[:-1])} = {problem['input']!r}: allowed: a number, a string, true, false, or a list of them"
+    key = _join(path) or "config"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key; allowed here: {_allowed(root, path[:-1])}"
+    if problem["type"] == "missing":
+        return f"{key}: required, but not given"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{key} = {problem['input']!r}: a section, not a value; keys: {_allowed(root, path)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        # Messages that name their keys in full need no prefix.
+        named = key == "config" or message.startswith(f"{path[0]}.")
+        return message if named else f"{key}: {message}"
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _names_type(part: str) -> bool:
+    return part in SCALARS or part.startswith("list[")
+
+
+def _join(path: Iterable[Any]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _allowed(root: type[BaseModel], path: list[Any]) -> str:
+    """Keys of the section at `path`, in the order of their definition."""
+    annotation: Any = root
+    for part in path:
+        annotation = _descend(annotation, part)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return ", ".join(field.alias or name for name, field in annotation.model_fields.items())
+    if get_origin(annotation) is dict:
+        return ", ".join(str(key) for key in get_args(get_args(annotation)[0])) or "any"
+    return "none"
+
+
+def _descend(annotation: Any, part: Any) -> Any:
+    """The annotation of one key of a section, or of the members of a dict, list or tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
+        return _plain(fields[part].annotation)
+    members = get_args(annotation)
+    return _plain(members[1] if get_origin(annotation) is dict else members[0])
+
+
+def _plain(annotation: Any) -> Any:
+    """Without `Annotated[...]` and `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return next(member for member in get_args(annotation) if member is not type(None))
+    return annotation

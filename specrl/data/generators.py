@@ -1,0 +1,159 @@
+"""Problem generators by name: reasoning-gym's, and specrl's own; and mixtures of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.metadata import version
+from itertools import islice
+from random import Random
+from typing import Any
+
+from pydantic import ValidationError
+
+from specrl.artifacts import digest
+from specrl.config import ConfigError, DataConfig, GeneratorConfig
+from specrl.data.answers import state_answer, stated_answer
+from specrl.data.problems import Generator, Problem, derive_seed, is_held_out
+from specrl.data.worked_sums import WorkedSums
+
+CHUNK = 64
+"""Problems per reasoning-gym data set: small, because some of them make all their problems when they are made."""
+PATIENCE = 2000
+"""Draws in a row without a new problem after which a generator counts as exhausted."""
+
+
+class ReasoningGym:
+    """One of reasoning-gym's generators with its parameters."""
+
+    def __init__(self, name: str, parameters: dict[str, Any]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self._scorer = self._dataset(seed=0)
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        chunk = 0
+        while True:
+            # Data sets draw item i from Random(seed + i): seeds of chunks must lie far apart, and fit NumPy's 32 bits.
+            dataset = self._dataset(derive_seed(seed, chunk) % 2**31)
+            for index in range(CHUNK):
+                item = dataset[index]
+                answer = str(item["answer"])
+                yield Problem(item["question"], answer, " " + state_answer(answer), item)
+            chunk += 1
+
+    def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
+        """reasoning-gym's own score of what the response states as its answer."""
+        return float(self._scorer.score_answer(stated_answer(response), entry))
+
+    def _dataset(self, seed: int) -> Any:
+        from reasoning_gym.factory import create_dataset
+
+        return create_dataset(self.name, seed=seed, size=CHUNK, **self.parameters)
+
+
+def make_generator(config: GeneratorConfig) -> Generator:
+    """The generator of one `data.generators` entry.
+
+    Raises:
+        ConfigError: unknown name or parameter, or a value the generator refuses; the line names what is allowed.
+    """
+    return _worked_sums(config) if config.name == "worked_sums" else _reasoning_gym(config)
+
+
+def _worked_sums(config: GeneratorConfig) -> Generator:
+    try:
+        return WorkedSums.model_validate(config.parameters)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        reason = f"{key}: {problem['msg']}".removeprefix(": ")
+        raise _refused(config.name, reason, list(WorkedSums.model_fields)) from error
+
+
+def _reasoning_gym(config: GeneratorConfig) -> Generator:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # from the sources of one of its dependencies
+        from reasoning_gym.factory import DATASETS
+    if config.name not in DATASETS:
+        names = ["worked_sums", *sorted(DATASETS)]
+        close = get_close_matches(config.name, names, n=5, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else f"allowed: {', '.join(names)}"
+        raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
+    fields = dataclasses.fields(DATASETS[config.name][1])
+    allowed = [field.name for field in fields if field.name not in ("seed", "size")]
+    unknown = sorted(config.parameters.keys() - set(allowed))
+    if unknown:
+        raise _refused(config.name, f"unknown parameter {unknown[0]!r}", allowed)
+    try:
+        return ReasoningGym(config.name, dict(config.parameters))
+    except (AssertionError, LookupError, TypeError, ValueError) as error:  # what their `validate` methods raise
+        raise _refused(config.name, str(error), allowed) from error
+
+
+def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
+    return ConfigError(f"data.generators: {name}: {reason}; parameters: {', '.join(allowed)}")
+
+
+class GeneratorMixture:
+    """Problems drawn from several generators by weight. Held out is what `is_held_out` says of the question's text."""
+
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self.generators = [make_generator(generator) for generator in config.generators]
+        if not self.generators:
+            raise ConfigError("data.generators is empty: name at least one generator")
+
+    def draw(self, stream: str, step: int, count: int) -> list[Problem]:
+        """Distinct problems as long as the generators have new ones, then repeats."""
+        drawn = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
+        if len(drawn) < count:
+            raise ConfigError(
+                f"data.generators give no training problem in {PATIENCE} draws; lower validation_fraction"
+            )
+        return drawn
+
+    def held_out(self, count: int) -> list[Problem]:
+        """
+        Raises:
+            ConfigError: the generators have fewer distinct held-out problems.
+        """
+        problems = list(islice(self._distinct("held-out", 0, held_out=True, repeat=False), count))
+        if len(problems) < count:
+            raise ConfigError(
+                f"data.generators have only {len(problems)} distinct held-out problems of the {count} asked for: "
+                "ask for fewer, widen the generators' parameters, or raise data.validation_fraction"
+            )
+        return problems
+
+    def fingerprint(self) -> str:
+        parts = [generator.model_dump(mode="json") for generator in self.config.generators]
+        return digest([parts, self.config.validation_fraction, self.seed, version("reasoning-gym")])
+
+    def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
+        seen: set[str] = set()
+        misses = 0
+        for problem in self._candidates(stream, step):
+            wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
+            if wanted and problem.question not in seen:
+                seen.add(problem.question)
+                misses = 0
+                yield problem
+                continue
+            misses += 1
+            if misses == PATIENCE:
+                if not (repeat and seen):
+                    return
+                seen, misses = set(), 0
+
+    def _candidates(self, stream: str, step: int) -> Iterator[Problem]:
+        seed = derive_seed(self.seed, stream, step)
+        rng = Random(seed)
+        weights = [generator.weight for generator in self.config.generators]
+        sources = [generator.problems(derive_seed(seed, index)) for index, generator in enumerate(self.generators)]
+        while True:
+            index = rng.choices(range(len(sources)), weights)[0]
+            yield dataclasses.replace(next(sources[index]), generator=index)

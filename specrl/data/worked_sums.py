@@ -1,0 +1,58 @@
+"""specrl's own generator: sums with worked steps. Many terms make long responses, so lengths have a long tail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from random import Random
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from specrl.config import PositiveInt, Section
+from specrl.data.problems import Problem
+
+ANSWER = re.compile(r"Answer: (-?\d+)")
+
+
+class WorkedSums(Section):
+    """`Q: 7 + 15 + 4\\nA:` is answered by ` 7 + 15 = 22, 22 + 4 = 26. Answer: 26`."""
+
+    terms: tuple[Annotated[int, Field(ge=2)], ...] = (2, 2, 3, 3, 4, 5, 6, 8, 12)
+    """Numbers of terms, one of which is drawn at random; repeat one to make it likelier."""
+    low: Annotated[int, Field(ge=0)] = 1
+    """Smallest term."""
+    high: PositiveInt = 20
+    """Largest term of the usual range."""
+    large_high: PositiveInt = 99
+    """Largest term of the wide range."""
+    large_share: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Share of the terms drawn from the wide range."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        if not self.terms or self.low > min(self.high, self.large_high):
+            raise ValueError("terms must not be empty and low must not exceed high and large_high")
+        return self
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        rng = Random(seed)
+        while True:
+            yield worked_sum([self._term(rng) for _ in range(rng.choice(self.terms))])
+
+    def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
+        """1 if the last `Answer: N` of the response states the sum, else 0."""
+        stated = ANSWER.findall(response)
+        return float(bool(stated) and stated[-1].lstrip("0") == answer.lstrip("0"))
+
+    def _term(self, rng: Random) -> int:
+        return rng.randint(self.low, self.large_high if rng.random() < self.large_share else self.high)
+
+
+def worked_sum(terms: list[int]) -> Problem:
+    total, steps = terms[0], []
+    for term in terms[1:]:
+        steps.append(f"{total} + {term} = {total + term}")
+        total += term
+    question = f"Q: {' + '.join(map(str, terms))}\nA:"
+    return Problem(question, str(total), f" {', '.join(steps)}. Answer: {total}", {"terms": terms})

@@ -1,0 +1,126 @@
+"""Content keys: a stage's key changes when, and only when, something that its result depends on changes.
+
+The key names the stage's folder and, through it, its Slurm job, so that a run that is started again finds what is
+finished and what is still running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specrl.artifacts import digest
+from specrl.config import STAGES, Config, StageName, dump_config
+
+INPUTS: dict[StageName, tuple[StageName, ...]] = {
+    "prepare": (),
+    "pretrain": ("prepare",),
+    "calibrate": ("prepare", "pretrain"),
+    "train": ("prepare", "pretrain", "calibrate"),
+    "validate": ("prepare", "pretrain", "train"),
+    "export": ("prepare", "train", "validate"),
+}
+"""The finished stages that each stage reads."""
+
+SECTIONS: dict[StageName, tuple[str, ...]] = {
+    "prepare": ("seed", "model", "data", "warm_start", "policy", "sampling"),
+    "pretrain": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+    "calibrate": ("seed", "model", "policy", "precision"),
+    "train": (
+        *("seed", "model", "data", "sampling", "speculation"),
+        *("engine", "policy", "drafter", "train", "precision"),
+    ),
+    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "validate"),
+    "export": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+}
+"""The parts of the configuration that each stage reads itself; what its inputs read comes in through their keys."""
+
+NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tracking")
+"""Where and how a stage runs, not what it computes."""
+
+
+def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:
+    """`STAGE-` and 12 hex digits of its inputs' keys, its config sections, the files they name, and the code.
+
+    Args:
+        inputs: keys of the stages in `INPUTS[stage]`.
+        code: `code_digest` of the sources that will run.
+    """
+    assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
+    values = json.loads(dump_config(config))
+    sections = {section: values[section] for section in SECTIONS[stage]}
+    if "data" in sections:
+        sections["data"] = _with_files(config, sections["data"])
+    if stage == "prepare":
+        sections["model"]["source"] = _model_fingerprint(config.model.source)
+    elif "model" in sections:  # what the source gave is in the key of `prepare`
+        del sections["model"]["source"], sections["model"]["tiny"]
+    return f"{stage}-{digest([stage, dict(inputs), sections, code])}"
+
+
+def run_keys(config: Config, code: str) -> dict[StageName, str]:
+    """Keys of all stages: each depends on the keys of its inputs, not on their results."""
+    keys: dict[StageName, str] = {}
+    for stage in STAGES:
+        keys[stage] = stage_key(config, stage, {name: keys[name] for name in INPUTS[stage]}, code)
+    return keys
+
+
+def code_digest(package: Path) -> str:
+    """Digest of the Python sources under `package`: relative paths and contents."""
+    return files_digest((path, str(path.relative_to(package))) for path in package.rglob("*.py"))
+
+
+def files_digest(files: Iterable[tuple[Path, str]]) -> str:
+    """First 12 hex digits of the SHA-256 over (name, content) of files, independent of their order."""
+    total = hashlib.sha256()
+    for path, name in sorted(files, key=lambda file: file[1]):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256")
+        total.update(f"{name}\0{content.hexdigest()}\n".encode())
+    return total.hexdigest()[:12]
+
+
+def reward_source(reward: str) -> Path | None:
+    """File behind a reward given as `package.module:function`; none for the built-in ones or where it is not found.
+
+    Looks in the current folder, then on `sys.path`, and imports nothing.
+    """
+    module, separator, _ = reward.partition(":")
+    if not separator:
+        return None
+    package, *rest = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path])
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    places = spec.submodule_search_locations or []
+    found = (Path(place, *rest).with_suffix(".py") for place in places)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """The data section with files replaced by what is in them: moving a file changes nothing, editing it does."""
+    named = {"path": config.data.path, "validation_path": config.data.validation_path}
+    contents = {key: _content(path) for key, path in named.items()}
+    return {**data, **contents, "reward_source": _content(reward_source(config.data.reward))}
+
+
+def _content(path: Path | None) -> str | None:
+    return None if path is None or not path.is_file() else files_digest([(path, "")])
+
+
+def _model_fingerprint(source: str) -> Any:
+    """Names, sizes and times of the files in a model directory (weights are too large to hash); else the name."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return source
+    entries = (entry for entry in os.scandir(folder) if entry.is_file())
+    return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)

@@ -1,0 +1,98 @@
+"""How far a stage is, as one small file that the flow reads: written by rank 0, atomically, a few times a second."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from specrl.artifacts import write_json
+
+PROGRESS_FILE = "progress.json"
+
+
+@dataclass(frozen=True)
+class ProgressState:
+    """`done` of `total` units of the phase called `message`; times are Unix seconds."""
+
+    done: float
+    total: float
+    message: str
+    unit: str
+    started_at: float
+    started_done: float
+    """Time and units of the phase's first word: the estimate is right after a restart in the middle, too."""
+    updated_at: float
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds left at the pace so far; none before something has been done."""
+        done = self.done - self.started_done
+        return (self.updated_at - self.started_at) * (self.total - self.done) / done if done > 0 else None
+
+
+class Progress:
+    """Progress of a stage, phase after phase.
+
+        with Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+            for step in range(num_steps):
+                progress.update(step, num_steps, message=f"reward {reward:.2f}", unit="step", phase="train")
+                ...
+
+    Say where a phase begins (0, or where it resumes) when it begins: the estimate counts from there. `update` is cheap:
+    it writes at most every `interval` seconds, and always for the last unit of a phase.
+    """
+
+    def __init__(self, stage_dir: Path, *, enabled: bool = True, interval: float = 0.5) -> None:
+        self._path = stage_dir / PROGRESS_FILE
+        self._enabled = enabled
+        self._interval = interval
+        self._phase: str | None = None
+        self._started_at, self._started_done = time.time(), 0.0
+        self._pending: ProgressState | None = None
+        self._written_at = 0.0
+
+    def update(
+        self, done: float, total: float, *, message: str = "", unit: str = "", phase: str | None = None
+    ) -> None:
+        """Say that `done` of `total` units are done.
+
+        Args:
+            message: what is seen beside the bar, such as a loss.
+            unit: name of one unit, such as `step` or `response`.
+            phase: another name than before starts the estimate anew.
+        """
+        if not self._enabled:
+            return
+        now = time.time()
+        if phase != self._phase:
+            self._phase, self._written_at = phase, 0.0
+            self._started_at, self._started_done = now, done
+        text = ": ".join(part for part in (self._phase, message) if part)
+        self._pending = ProgressState(done, total, text, unit, self._started_at, self._started_done, now)
+        if done >= total or now - self._written_at >= self._interval:
+            self._write()
+
+    def _write(self) -> None:
+        if self._pending is not None:
+            write_json(self._path, asdict(self._pending))
+            self._pending, self._written_at = None, time.time()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write()
+
+
+def read_progress(stage_dir: Path) -> ProgressState | None:
+    """What the stage said last; none if it has not said anything yet."""
+    try:
+        return ProgressState(**json.loads((stage_dir / PROGRESS_FILE).read_text()))
+    except (FileNotFoundError, json.JSONDecodeError, TypeError):  # not yet there, or of another version of the code
+        return None

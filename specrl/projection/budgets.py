@@ -1,0 +1,120 @@
+"""Which memory a rank of each stage has, and what goes into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specrl.config import StageName
+from specrl.projection import memory
+from specrl.projection.memory import MemoryItem, Rank
+
+_TRAINER_MEND = (
+    "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
+    "set policy.recompute=true or lower engine.gpu_memory_fraction"
+)
+_ENGINE_MEND = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of one kind that a rank of a stage has, and what goes into it."""
+
+    stage: StageName
+    place: str
+    available_gib: float
+    items: tuple[MemoryItem, ...]
+    mend: str
+    """What to change when it does not fit."""
+
+    @property
+    def needed_gib(self) -> float:
+        return memory.peak_gib(self.items)
+
+
+def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
+    asked = rank.config.resources_of(stage)
+    trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
+    host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
+    if stage == "train":
+        host.append(memory.checkpoint_item(rank))
+    if not rank.gpu:
+        kv = [_kv_item(rank, _kv_given(stage, rank))] if engine else []
+        items = (*trainer, *engine, *kv, *host)
+        mend = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
+        return [Budget(stage, "host", asked.memory_gib_per_rank, items, mend)]
+    share = asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction if engine else 0.0
+    device = MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant")
+    budgets = [
+        Budget(stage, "GPU, trainer", asked.gpu_memory_gib - share, (*trainer, device), _TRAINER_MEND),
+        Budget(stage, "host", asked.memory_gib_per_rank, tuple(host), "raise resources.memory_gib_per_rank"),
+    ]
+    if engine:
+        items = (*engine, _kv_item(rank, max(_kv_given(stage, rank), 0.0)))
+        budgets.insert(0, Budget(stage, "GPU, engine", share, items, _ENGINE_MEND))
+    return budgets
+
+
+def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
+    """What a stage's process holds beside the engine."""
+    config = rank.config
+    drafts = config.speculation.method == "eagle3"
+    if stage == "prepare":
+        return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
+    if stage == "pretrain":
+        return memory.policy_items(rank, trainable=False) + memory.drafter_items(rank, online=False) if drafts else []
+    if stage == "calibrate":
+        return memory.policy_items(rank, trainable=False)
+    if stage == "train":
+        items = [*memory.policy_items(rank, trainable=True), memory.refit_item(rank)]
+        return items + memory.drafter_items(rank, online=True) if drafts else items
+    return []
+
+
+def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
+    if stage in ("prepare", "calibrate"):
+        return []
+    return memory.engine_items(rank, speculate=stage != "pretrain")
+
+
+def _kv_given(stage: StageName, rank: Rank) -> float:
+    """GiB that the engine may use for keys and values: what it is given on CPU, what is left of its share on GPU."""
+    asked = rank.config.resources_of(stage)
+    if not rank.gpu:
+        return rank.config.engine.kv_cache_gib
+    weights = sum(item.gib for item in _engine_items(stage, rank))
+    return asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction - weights
+
+
+def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
+    per_token = memory.kv_bytes_per_token(rank)
+    wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
+    sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"
+    return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
+
+
+def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
+    """Problems (not one longest sequence fits) and notes (fewer than engine.max_num_seqs of them fit)."""
+    if not _engine_items(stage, rank):
+        return [], []
+    config = rank.config
+    longest = config.model.max_length * memory.kv_bytes_per_token(rank) / memory.GIB
+    given = _kv_given(stage, rank)
+    key = "engine.gpu_memory_fraction" if rank.gpu else "engine.kv_cache_gib"
+    if given < longest:
+        line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.2f} GiB"
+        return [f"{stage}: KV cache of {max(given, 0.0):.2f} GiB, {line}: raise {key}"], []
+    # One note is enough, for the stage that generates most.
+    if stage == "train" and given < longest * config.engine.max_num_seqs:
+        fits = int(given / longest)
+        name = f"engine.max_num_seqs = {config.engine.max_num_seqs}"
+        return [], [f"the KV cache holds {fits} sequences of full length, {name}: more than that waits; {key} sets it"]
+    return [], []
+
+
+def overflow(budget: Budget) -> str:
+    largest = sorted(budget.items, key=lambda item: item.gib, reverse=True)[:3]
+    names = ", ".join(f"{item.name} {item.gib:.1f}" for item in largest)
+    return (
+        f"{budget.stage}: a rank needs {budget.needed_gib:.1f} GiB ({budget.place}) and has "
+        f"{budget.available_gib:.1f} ({names}): {budget.mend}"
+    )

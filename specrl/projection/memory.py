@@ -1,0 +1,219 @@
+"""How much memory a rank needs, item by item, from the shape of the model and the configuration alone.
+
+Some items stay for the whole stage, others live in one phase of a step only; a rank needs the former and the largest
+sum of the latter. Activations follow Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", written out for a SwiGLU decoder with grouped
+queries and without dropout; nothing is credited for FP8 inputs, so the plan errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specrl.config import Config
+from specrl.projection.shapes import ModelShape
+
+GIB = 2**30
+FP32 = 4
+MASTER_AND_MOMENTS = 3 * FP32
+"""Bytes per parameter of the FP32 master weight and Adam's two moments."""
+HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}
+"""Python, torch, vLLM, Megatron-core and MLflow in one process; with a GPU also CUDA's libraries and pinned buffers."""
+DEVICE_RUNTIME_GIB = 3.0
+"""CUDA context, NCCL buffers, fragments of the allocator."""
+ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
+"""Most tokens that one forward pass of the engine works on (vLLM's defaults), on CPU and on GPU."""
+
+DRAFTER_SCORES = 2**26
+"""Attention scores that the drafter's training keeps at once; beyond it they are recomputed (`training/eagle3.py`)."""
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    name: str
+    gib: float
+    how: str
+    """What was multiplied, in words."""
+    phase: str | None = None
+    """The phase of a step in which it lives; none when it stays."""
+
+
+def peak_gib(items: Iterable[MemoryItem]) -> float:
+    """What stays, plus the largest phase."""
+    resident, phases = 0.0, {"": 0.0}
+    for item in items:
+        if item.phase is None:
+            resident += item.gib
+        else:
+            phases[item.phase] = phases.get(item.phase, 0.0) + item.gib
+    return resident + max(phases.values())
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank of a stage holds of the model. `gpu` is 0 or 1; parallel sizes are those of the stage's job."""
+
+    shape: ModelShape
+    config: Config
+    gpu: int
+    data_parallel: int
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 2 if self.config.model.dtype == "bfloat16" else FP32
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Tokens: a sequence longer than the budget is a micro-batch of its own."""
+        return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
+
+    @property
+    def policy_parameters(self) -> float:
+        """Parameters of the largest pipeline stage's shard of the policy."""
+        shape, policy = self.shape, self.config.policy
+        layers = -(-shape.num_layers // policy.pipeline_parallel)
+        both_ends = policy.pipeline_parallel == 1 and not shape.tied
+        embeddings = shape.embedding_parameters * (2 if both_ends else 1)
+        return (layers * shape.parameters_per_layer + embeddings) / policy.tensor_parallel
+
+    @property
+    def drafter_parameters(self) -> int:
+        """EAGLE-3: `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary."""
+        shape, drafter = self.shape, self.config.drafter
+        hidden = shape.hidden_size
+        attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
+        mlp = 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
+        return 3 * hidden * hidden + attention + mlp + drafter.draft_vocab_size * hidden
+
+
+def policy_items(rank: Rank, *, trainable: bool) -> list[MemoryItem]:
+    """The Megatron-core shard of the policy; without gradients, optimizer and saved activations if not `trainable`."""
+    shape, config, size = rank.shape, rank.config, rank.dtype_bytes
+    count, shard = rank.policy_parameters, _shard_name(config)
+    items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters{shard} x {size} B")]
+    if trainable:
+        optimizer = MASTER_AND_MOMENTS if size < FP32 else 2 * FP32
+        per_rank = f"{optimizer} B per parameter / {rank.data_parallel} data-parallel ranks"
+        items += [
+            _item("gradients", count * FP32, "float32"),
+            _item("masters and Adam moments", count * optimizer / rank.data_parallel, per_rank),
+        ]
+        if config.train.kl_coef:
+            items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
+    if config.precision.training == "fp8" and rank.gpu:
+        linear = shape.num_layers * shape.linear_parameters_per_layer
+        linear_shard = linear / (config.policy.tensor_parallel * config.policy.pipeline_parallel)
+        items.append(_item("FP8 weights", 2 * linear_shard, "linear layers, row- and column-wise, 1 B each"))
+    return [*items, activations(rank, trainable=trainable), logits(rank, trainable=trainable)]
+
+
+def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
+    """Activations of one micro-batch of `longest_micro_batch` tokens.
+
+    Saved per token and layer: 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and, divided
+    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (3 with the QK norm of Qwen3),
+    4 F for the SwiGLU, and without flash attention (CPU) 6 B x heads x longest sequence for the scores. Recompute
+    saves H per layer and one whole layer. Pipeline stages hold as many micro-batches as there are stages, so the
+    pipeline size cancels; without a backward pass one layer is alive.
+    """
+    shape, config, tensor_parallel = rank.shape, rank.config, rank.config.policy.tensor_parallel
+    heads_wide = (3 if shape.family == "qwen3" else 2) * (shape.query_size + shape.kv_size)
+    split = (heads_wide + 4 * shape.intermediate_size) * rank.dtype_bytes
+    if not rank.gpu:
+        split += 6 * shape.num_heads * config.model.max_length
+    layer = 4 * shape.hidden_size * rank.dtype_bytes + split / tensor_parallel
+    tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
+    if not trainable:
+        return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
+    if config.policy.recompute:
+        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes
+        return _item(
+            "activations", tokens * (saved + layer), f"{how} of one layer + the layers' inputs (recompute)", "policy"
+        )
+    return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
+
+
+def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
+    """Logits in the compute type and in float32 and, in training, the gradients of both."""
+    columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
+    size = (rank.dtype_bytes + FP32) * (2 if trainable else 1)
+    how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {size} B"
+    return _item("logits", rank.longest_micro_batch * columns * size, how, "policy")
+
+
+def drafter_items(rank: Rank, *, online: bool) -> list[MemoryItem]:
+    """The drafter under training, whole on every rank, and the features it learns from."""
+    shape, drafter = rank.shape, rank.config.drafter
+    count = rank.drafter_parameters
+    copy = shape.embedding_parameters * rank.dtype_bytes
+    layer = 8 * shape.hidden_size + 2 * (shape.query_size + shape.kv_size)
+    layer += 4 * (drafter.intermediate_size or shape.intermediate_size)
+    per_token = drafter.ttt_steps * FP32 * (layer + 2 * drafter.draft_vocab_size)
+    scores = min(drafter.tokens_per_micro_batch * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
+    items = [
+        _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
+        _item("drafter's embeddings", copy, "the policy's, whole"),
+        _item(
+            "drafter's activations",
+            drafter.tokens_per_micro_batch * per_token + drafter.ttt_steps * scores * 3 * FP32,
+            f"{drafter.tokens_per_micro_batch} tokens x {drafter.ttt_steps} unrolled steps",
+            "drafter",
+        ),
+    ]
+    tokens = drafter.max_tokens_per_step if online else drafter.tokens_per_micro_batch
+    features = (3 * shape.hidden_size + drafter.draft_vocab_size) * rank.dtype_bytes
+    return [*items, _item("drafter's features", tokens * features, f"{tokens} tokens x {features / 1024:.1f} KiB")]
+
+
+def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
+    """The vLLM engine without its KV cache; its head is a matrix of its own, tied or not."""
+    shape, config, size = rank.shape, rank.config, rank.dtype_bytes
+    parallel = config.engine.tensor_parallel
+    count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
+    items = [_item("engine weights", count * size, f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B")]
+    if speculate and config.speculation.method == "eagle3":
+        drafter = rank.drafter_parameters / parallel
+        items.append(_item("engine's drafter", drafter * size, f"{drafter / 1e6:.1f} M parameters x {size} B"))
+    batched = ENGINE_BATCHED_TOKENS[rank.gpu]
+    verified = config.engine.max_num_seqs * (config.speculation.k + 1 if speculate else 1)
+    hidden = batched * (4 * shape.hidden_size + 3 * shape.intermediate_size / parallel) * size
+    workspace = hidden + verified * shape.vocab_size * 3 * FP32
+    return [
+        *items,
+        _item("engine workspace", workspace, f"{batched} batched tokens, {verified} rows of logits", "generation"),
+    ]
+
+
+def kv_bytes_per_token(rank: Rank) -> float:
+    """Keys and values of all layers and of the drafter's one; a rank has at least one KV head, however many ranks."""
+    layers = rank.shape.num_layers + (1 if rank.config.speculation.method == "eagle3" else 0)
+    heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
+    return 2 * layers * heads * rank.shape.head_dim * rank.dtype_bytes
+
+
+def refit_item(rank: Rank) -> MemoryItem:
+    return _item(
+        "refit buffer", rank.shape.embedding_parameters * rank.dtype_bytes, "the largest tensor, gathered", "refit"
+    )
+
+
+def checkpoint_item(rank: Rank) -> MemoryItem:
+    """Host copy of what this rank writes: weights and its part of the optimizer."""
+    count = rank.policy_parameters
+    size = rank.dtype_bytes + MASTER_AND_MOMENTS / rank.data_parallel
+    return _item(
+        "checkpoint copy",
+        count * size,
+        "weights and this rank's part of the optimizer, on the way to disk",
+        "checkpoint",
+    )
+
+
+def _shard_name(config: Config) -> str:
+    policy = config.policy
+    return f" (TP {policy.tensor_parallel}, PP {policy.pipeline_parallel})"
+
+
+def _item(name: str, size: float, how: str, phase: str | None = None) -> MemoryItem:
+    return MemoryItem(name, size / GIB, how, phase)

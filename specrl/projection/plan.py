@@ -1,0 +1,145 @@
+"""What a run will ask for, before anything is submitted: the jobs, and the memory that each rank needs and has.
+
+`plan` reads the configuration only (and config.json of a local model): it needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
+from specrl.projection.memory import Rank
+from specrl.projection.shapes import ModelShape, model_shape
+from specrl.report.tables import print_line, print_table
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stage's job. `memory_gib` is host memory of the whole job; `minutes` is its wall-clock limit."""
+
+    stage: StageName
+    nodes: int
+    ranks: int
+    gpus: int
+    cpus: int
+    memory_gib: float
+    minutes: int
+    partition: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    model: str
+    shape: ModelShape
+    jobs: tuple[Job, ...]
+    budgets: tuple[Budget, ...]
+    notes: tuple[str, ...]
+    """What will run, but slower than the configuration may have meant."""
+
+
+def plan(config: Config) -> Plan:
+    """Jobs and memory of a run.
+
+    Raises:
+        ConfigError: the model's shape is unknown or does not fit the configuration, or a rank needs more memory than it has.
+    """
+    shape = model_shape(config.model)
+    problems = _shape_problems(config, shape)
+    budgets: list[Budget] = []
+    notes: list[str] = []
+    for stage in STAGES:
+        rank = _rank(config, stage, shape)
+        budgets += stage_budgets(stage, rank)
+        kv_problems, kv_notes = check_kv(stage, rank)
+        problems += kv_problems
+        notes += kv_notes
+    problems += [overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    jobs = tuple(_job(config, stage) for stage in STAGES)
+    return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), tuple(notes))
+
+
+def _job(config: Config, stage: StageName) -> Job:
+    asked = config.resources_of(stage)
+    return Job(
+        stage=stage,
+        nodes=asked.nodes,
+        ranks=asked.ranks,
+        gpus=asked.ranks * asked.gpus_per_rank,
+        cpus=asked.ranks * asked.cpus_per_rank,
+        memory_gib=asked.ranks * asked.memory_gib_per_rank,
+        minutes=asked.minutes,
+        partition=(config.cluster.partition or "default") if config.cluster.backend == "slurm" else "local",
+    )
+
+
+def _rank(config: Config, stage: StageName, shape: ModelShape) -> Rank:
+    asked = config.resources_of(stage)
+    shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
+    return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))
+
+
+def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
+    """What the configuration asks of the model that its shape does not allow."""
+    source = config.model.source
+    problems = []
+    if config.model.max_length > shape.max_positions:
+        problems.append(f"model.max_length = {config.model.max_length}: {source} has {shape.max_positions} positions")
+    for key, parallel in (
+        ("policy.tensor_parallel", config.policy.tensor_parallel),
+        ("engine.tensor_parallel", config.engine.tensor_parallel),
+    ):
+        if shape.num_heads % parallel or max(shape.num_kv_heads, parallel) % min(shape.num_kv_heads, parallel):
+            heads = f"{shape.num_heads} attention and {shape.num_kv_heads} KV heads"
+            problems.append(f"{key} = {parallel} does not divide the {heads} of {source}")
+    if shape.num_layers % config.policy.pipeline_parallel:
+        stages = config.policy.pipeline_parallel
+        problems.append(
+            f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
+        )
+    if config.speculation.method == "eagle3" and config.drafter.draft_vocab_size >= shape.vocab_size:
+        size = config.drafter.draft_vocab_size
+        problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")
+    return problems
+
+
+def render(plan: Plan, console: Console | None = None) -> None:
+    """Print the plan: a table of jobs, then one per place of memory with a column per stage, then the notes."""
+    console = console or Console()
+    shape = plan.shape
+    print_line(
+        console,
+        f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters "
+        f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})\n",
+    )
+    columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
+    print_table(console, "Jobs", columns, [_job_row(job) for job in plan.jobs])
+    for place in dict.fromkeys(budget.place for budget in plan.budgets):
+        _render_place(console, place, [budget for budget in plan.budgets if budget.place == place])
+    for note in plan.notes:
+        print_line(console, f"note: {note}")
+
+
+def _job_row(job: Job) -> tuple[str, ...]:
+    numbers = (job.nodes, job.ranks, job.gpus, job.cpus, job.memory_gib, job.minutes)
+    return (job.stage, *(f"{number:g}" for number in numbers), job.partition)
+
+
+def _render_place(console: Console, place: str, budgets: list[Budget]) -> None:
+    """Items as rows, stages as columns; the last column explains the item where it is largest."""
+    by_stage = [{item.name: item for item in budget.items} for budget in budgets]
+    rows = []
+    for name in dict.fromkeys(name for items in by_stage for name in items):
+        largest = max((items[name] for items in by_stage if name in items), key=lambda item: item.gib)
+        cells = [f"{items[name].gib:.2f}" if name in items else "" for items in by_stage]
+        phase = f" (only in the {largest.phase} phase)" if largest.phase else ""
+        rows.append((name, *cells, largest.how + phase))
+    rows.append(("needed", *(f"{budget.needed_gib:.2f}" for budget in budgets), "what stays, and the largest phase"))
+    rows.append(("a rank has", *(f"{budget.available_gib:.2f}" for budget in budgets), ""))
+    columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
+    print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)

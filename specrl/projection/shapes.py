@@ -1,0 +1,117 @@
+"""The shape of a model, known without loading it: from its directory, from the tiny section, or from a short table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.config import ConfigError, ModelConfig
+from specrl.data.models import check_directory
+
+TINY_VOCAB_SIZE = 128
+"""Of the character tokenizer of `model.source = "tiny"`; `specrl/data/tiny.py` has it too, but imports torch."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a dense decoder of the Llama, Qwen2 or Qwen3 family."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    max_positions: int
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def linear_parameters_per_layer(self) -> int:
+        """Weights of the linear layers of one decoder layer; what FP8 applies to."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def parameters_per_layer(self) -> int:
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.family == "qwen3" else 0)
+        bias = self.query_size + 2 * self.kv_size if self.family == "qwen2" else 0
+        return self.linear_parameters_per_layer + norms + bias
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the input embedding alone; an untied head has as many again."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.embedding_parameters * (1 if self.tied else 2)
+        return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
+
+
+KNOWN_SHAPES = {
+    "smollm2-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 8192),
+    "Qwen/Qwen3-8B": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
+    "Qwen/Qwen3-8B-Base": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
+}
+
+
+def model_shape(model: ModelConfig) -> ModelShape:
+    """Shape of `model.source`.
+
+    Raises:
+        ConfigError: a directory that is not a model this project trains, or a hub id not in the table.
+    """
+    if model.source == "tiny":
+        return _tiny_shape(model)
+    if model.source in KNOWN_SHAPES:
+        return KNOWN_SHAPES[model.source]
+    directory = Path(model.source).expanduser()
+    if directory.is_dir() or directory.is_absolute() or model.source.startswith("."):
+        return _shape_of(check_directory(directory, model.max_length))
+    raise ConfigError(
+        f'model.source = "{model.source}" is neither a directory here nor a model whose shape is known '
+        f"({', '.join(KNOWN_SHAPES)}): `hf download {model.source} --local-dir DIR` and set model.source=DIR"
+    )
+
+
+def _tiny_shape(model: ModelConfig) -> ModelShape:
+    tiny = model.tiny
+    return ModelShape(
+        family=tiny.family,
+        num_layers=tiny.num_layers,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        num_heads=tiny.num_heads,
+        num_kv_heads=tiny.num_kv_heads,
+        head_dim=tiny.hidden_size // tiny.num_heads,
+        vocab_size=TINY_VOCAB_SIZE,
+        tied=tiny.tie_embeddings,
+        max_positions=model.max_length,
+    )
+
+
+def _shape_of(hf: dict[str, Any]) -> ModelShape:
+    heads = hf["num_attention_heads"]
+    return ModelShape(
+        family=hf["model_type"],
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        vocab_size=hf["vocab_size"],
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        max_positions=hf.get("max_position_embeddings", 2048),
+    )

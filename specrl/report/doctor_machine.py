@@ -1,0 +1,102 @@
+"""Python, cores, memory, disk and accelerators of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from specrl.report.check import Check
+
+GIB = 2**30
+QUICKSTART_MEMORY_GIB = 16
+QUICKSTART_DISK_GIB = 10
+PROBE_SECONDS = 10
+
+
+def checks(runs_dir: Path) -> list[Check]:
+    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_bf16(), check_gpu()]
+
+
+def check_python() -> Check:
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    if sys.version_info[:2] == (3, 11):
+        return Check("Python", "ok", found)
+    return Check(
+        "Python", "fail", found, "the locked packages need Python 3.11: make clean && make env PYTHON=python3.11"
+    )
+
+
+def check_cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores >= 2:
+        return Check("cores", "ok", str(cores))
+    return Check("cores", "warn", str(cores), "train on one rank: --set stage_resources.train.ranks_per_node=1")
+
+
+def check_memory() -> Check:
+    total = psutil.virtual_memory().total / GIB
+    if total >= QUICKSTART_MEMORY_GIB:
+        return Check("memory", "ok", f"{total:.0f} GiB")
+    mend = f"the quickstart needs {QUICKSTART_MEMORY_GIB} GiB; configs/smoke.toml needs less"
+    return Check("memory", "warn", f"{total:.0f} GiB", mend)
+
+
+def check_disk(runs_dir: Path) -> Check:
+    """Free space where the runs lie: a full disk stops a run in its middle."""
+    folder = runs_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        return Check("disk", "fail", f"{folder} cannot be written", "--set runs_dir=FOLDER puts the runs elsewhere")
+    free = shutil.disk_usage(folder).free / GIB
+    if free >= QUICKSTART_DISK_GIB:
+        return Check("disk", "ok", f"{free:.0f} GiB free in {folder}")
+    mend = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
+    return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", mend)
+
+
+def check_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    """AVX-512 BF16 is what makes bfloat16 fast on a CPU; AMX tiles do it faster still."""
+    flags = _cpu_flags(cpuinfo)
+    fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
+    if fast:
+        return Check("CPU bfloat16", "ok", ", ".join(fast))
+    mend = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
+    return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", mend)
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    if not cpuinfo.is_file():
+        return set()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return set(next(lines, "").partition(":")[2].split())
+
+
+def has_gpu() -> bool:
+    return bool(_gpus())
+
+
+def check_gpu() -> Check:
+    gpus = _gpus()
+    if gpus:
+        return Check("GPU", "ok", "; ".join(gpus))
+    if shutil.which("nvidia-smi"):
+        return Check("GPU", "warn", "nvidia-smi lists none", "nvidia-smi -L shows why; runs go on CPU meanwhile")
+    return Check("GPU", "ok", "none: runs go on CPU")
+
+
+def _gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU; empty without a driver."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return result.stdout.splitlines() if result.returncode == 0 else []

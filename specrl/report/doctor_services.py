@@ -1,0 +1,132 @@
+"""Slurm, MLflow and Prefect: what a run talks to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.request import urlopen
+
+from specrl.report.check import Check
+
+APT = "apt-get install --no-install-recommends"
+CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
+SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
+PROBE_SECONDS = 5
+
+
+def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
+    return [*check_slurm(), check_devcluster(), check_mlflow(runs_dir, tracking_uri), check_prefect_home()]
+
+
+def missing(commands: Iterable[str]) -> list[str]:
+    """Commands that are neither on PATH nor where system daemons lie."""
+    path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATHS}"
+    return [command for command in commands if not shutil.which(command, path=path)]
+
+
+def check_slurm() -> list[Check]:
+    """Client commands, accounting, munge and the cluster itself; without the client nothing else is asked."""
+    absent = missing(CLIENT)
+    if len(absent) == len(CLIENT):
+        mend = f"only for --cluster slurm: {APT} slurm-client munge, or run on a login node"
+        return [Check("Slurm", "warn", "no Slurm commands: --cluster local works", mend)]
+    if absent:
+        return [Check("Slurm", "warn", f"missing {', '.join(absent)}", f"{APT} slurm-client")]
+    return [
+        Check("Slurm", "ok", _first_line("sinfo", "--version") or "commands found"),
+        _check_sacct(),
+        _check_munge(),
+        _check_cluster(),
+    ]
+
+
+def _check_sacct() -> Check:
+    if missing(["sacct"]):
+        mend = f"{APT} slurm-client; meanwhile job states come from squeue and from files"
+        return Check("Slurm accounting", "warn", "no sacct", mend)
+    if _succeeds("sacct", "-n", "-X", "-S", "now"):
+        return Check("Slurm accounting", "ok", "sacct answers")
+    return Check("Slurm accounting", "warn", "sacct does not answer", "job states come from squeue and from files")
+
+
+def _check_munge() -> Check:
+    if missing(["munge"]):
+        return Check("munge", "warn", "no munge command", f"{APT} munge")
+    if _succeeds("munge", "-n"):
+        return Check("munge", "ok", "makes credentials")
+    return Check("munge", "warn", "munged is not running", "systemctl start munge, or specrl devcluster up")
+
+
+def _check_cluster() -> Check:
+    nodes = _output("sinfo", "-h", "-o", "%D %P")
+    if nodes:
+        return Check("Slurm cluster", "ok", "nodes and partition: " + ", ".join(nodes.split("\n")))
+    mend = "set SLURM_CONF to your cluster's slurm.conf, or specrl devcluster up for one on this machine"
+    return Check("Slurm cluster", "warn", "no controller answers", mend)
+
+
+def check_devcluster() -> Check:
+    """What `specrl devcluster up` starts; users of a real cluster do not need it."""
+    absent = missing(DAEMONS)
+    if not absent:
+        return Check("devcluster", "ok", "can be started")
+    packages = "slurm-wlm munge slurm-wlm-basic-plugins slurmdbd mariadb-server-core mariadb-client-core"
+    return Check("devcluster", "warn", f"missing {', '.join(absent)}", f"only for the tests: {APT} {packages}")
+
+
+def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
+    """A server must answer; a sqlite file must open; a database that is not there yet is made by the first run."""
+    if tracking_uri and tracking_uri.startswith(("http://", "https://")):
+        try:
+            with urlopen(f"{tracking_uri.rstrip('/')}/health", timeout=PROBE_SECONDS):
+                return Check("MLflow", "ok", f"{tracking_uri} answers")
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            mend = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
+            return Check("MLflow", "fail", f"{tracking_uri}: {reason}", mend)
+    database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
+    if not database.is_file():
+        return Check("MLflow", "ok", f"{database} will be made by the first run")
+    try:
+        with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=PROBE_SECONDS) as connection:
+            count = connection.execute("select count(*) from runs").fetchone()[0]
+    except sqlite3.Error as error:
+        return Check("MLflow", "fail", f"{database}: {error}", f"move {database} away; the next run makes a new one")
+    return Check("MLflow", "ok", f"{database}, {count} runs")
+
+
+def check_prefect_home() -> Check:
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            return Check("Prefect", "ok", str(home))
+    except OSError as error:
+        return Check("Prefect", "fail", f"{home}: {error.strerror}", "export PREFECT_HOME=FOLDER that can be written")
+
+
+def _succeeds(*command: str) -> bool:
+    return _run(command) is not None
+
+
+def _output(*command: str) -> str:
+    return (_run(command) or "").strip()
+
+
+def _first_line(*command: str) -> str:
+    return _output(*command).partition("\n")[0]
+
+
+def _run(command: tuple[str, ...]) -> str | None:
+    """Standard output; none when the command fails or does not answer in time."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except (subprocess.TimeoutExpired, FileNotFoundError):
+        return None
+    return result.stdout if result.returncode == 0 else None

@@ -1,0 +1,73 @@
+"""The results of a run's stages, finished or not: what `summary` and `html` both read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrl.artifacts import RESULT_FILE, ResultType, read_result
+from specrl.config import STAGES, Config, parse_config
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One stage of a run: its content key, its folder and, once known, its run time and job."""
+
+    key: str
+    stage_dir: Path
+    seconds: float | None = None
+    """Wall-clock time of the stage; its own result's when none is given."""
+    job_id: str | None = None
+    """Slurm job or local process; read from `jobs/KEY.json` when none is given."""
+
+
+def find_stages(run_dir: Path) -> dict[str, StageRecord]:
+    """The newest folder of each stage, for a run whose flow is not there to tell."""
+    found: dict[str, StageRecord] = {}
+    for stage in STAGES:
+        folders = sorted((run_dir / "stages").glob(f"{stage}-*"), key=lambda folder: folder.stat().st_mtime)
+        if folders:
+            found[stage] = StageRecord(folders[-1].name, folders[-1])
+    return found
+
+
+def read_config(run_dir: Path) -> Config:
+    """The configuration a run was started with.
+
+    Raises:
+        ValueError: the folder is not a run's.
+    """
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
+    return parse_config(json.loads(path.read_text()))
+
+
+def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
+    """The stage's result; none when it has not finished or not begun."""
+    record = stages.get(stage)
+    if record is None or not (record.stage_dir / RESULT_FILE).exists():
+        return None
+    return read_result(record.stage_dir, kind)
+
+
+def seconds_of(record: StageRecord) -> float | None:
+    path = record.stage_dir / RESULT_FILE
+    if record.seconds is not None or not path.exists():
+        return record.seconds
+    return float(json.loads(path.read_text())["seconds"])
+
+
+def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
+    path = run_dir / "jobs" / f"{record.key}.json"
+    if record.job_id is not None or not path.is_file():
+        return record.job_id
+    job_id = json.loads(path.read_text()).get("job_id")
+    return None if job_id is None else str(job_id)
+
+
+def finished_steps(run_dir: Path) -> int:
+    """RL steps whose rollouts are written."""
+    return sum(1 for _ in (run_dir / "rollouts").glob("step=*"))

@@ -1,0 +1,182 @@
+"""`summary.json`, which other tools read, and the table at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_json
+from specrl.config import STAGES, Config
+from specrl.report.results import (
+    StageRecord,
+    find_stages,
+    finished,
+    finished_steps,
+    job_id_of,
+    read_config,
+    seconds_of,
+)
+from specrl.report.tables import print_line, print_table
+
+SUMMARY_FILE = "summary.json"
+
+
+def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> Path:
+    """Write `summary.json` from the stages' results; a section whose stage has not finished is null."""
+    path = run_dir / SUMMARY_FILE
+    write_json(path, build_summary(run_dir, stages, mlflow_run_id))
+    return path
+
+
+def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
+    """The contract other tools read.
+
+    `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
+    ratio of matched pairs, and `decode_step_reduction` is the mean over those batch sizes of 1 - speculative / plain
+    decoding steps.
+    """
+    config = read_config(run_dir)
+    train = finished(stages, "train", TrainResult)
+    validation = finished(stages, "validate", ValidateResult)
+    export = finished(stages, "export", ExportResult)
+    return {
+        "run": config.name,
+        "mlflow_run_id": mlflow_run_id,
+        "stages": {
+            stage: {"key": record.key, "seconds": seconds_of(record), "job_id": job_id_of(run_dir, record)}
+            for stage, record in stages.items()
+        },
+        "validation": validation and _pick(validation, "accuracy_before", "accuracy_after", "num_prompts"),
+        "speculation": validation and _speculation(config, validation),
+        "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
+        "mismatch": train and train.mismatch,
+        "refit": train
+        and {
+            "checks": train.refit_checks,
+            "failures": train.refit_failures,
+            "max_abs_logprob_diff": train.refit_max_abs_logprob_diff,
+        },
+        "export": export and _pick(export, "drafter_dir", "vllm_acceptance_length", "model_version"),
+    }
+
+
+def _pick(result: TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:
+    return result.model_dump(mode="json", include=set(names))
+
+
+def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
+    reductions = [pair.decode_step_reduction for pair in validation.speed]
+    return {
+        "method": config.speculation.method,
+        "k": config.speculation.k,
+        "acceptance_length": validation.acceptance_length,
+        "acceptance_rate_per_pos": validation.acceptance_rate_per_pos,
+        "generation_speedup": {str(pair.batch): pair.speedup for pair in validation.speed},
+        "decode_step_reduction": fmean(reductions) if reductions else None,
+    }
+
+
+def render_summary(run_dir: Path, console: Console | None = None) -> None:
+    """Print what a run reached: from `summary.json`, or from the stages that have finished while it still runs."""
+    console = console or Console()
+    path = run_dir / SUMMARY_FILE
+    if path.is_file():
+        summary = json.loads(path.read_text())
+        stages = {
+            stage: StageRecord(entry["key"], run_dir / "stages" / entry["key"], entry["seconds"], entry["job_id"])
+            for stage, entry in summary["stages"].items()
+        }
+    else:
+        stages = find_stages(run_dir)
+        summary = build_summary(run_dir, stages, None)
+    config = read_config(run_dir)
+    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(run_dir, config, summary, stages))
+    print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
+    if summary["train"]:
+        shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
+        rows = [(name, f"{share:.1%}") for name, share in shares]
+        print_table(console, "Of a training step", ("part", ">share"), rows)
+    export = finished(stages, "export", ExportResult)
+    if export and export.drafter_dir:
+        print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
+        print_line(console, "  " + serve_command(export, config.speculation.k))
+
+
+def serve_command(export: ExportResult, k: int) -> str:
+    """One line that serves the policy with its drafter."""
+    speculative = {"method": "eagle3", "model": str(export.drafter_dir), "num_speculative_tokens": k}
+    return shlex.join(["vllm", "serve", str(export.policy_dir), "--speculative-config", json.dumps(speculative)])
+
+
+def _results(
+    run_dir: Path, config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]
+) -> list[tuple[str, str]]:
+    unfinished = [stage for stage in STAGES if not (summary["stages"].get(stage) or {}).get("seconds")]
+    rows = _train_rows(summary)
+    if "train" in unfinished and finished_steps(run_dir):
+        rows = [("training", f"{finished_steps(run_dir)} of {config.train.num_steps} steps")]
+    rows = [*_accuracy_rows(summary), *rows, *_speculation_rows(summary, finished(stages, "validate", ValidateResult))]
+    if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
+        rows.append(("acceptance length, exported drafter", f"{summary['export']['vllm_acceptance_length']:.2f}"))
+    if unfinished:
+        rows.append(("not finished", ", ".join(unfinished)))
+    return rows
+
+
+def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    validation = summary["validation"]
+    if not validation:
+        return []
+    before, after = validation["accuracy_before"], validation["accuracy_after"]
+    return [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({validation['num_prompts']} prompts)")]
+
+
+def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    train, refit = summary["train"], summary["refit"]
+    if not train:
+        return []
+    return [
+        ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({train['steps']} steps)"),
+        ("step, median", f"{train['step_seconds_median']:.1f} s"),
+        (
+            "refit parity",
+            f"{refit['checks']} checks, {refit['failures']} failures, "
+            f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
+        ),
+    ]
+
+
+def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:
+    """Acceptance, and each matched pair with its spread, so that a ratio near 1 is seen for what it is."""
+    speculation = summary["speculation"]
+    if not speculation or speculation["method"] == "none":
+        return []
+    per_position = " / ".join(f"{rate:.2f}" for rate in speculation["acceptance_rate_per_pos"])
+    name = f"{speculation['method']}, k = {speculation['k']}"
+    rows = [("acceptance length", f"{speculation['acceptance_length']:.2f} ({name}; by position {per_position})")]
+    for pair in validation.speed if validation else []:
+        spread = f"{pair.speedup_min:.2f} to {pair.speedup_max:.2f}"
+        rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"
+        equal = f"{pair.tokens_equal:.0%} of responses the same"
+        rows.append((f"speedup, batch {pair.batch}", f"{pair.speedup:.2f}x ({spread}; {rates}; {equal})"))
+    if speculation["decode_step_reduction"] is not None:
+        rows.append(("decoding steps saved", f"{speculation['decode_step_reduction']:.0%}"))
+    return rows
+
+
+def _stage_times(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    entries = summary["stages"]
+    total = sum(entry["seconds"] or 0.0 for entry in entries.values())
+    rows = []
+    for stage in STAGES:
+        entry = entries.get(stage, {"seconds": None, "job_id": None})
+        seconds = entry["seconds"]
+        numbers = (f"{seconds:.0f}", f"{seconds / total:.0%}") if seconds else ("-", "-")
+        rows.append((stage, *numbers, entry["job_id"] or ""))
+    return [*rows, ("all", f"{total:.0f}", "", "")]

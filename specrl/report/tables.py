@@ -1,0 +1,43 @@
+"""Tables for people: rich on a terminal, aligned plain lines when piped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+Rows = Sequence[Sequence[str]]
+
+
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
+    """Print rows under their column names; a column whose name begins with `>` is aligned to the right."""
+    if not console.is_terminal:
+        print_line(console, plain_table(title, columns, rows))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
+    names = [column.removeprefix(">") for column in columns]
+    lines = [names, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    aligned = [
+        "  ".join(
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([title, *(f"  {line}" for line in aligned)]) + "\n"
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print as it is: no wrapping, no markup, nothing coloured, so that a command can be copied from it."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

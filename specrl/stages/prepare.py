@@ -1,0 +1,64 @@
+"""Stage `prepare`: the policy as a Hugging Face directory, warm-started where the config asks for it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from specrl.artifacts import PrepareResult, write_result
+from specrl.data.models import load_tokenizer, materialise_model
+from specrl.data.prompts import PromptSource
+from specrl.data.rewards import make_reward
+from specrl.distributed import Ranks, join, leave
+from specrl.progress import Progress
+from specrl.stages.context import StageContext
+from specrl.tracking import stage_run
+
+
+def main(context: StageContext) -> None:
+    started = time.monotonic()
+    ranks = join()
+    config = context.config
+    make_reward(config.data)
+    warm = config.warm_start.num_examples > 0
+    policy_dir = context.stage_dir / "policy"
+    base_dir = context.stage_dir / "base" if warm else policy_dir
+    if ranks.is_first:
+        materialise_model(config.model, config.seed, base_dir)
+    ranks.barrier()
+    source = PromptSource(config, load_tokenizer(base_dir))
+    source.check()
+    losses = _warm_start(context, ranks, source, base_dir, policy_dir) if warm else (None, None)
+    if ranks.is_first:
+        seconds = time.monotonic() - started
+        first, last = losses
+        result = PrepareResult(
+            policy_dir=policy_dir, warm_start_loss_first=first, warm_start_loss_last=last, seconds=seconds
+        )
+        write_result(context.stage_dir, result)
+    leave()
+
+
+def _warm_start(
+    context: StageContext, ranks: Ranks, source: PromptSource, base_dir: Path, policy_dir: Path
+) -> tuple[float, float]:
+    # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
+    from specrl.training.policy import Policy
+    from specrl.training.warm_start import warm_start
+
+    config = context.config
+    policy = Policy(base_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
+    with stage_run(context) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+
+        def on_step(step: int, steps: int, metrics: dict[str, float]) -> None:
+            loss = f"loss {metrics['loss']:.3f}"
+            progress.update(step + 1, steps, message=loss, unit="step", phase="warm start")
+            tracker.log_metrics({f"warm_start/{name}": value for name, value in metrics.items()}, step)
+
+        losses = warm_start(policy, source, config, on_step)
+    policy.save_pretrained(policy_dir)
+    ranks.barrier()
+    if ranks.is_first:
+        shutil.rmtree(base_dir)
+    return losses

@@ -1,0 +1,100 @@
+"""Micro-batches by length: sequences of similar length share one, so that little is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A prompt and its response."""
+
+    tokens: list[int]
+    """Prompt, then response."""
+    prompt_length: int
+    """Tokens of `tokens` that are the prompt, at least 1."""
+    index: int
+    """Position in the caller's list."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_length <= len(self.tokens):
+            raise ValueError(
+                f"sequence {self.index}: prompt_length = {self.prompt_length} must lie in 1..{len(self.tokens)}, "
+                "the number of tokens"
+            )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences padded on the right to the longest of them."""
+
+    tokens: Tensor
+    """[batch, seq] int64; 0 where padded."""
+    mask: Tensor
+    """[batch, seq] bool: True at [b, i] where `tokens[b, i + 1]` is a response token, so that the policy's output at i
+    is trained on. The last column is always False."""
+    lengths: Tensor
+    """[batch] int64, without padding."""
+    indices: list[int]
+    """`Sequence.index` of each row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens to train on."""
+        return int(self.mask.sum())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(self.tokens.to(device), self.mask.to(device), self.lengths.to(device), self.indices)
+
+
+def pack(sequences: Iterable[Sequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
+    """Sort by length, longest first, and cut into micro-batches.
+
+    Each holds as many sequences as fit a padded area of `tokens_per_micro_batch`, and at least one. The same sequences
+    give the same micro-batches. Longest first, so that memory peaks at the beginning.
+
+    Args:
+        pad_multiple: the padded length of every micro-batch is a multiple of it.
+    """
+    if tokens_per_micro_batch < 1 or pad_multiple < 1:
+        raise ValueError(
+            f"tokens_per_micro_batch = {tokens_per_micro_batch} and pad_multiple = {pad_multiple} must be at least 1"
+        )
+    rows: list[Sequence] = []
+    batches: list[MicroBatch] = []
+    width = 0
+    for sequence in sorted(sequences, key=lambda item: (-len(item.tokens), item.index)):
+        if rows and (len(rows) + 1) * width > tokens_per_micro_batch:
+            batches.append(_pad(rows, width))
+            rows = []
+        if not rows:
+            width = -(-len(sequence.tokens) // pad_multiple) * pad_multiple
+        rows.append(sequence)
+    if rows:
+        batches.append(_pad(rows, width))
+    return batches
+
+
+def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
+    """No sequence at all: what a rank without work passes through the model, so that it takes part in collectives."""
+    return MicroBatch(
+        tokens=torch.zeros(1, pad_multiple, dtype=torch.int64),
+        mask=torch.zeros(1, pad_multiple, dtype=torch.bool),
+        lengths=torch.zeros(1, dtype=torch.int64),
+        indices=[],
+    )
+
+
+def _pad(rows: list[Sequence], width: int) -> MicroBatch:
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, sequence in enumerate(rows):
+        length = len(sequence.tokens)
+        tokens[row, :length] = torch.tensor(sequence.tokens)
+        mask[row, sequence.prompt_length - 1 : length - 1] = True
+    lengths = torch.tensor([len(sequence.tokens) for sequence in rows])
+    return MicroBatch(tokens, mask, lengths, [sequence.index for sequence in rows])

@@ -1,0 +1,268 @@
+"""The drafter beside the policy: pretraining, the online update of each RL step, and what the engine loads.
+
+It never touches the policy: features come detached, the input embeddings are a copy, and its optimizer holds its own
+parameters only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from specrl.config import DrafterConfig
+from specrl.distributed import Ranks
+from specrl.training.drafter_io import config_dict, read_drafter, read_tensor, vocabulary_tensors, write_drafter
+from specrl.training.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.features import Features, FeatureSpec
+from specrl.training.ttt import (
+    ChainBatch,
+    metrics_from_sums,
+    pack_chains,
+    training_time_test,
+    unrolled_loss,
+    unrolled_sums,
+)
+
+WARMUP_STEPS = 10
+FINAL_LR_FRACTION = 0.05
+EMBEDDINGS = ("model.embed_tokens.weight",)
+HEAD = ("lm_head.weight", *EMBEDDINGS)
+
+
+def choose_draft_vocabulary(token_lists: Iterable[Sequence[int]], vocab_size: int, size: int) -> Tensor:
+    """The most frequent tokens of the task's responses, filled up with the lowest ids that never occur.
+
+    At most `vocab_size - 1` tokens: with the full vocabulary vLLM takes the drafter's head for the policy's own.
+
+    Returns:
+        int64 `[min(size, vocab_size - 1)]`, sorted target ids.
+    """
+    size = min(size, vocab_size - 1)
+    counts = Counter(token for tokens in token_lists for token in tokens)
+    by_frequency = sorted(counts, key=lambda token: (-counts[token], token))
+    chosen = by_frequency[:size]
+    unseen = (token for token in range(vocab_size) if token not in counts)
+    chosen += [token for token, _ in zip(unseen, range(size - len(chosen)), strict=False)]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+class Drafter:
+    """An EAGLE-3 drafter, its optimizer and its data-parallel update. Methods marked * are collective over ranks."""
+
+    def __init__(
+        self, model: Eagle3, draft_tokens: Tensor, policy_dir: Path, config: DrafterConfig, ranks: Ranks, *, seed: int
+    ) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.model = model.to(ranks.device)
+        self.shape = model.shape
+        self.draft_tokens = draft_tokens.to(ranks.device)
+        self._policy_config = AutoConfig.from_pretrained(policy_dir)
+        self._seed = seed
+        self._updates = 0
+        self.set_embeddings(read_tensor(policy_dir, *EMBEDDINGS))
+        self._parameters = list(self.model.parameters())
+        # One flat buffer: gradients are views of it, so that the all-reduce, the clip and the reset are one call each.
+        self._gradient = torch.zeros(sum(p.numel() for p in self._parameters), device=ranks.device)
+        sizes = [p.numel() for p in self._parameters]
+        for parameter, view in zip(self._parameters, torch.split(self._gradient, sizes), strict=True):
+            parameter.grad = view.view_as(parameter)
+        self.optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+
+    @classmethod
+    def create(
+        cls, policy_dir: Path, config: DrafterConfig, draft_tokens: Tensor, ranks: Ranks, seed: int = 0
+    ) -> Drafter:
+        """A new drafter for the policy in `policy_dir` (a Hugging Face directory), the same on every rank.
+
+        The head starts as the policy's own rows of the draft vocabulary.
+
+        Args:
+            draft_tokens: int64 `[draft_vocab]`, sorted target ids, fewer than the policy's vocabulary.
+        """
+        shape = Eagle3Shape.from_policy(
+            AutoConfig.from_pretrained(policy_dir), len(draft_tokens), config.intermediate_size
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Eagle3(shape)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(read_tensor(policy_dir, *HEAD)[draft_tokens.cpu()])
+        return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
+
+    @classmethod
+    def load(cls, directory: Path, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
+        """The drafter in an EAGLE-3 directory, with a fresh optimizer.
+
+        Raises:
+            ValueError: the directory is incomplete, or made for a policy of another shape.
+        """
+        on_disk, tensors, draft_tokens = read_drafter(directory)
+        shape = Eagle3Shape.from_policy(
+            AutoConfig.from_pretrained(policy_dir), len(draft_tokens), on_disk["intermediate_size"]
+        )
+        expected = config_dict(shape, AutoConfig.from_pretrained(policy_dir), 0)
+        for key in ("hidden_size", "vocab_size", "head_dim", "num_attention_heads", "eagle_aux_hidden_state_layer_ids"):
+            if on_disk[key] != expected[key]:
+                raise ValueError(
+                    f"drafter in {directory} has {key} = {on_disk[key]}, "
+                    f"the policy in {policy_dir} needs {expected[key]}"
+                )
+        model = Eagle3(shape)
+        model.load_state_dict(tensors)
+        return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return FeatureSpec(self.shape.feature_layers, self.draft_tokens)
+
+    def set_embeddings(self, weight: Tensor) -> None:
+        """Copy the policy's current input embeddings `[vocab, hidden]`; shared with it and never trained here."""
+        assert weight.shape == (self.shape.vocab_size, self.shape.hidden_size), tuple(weight.shape)
+        self._embeddings = weight.detach().to(self.ranks.device, self.shape.dtype, copy=True)
+
+    def update(
+        self,
+        features: Sequence[Features],
+        *,
+        lr: float,
+        epochs: int = 1,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, float]:
+        """*Train on detached features: one optimizer step per micro-batch of the rank that has most of them.
+
+        With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the
+        online update) is constant. `lr = 0` measures without moving anything.
+
+        Returns:
+            `loss` (of the last epoch, nats, sum over decayed steps), `grad_norm` (mean, before clipping), and what
+            `metrics_from_sums` names: measured in the last epoch on the batches before each is trained on.
+        """
+        train, epochs = lr > 0, epochs if lr > 0 else 1
+        num_steps = max(self.ranks.gather(len(features)))
+        packed = [self._pack(item) for item in features] if epochs > 1 else None  # once, not in every epoch
+        sums = torch.zeros(self.config.ttt_steps + 1, 4, dtype=torch.float64, device=self.ranks.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        norms: list[float] = []
+        for epoch in range(epochs):
+            last = epoch == epochs - 1
+            order = self._order(len(features), epoch) if train else list(range(len(features)))
+            for index in range(num_steps):
+                batch = self._batch(features, packed, order, index)
+                done = epoch * num_steps + index
+                rate = lr * schedule(done, epochs * num_steps) if epochs > 1 else lr
+                step_loss, step_sums, norm = self._step(batch, rate, measure=last)
+                if last:
+                    loss, sums = loss + step_loss, sums + step_sums
+                    norms.append(norm)
+                if on_progress is not None:
+                    on_progress(done + 1, epochs * num_steps)
+        self._updates += train
+        self._all_reduce(sums)
+        self._all_reduce(loss)
+        steps = max(num_steps, 1)
+        return {"loss": loss.item() / steps, "grad_norm": sum(norms) / steps, **metrics_from_sums(sums.cpu())}
+
+    def _pack(self, features: Features) -> ChainBatch | None:
+        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
+
+    def _order(self, size: int, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
+        return torch.randperm(size, generator=generator).tolist()
+
+    def _batch(
+        self, features: Sequence[Features], packed: list[ChainBatch | None] | None, order: list[int], index: int
+    ) -> ChainBatch | None:
+        if index >= len(order):
+            return None
+        return packed[order[index]] if packed is not None else self._pack(features[order[index]])
+
+    def _step(self, batch: ChainBatch | None, lr: float, measure: bool) -> tuple[Tensor, Tensor, float]:
+        """*Forward, and with lr > 0 backward and optimizer step; a rank without a batch contributes zeros.
+
+        Returns:
+            This rank's share of the loss, its `unrolled_sums` (zeros unless `measure`), the global gradient norm.
+        """
+        device, steps = self.ranks.device, self.config.ttt_steps
+        counts = torch.zeros(steps, dtype=torch.float64, device=device) if batch is None else batch.loss_counts()
+        self._all_reduce(counts)
+        loss = torch.zeros((), device=device)
+        sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
+        if batch is not None:
+            with (
+                torch.set_grad_enabled(lr > 0),
+                torch.autocast(device.type, torch.bfloat16, enabled=self.shape.dtype == torch.bfloat16),
+            ):
+                logits = list(training_time_test(self.model, batch, self._embeddings))
+                loss = unrolled_loss(logits, batch, counts)
+            if measure:
+                sums = unrolled_sums(logits, batch, self.draft_tokens)
+        norm = self._descend(loss, lr) if lr > 0 else 0.0
+        return loss.detach().double(), sums, norm
+
+    def _descend(self, loss: Tensor, lr: float) -> float:
+        self._gradient.zero_()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._all_reduce(self._gradient)
+        norm = self._gradient.norm()
+        self._gradient.mul_((self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return float(norm)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        if self.ranks.world_size > 1:
+            dist.all_reduce(tensor)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the EAGLE-3 file by name, parameters in the policy's compute type: a refit loads just these.
+
+        No input embeddings among them: the engine's drafter shares the policy's.
+        """
+        for name, parameter in self.model.state_dict().items():
+            yield name, parameter.to(self.shape.dtype)
+        yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
+
+    def save(self, directory: Path, policy_version: int) -> None:
+        """Write the EAGLE-3 directory (call it on one rank; the ranks are equal)."""
+        write_drafter(directory, config_dict(self.shape, self._policy_config, policy_version), self.named_weights())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters in float32, optimizer and update counter: all that an exact resume needs but the embeddings."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "draft_tokens": self.draft_tokens,
+            "updates": self._updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`.
+
+        Raises:
+            ValueError: it belongs to a drafter with another draft vocabulary.
+        """
+        if not torch.equal(state["draft_tokens"].to(self.ranks.device), self.draft_tokens):
+            raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._updates = state["updates"]
+
+
+def schedule(step: int, num_steps: int) -> float:
+    """Learning-rate factor of pretraining: linear warm-up of 10 steps, then a cosine to 5 %."""
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    return warmup * (FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * cosine)

@@ -1,0 +1,123 @@
+"""Megatron's DistributedDataParallel and distributed optimizer: BF16 parameters, FP32 gradients, masters and moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from specrl.config import PolicyConfig
+
+FINAL_LR_FRACTION = 0.1
+
+
+def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
+    """Parameters and FP32 gradients in contiguous buffers, reduced over the data-parallel ranks after the last backward."""
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(config, ddp, model)
+
+
+class PolicyOptimizer:
+    """AdamW over this rank's share of the FP32 masters, with gradient clipping and a learning-rate schedule.
+
+    The rate rises linearly over `lr_warmup_steps`; with `total_steps` it then falls linearly to a tenth at the last of
+    them, without it stays.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype, total_steps: int | None
+    ) -> None:
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        overrides = get_standard_config_overrides(options)
+        self._ddp = ddp
+        self._megatron = get_megatron_optimizer(options, [ddp], config_overrides=overrides)
+        (self._distributed,) = self._megatron.chained_optimizers
+        self._adam: Any = self._distributed.optimizer
+        self._config = config
+        self._total_steps = total_steps
+        self.num_updates = 0
+        if not torch.cuda.is_available():
+            for group in self._adam.param_groups:
+                group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
+
+    def zero_grad(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def learning_rate(self, update: int) -> float:
+        """Rate of the given update, counted from 0."""
+        config = self._config
+        if update < config.lr_warmup_steps:
+            return config.lr * (update + 1) / config.lr_warmup_steps
+        if self._total_steps is None or self._total_steps <= config.lr_warmup_steps:
+            return config.lr
+        done = min(1.0, (update - config.lr_warmup_steps) / (self._total_steps - config.lr_warmup_steps))
+        return config.lr * (1.0 - (1.0 - FINAL_LR_FRACTION) * done)
+
+    def step(self, lr: float | None = None) -> float:
+        """Clip, update the masters, and give every rank the new parameters; collective. Returns the gradient's norm.
+
+        Args:
+            lr: learning rate of this update, instead of the schedule's.
+        """
+        rate = self.learning_rate(self.num_updates) if lr is None else lr
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+        _, norm, _ = self._megatron.step()
+        self.num_updates += 1
+        return float(norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's share: FP32 masters and Adam's moments and counters, by position. Not copies."""
+        state = {"num_updates": torch.tensor(self.num_updates)}
+        for key, parameter in self._main_parameters():
+            state[f"{key}.master"] = parameter.detach()
+            for name, tensor in self._adam.state.get(parameter, {}).items():
+                state[f"{key}.{name}"] = torch.as_tensor(tensor).detach()
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from `state`, as `state()` gave it on this rank of the same layout; collective.
+
+        Raises:
+            ValueError: it belongs to another layout or model.
+        """
+        self.num_updates = int(state["num_updates"])
+        for key, parameter in self._main_parameters():
+            own = {name.removeprefix(f"{key}."): tensor for name, tensor in state.items() if name.startswith(f"{key}.")}
+            master = own.pop("master", None)
+            if master is None or master.shape != parameter.shape:
+                raise ValueError(f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks")
+            parameter.copy_(master)
+            self._adam.state[parameter] = {
+                name: tensor.to(parameter.device) if name != "step" else tensor for name, tensor in own.items()
+            }
+        self._distributed._copy_main_params_to_model_params()
+        self._ddp.start_param_sync(force_sync=True)
+
+    def _main_parameters(self) -> list[tuple[str, Tensor]]:
+        return [
+            (f"group{number}.{position}", parameter)
+            for number, group in enumerate(self._adam.param_groups)
+            for position, parameter in enumerate(group["params"])
+        ]

@@ -1,0 +1,117 @@
+"""Log-probability, entropy and most likely token from logits, in one pass over a vocabulary split over ranks.
+
+For logits x at temperature T, z = x / T:  log p(y) = z_y - log Z,  H = log Z - sum_v p_v z_v,  log Z = logsumexp(z).
+The gradient of log p(y) is (1[v = y] - p_v) / T. The entropy carries none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+"""Logits turned to float32 at a time: on a CPU so few that they stay in its cache."""
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, first: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        scale = 1.0 / temperature
+        peak, total, weighted, chosen = _local_sums(logits, targets - first, scale)
+        if group.size() > 1:
+            highest = peak.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            shrink = torch.exp(peak - highest)
+            sums = torch.stack((total * shrink, weighted * shrink, chosen))
+            dist.all_reduce(sums, group=group)
+            peak, (total, weighted, chosen) = highest, sums.unbind()
+        log_z = peak + total.log()
+        ctx.save_for_backward(logits, targets - first, log_z)
+        ctx.scale = scale
+        entropy = log_z - weighted / total
+        ctx.mark_non_differentiable(entropy)
+        return chosen - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, log_z = ctx.saved_tensors
+        # Nobody else reads these logits: the gradient takes their place, which saves the largest buffer of the step.
+        grad = logits.detach()
+        vocabulary = logits.shape[1]
+        scaled = grad_logprobs * ctx.scale
+        for rows in _chunks(logits):
+            probabilities = grad[rows].float().mul_(ctx.scale).sub_(log_z[rows, None]).exp_()
+            probabilities.mul_(-scaled[rows, None])
+            mine = (targets[rows] >= 0) & (targets[rows] < vocabulary)
+            column = targets[rows].clamp(0, vocabulary - 1)[:, None]
+            probabilities.scatter_add_(1, column, torch.where(mine, scaled[rows], 0.0)[:, None])
+            grad[rows] = probabilities.to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    rows = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
+    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+
+
+def _local_sums(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row of this rank's columns: max z, sum e^(z - max), sum e^(z - max) z, and z at the target (0 if elsewhere)."""
+    rows, vocabulary = logits.shape
+    peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
+    mine = (targets >= 0) & (targets < vocabulary)
+    columns = targets.clamp(0, vocabulary - 1)
+    for part in _chunks(logits):
+        z = logits[part].float().mul_(scale)
+        torch.amax(z, 1, out=peak[part])
+        chosen[part] = torch.where(mine[part], z.gather(1, columns[part, None])[:, 0], 0.0)
+        weights = torch.exp(z - peak[part, None])
+        torch.sum(weights, 1, out=total[part])
+        torch.sum(weights.mul_(z), 1, out=weighted[part])
+    return peak, total, weighted, chosen
+
+
+def token_scores(
+    logits: Tensor, targets: Tensor, *, temperature: float, first: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `targets` and entropy, float32 [n] each; the log-probability is differentiable.
+
+    Args:
+        logits: [n, columns of this tensor-parallel rank], any float type. The backward pass overwrites them.
+        targets: [n] int64, ids of the whole vocabulary.
+        first: vocabulary id of this rank's first column.
+        group: tensor-parallel group, over which the vocabulary is split.
+    """
+    logprobs, entropy = _TokenScores.apply(logits, targets, temperature, first, group)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """Vocabulary id of the largest logit, the lowest id among equals: [n] int64. Arguments as in `token_scores`."""
+    value, column = logits.max(1)
+    token = column + first
+    if group.size() == 1:
+        return token
+    pairs = torch.stack((value.double(), token.double()))
+    gathered = [torch.empty_like(pairs) for _ in range(group.size())]
+    dist.all_gather(gathered, pairs, group=group)
+    values, tokens = torch.stack(gathered).unbind(1)
+    best = values.argmax(0)  # the first rank among equals holds the lowest ids
+    return tokens.gather(0, best[None])[0].long()
+
+
+@torch.no_grad()
+def columns_of(logits: Tensor, tokens: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """Logits of some vocabulary ids: [n, len(tokens)], type of `logits`. Arguments as in `token_scores`."""
+    if group.size() == 1:
+        return logits.index_select(1, tokens)
+    mine = (tokens >= first) & (tokens < first + logits.shape[1])
+    selected = logits.new_zeros(logits.shape[0], len(tokens))
+    selected[:, mine] = logits.index_select(1, tokens[mine] - first)
+    dist.all_reduce(selected, group=group)
+    return selected

@@ -1,0 +1,85 @@
+"""A short supervised pass over demonstrations, so that a model that solves nothing yet earns its first rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import torch
+
+from specrl.config import Config
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.policy import Policy
+
+WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises; it then falls linearly to `FINAL_LR` of its peak."""
+FINAL_LR = 0.1
+
+
+def warm_start(
+    policy: Policy,
+    source: PromptSource,
+    config: Config,
+    on_step: Callable[[int, int, dict[str, float]], None] = lambda step, steps, metrics: None,
+) -> tuple[float, float]:
+    """Train the policy on `warm_start.num_examples` demonstrations, once each; collective over the ranks.
+
+    Args:
+        on_step: called after each step with the step, the number of steps and the metrics.
+
+    Returns:
+        Cross-entropy of the first and of the last tenth of the steps, nats per response token.
+    """
+    batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
+    losses = []
+    for step, batch in enumerate(batches):
+        mine = pack(batch[policy.dp_rank :: policy.dp_size], config.policy.tokens_per_micro_batch)
+        num_tokens = sum(len(sequence.tokens) - sequence.prompt_length for sequence in batch)
+        lr = config.warm_start.lr * lr_factor(step, len(batches))
+        metrics, _ = policy.train_step(mine, cross_entropy(num_tokens), lr=lr)
+        losses.append(metrics["loss"])
+        on_step(step, len(batches), {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": lr})
+    tenth = max(1, len(losses) // 10)
+    return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+
+
+def demonstration_sequences(source: PromptSource, config: Config) -> list[Sequence]:
+    """Demonstrations as tokens, each response ended with the end-of-sequence token.
+
+    Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
+    """
+    sequences: list[Sequence] = []
+    for prompt, response in source.demonstrations(config.warm_start.num_examples):
+        tokens = [*source.tokenizer.encode(response, add_special_tokens=False), source.tokenizer.eos_token_id]
+        if len(tokens) <= config.sampling.max_response_tokens:
+            sequences.append(Sequence(prompt.tokens + tokens, len(prompt.tokens), len(sequences)))
+    return sequences
+
+
+def make_batches(sequences: list[Sequence], batch_size: int, seed: int) -> list[list[Sequence]]:
+    """Batches of sequences of similar length, so that nothing is padded, in random order."""
+    by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
+    batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+    Random(derive_seed(seed, "warm-start")).shuffle(batches)
+    return batches
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth, then linear decay: the factor of the peak learning rate at `step`."""
+    warm_up = max(1, round(steps * WARM_UP))
+    return min((step + 1) / warm_up, 1.0) * (1 - (1 - FINAL_LR) * step / steps)
+
+
+def cross_entropy(num_tokens: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Loss whose sum over all ranks and micro-batches is the mean negative log-prob of the batch's response tokens."""
+
+    def loss(
+        logprobs: torch.Tensor,  # [batch, seq]
+        entropy: torch.Tensor,  # [batch, seq]
+        batch: MicroBatch,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -(logprobs * batch.mask).sum() / num_tokens, {}
+
+    return loss

@@ -1,0 +1,13 @@
+"""Accuracy before and after on held-out prompts, and matched speedups with and without speculation."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.run import Finished, Run, run_stage
+
+
+@task(name="validate", task_run_name="validate", cache_policy=NO_CACHE)
+def validate(run: Run, policy: Finished, drafter: Finished, trained: Finished) -> Finished:
+    return run_stage(run, "validate", policy, drafter, trained)

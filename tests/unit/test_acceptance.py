@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from specrl.rollout.acceptance import SpeculationStats, accepted_prefix
+
+
+@pytest.mark.parametrize(
+    ("drafts", "picked", "expected"),
+    [([], [5], 0), ([5], [5, 6], 1), ([5, 6, 7], [5, 9, 7, 1], 1), ([1, 2, 3], [1, 2, 3, 4], 3), ([4, 2], [1, 2, 3], 0)],
+)
+def test_the_accepted_prefix_ends_at_the_first_draft_that_was_not_picked(
+    drafts: list[int], picked: list[int], expected: int
+) -> None:
+    assert accepted_prefix(drafts, picked) == expected
+
+
+def test_rates_follow_the_projects_conventions() -> None:
+    stats = SpeculationStats(
+        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, accepted_per_pos=(8, 5, 2), decode_steps=12
+    )
+    assert stats.acceptance_length == pytest.approx(2.5)
+    assert stats.acceptance_rate == pytest.approx(0.5)
+    assert stats.acceptance_rate_per_pos == pytest.approx((0.8, 0.5, 0.2))
+
+
+def test_without_drafts_an_iteration_yields_one_token() -> None:
+    assert SpeculationStats(decode_steps=7).acceptance_length == 1
+    assert SpeculationStats().acceptance_rate == 0
+
+
+def test_merging_adds_counters_of_different_k() -> None:
+    one = SpeculationStats(4, 4, 3, (3,), 5)
+    three = SpeculationStats(2, 6, 4, (2, 1, 1), 3)
+    merged = SpeculationStats.merge([one, three])
+    assert merged == one + three == three + one
+    assert merged == SpeculationStats(6, 10, 7, (5, 1, 1), 8)

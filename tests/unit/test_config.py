@@ -1,0 +1,148 @@
+"""Every mistake in a configuration is one line that names the key, its value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specrl.config import STAGES, ConfigError, dump_config, load_config, parse_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def write(tmp_path: Path, text: str = 'name = "run"\n') -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text), list(overrides))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["train.num_step=3"], ["train.num_step", "unknown key", "num_steps"]),
+        (["trains.num_steps=3"], ["trains", "unknown key", "train"]),
+        (["stage_resources.train.node=3"], ["stage_resources.train.node", "unknown key", "nodes"]),
+        (["stage_resources.trian.nodes=3"], ["trian", "train", "validate"]),
+        (["train.num_steps=many"], ["train.num_steps", "many", "integer"]),
+        (["train.num_steps=0"], ["train.num_steps", "0", "greater than 0"]),
+        (["sampling.top_p=1.5"], ["sampling.top_p", "1.5", "less than or equal to 1"]),
+        (["speculation.method=medusa"], ["speculation.method", "medusa", "eagle3", "ngram"]),
+        (["speculation.k=0"], ["speculation.k = 0", "eagle3", "above 0"]),
+        (["speculation.method=none"], ["speculation.k = 3", '"none"', "above 0 else"]),
+        (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens = 512", "model.max_length = 512"]),
+        (["train.samples_per_prompt=1"], ["train.samples_per_prompt", "1", "greater than or equal to 2"]),
+        (["policy.tensor_parallel=2"], ["policy.tensor_parallel x policy.pipeline_parallel = 2", "1 ranks"]),
+        (["engine.tensor_parallel=2"], ["engine.tensor_parallel = 2", "does not divide", "1 ranks"]),
+        (
+            ["resources.ranks_per_node=2", "policy.pipeline_parallel=2", "stage_resources.calibrate.ranks_per_node=1"],
+            ["pipeline_parallel = 2", "calibrate", "ranks_per_node"],
+        ),
+        (["stage_resources.train.ranks_per_node=3"], ["train.prompts_per_step = 16", "multiple of the 3 engines"]),
+        (["train.updates_per_step=3"], ["train.updates_per_step = 3", "train.prompts_per_step = 16"]),
+        (["data.source=file"], ["data.path", 'data.source = "file"']),
+        (["data.path=problems.jsonl"], ["data.path", 'data.source = "file"']),
+        (["model.tiny.num_heads=5"], ["num_heads = 5", "hidden_size"]),
+        (["name=a b"], ["name", "a b"]),
+        (["train=3"], ["train = 3", "a section", "num_steps"]),
+        (["stage_resources=3"], ["stage_resources = 3", "a section", "prepare", "export"]),
+        (["data.generators=[{}]"], ["data.generators.0.name: required"]),
+        (["data.generators=[{name='x', weigth=2}]"], ["data.generators.0.weigth", "unknown key", "weight"]),
+        (["data.generators=[{name='x', parameters={a={b=1}}}]"], ["data.generators.0.parameters.a", "a number"]),
+    ],
+)
+def test_a_wrong_key_type_or_combination_is_one_line_that_names_it(
+    tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    line = mistake(tmp_path, *overrides)
+    assert "\n" not in line
+    assert [part for part in parts if part not in line] == []
+
+
+def test_every_mistake_gets_its_own_line(tmp_path: Path) -> None:
+    lines = mistake(tmp_path, "train.num_steps=0", "policy.lr=-1", "seed=x").splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["seed", "policy.lr", "train.num_steps"]
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.num_steps", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("name.x=3", "name is a value, not a section"),
+    ],
+)
+def test_a_bad_override_is_quoted(tmp_path: Path, override: str, part: str) -> None:
+    line = mistake(tmp_path, override)
+    assert repr(override) in line
+    assert part in line
+
+
+def test_a_missing_file_and_bad_toml_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration file at .*absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+    assert "run.toml is not valid TOML" in mistake(tmp_path, text="name = \n")
+
+
+def test_a_file_without_a_name_is_told_so(tmp_path: Path) -> None:
+    assert mistake(tmp_path, text="seed = 1\n").startswith("name")
+
+
+def test_overrides_are_read_as_toml_and_else_as_strings(tmp_path: Path) -> None:
+    overrides = [
+        "train.num_steps=10",
+        "policy.lr=3e-6",
+        "policy.recompute=true",
+        "validate.speed_batches=[1, 2]",
+        "model.source=org/model",
+        'data.generators=[{name = "chain_sum", parameters = {max_terms = 3}}]',
+        "stage_resources.train.minutes=7",
+        "data.template=",
+    ]
+    config = load_config(write(tmp_path), overrides)
+    assert (config.train.num_steps, config.policy.lr, config.policy.recompute) == (10, 3e-6, True)
+    assert config.validate_.speed_batches == (1, 2)
+    assert config.model.source == "org/model"
+    assert config.data.generators[0].parameters == {"max_terms": 3}
+    assert config.resources_of("train").minutes == 7
+    assert config.data.template == ""
+
+
+def test_an_override_may_contain_an_equals_sign(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["tracking.uri=http://host/?a=b"])
+    assert config.tracking.uri == "http://host/?a=b"
+
+
+def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.num_steps = 3  # type: ignore[misc]
+
+
+def test_stages_inherit_resources_and_override_them(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["resources.minutes=5", "stage_resources.train.ranks_per_node=2"])
+    assert config.resources_of("train").ranks == 2
+    assert config.resources_of("export").ranks == 1
+    assert {config.resources_of(stage).minutes for stage in STAGES} == {5}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_shipped_files_validate_and_survive_json(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    assert parse_config(json.loads(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_shipped_files_name_generators_that_exist(path: Path) -> None:
+    from specrl.data.generators import make_generator
+
+    config = load_config(path)
+    assert all(make_generator(generator) for generator in config.data.generators)

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from specrl.config import DrafterConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.training import eagle3
+from specrl.training.drafter import Drafter, choose_draft_vocabulary, schedule
+from specrl.training.eagle3 import Eagle3Shape, feature_layers
+from specrl.training.features import Features
+from specrl.training.ttt import metrics_from_sums, pack_chains, training_time_test, unrolled_loss, unrolled_sums
+from tests.literal_drafting import LiteralDrafter
+
+VOCAB, HIDDEN, DRAFT_VOCAB = 50, 32, 24
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+def write_policy(directory: Path, dtype: str = "float32") -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_theta=500.0,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"))
+
+
+def make_drafter(policy_dir: Path, ranks: Ranks = ALONE, **settings: Any) -> Drafter:
+    vocabulary = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:DRAFT_VOCAB].sort().values
+    return Drafter.create(policy_dir, DrafterConfig(**settings), vocabulary, ranks, seed=5)
+
+
+def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 0) -> Features:
+    """Random features of sequences with these (prompt, response) lengths; some top-1 tokens are not drafted."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, seq = len(lengths), max(sum(pair) for pair in lengths) + 2
+    tokens = torch.randint(VOCAB, (batch, seq), generator=generator)
+    mask = torch.zeros(batch, seq, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(lengths):
+        mask[row, prompt - 1 : prompt + response - 1] = True
+    logits = 3 * torch.randn(batch, seq, DRAFT_VOCAB, generator=generator)
+    top1 = drafter.draft_tokens[logits.argmax(-1)]
+    outside = torch.rand(batch, seq, generator=generator) < 0.1
+    excluded = next(token for token in range(VOCAB) if token not in drafter.draft_tokens.tolist())
+    return Features(
+        tokens=tokens,
+        mask=mask,
+        hidden=torch.randn(batch, seq, 3 * HIDDEN, generator=generator).to(drafter.shape.dtype),
+        target_logits=logits,
+        target_top1=torch.where(outside, excluded, top1),
+    )
+
+
+def unroll(drafter: Drafter, features: Features) -> tuple[Any, list[torch.Tensor]]:
+    batch = pack_chains(features, drafter.draft_tokens, VOCAB, drafter.config.ttt_steps)
+    assert batch is not None
+    return batch, list(training_time_test(drafter.model, batch, drafter._embeddings))
+
+
+def enlarge(drafter: Drafter) -> None:
+    """Weights far from their small initial values, so that attention and norms matter in every comparison."""
+    with torch.no_grad():
+        for parameter in drafter.model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 0.1) + (parameter.dim() == 1))
+
+
+def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir, ttt_steps=4)
+    torch.manual_seed(1)
+    enlarge(drafter)
+    lengths = [(3, 9), (7, 4), (1, 6), (5, 2)]
+    features = make_features(drafter, lengths)
+    batch, logits = unroll(drafter, features)
+    expected: list[list[torch.Tensor]] = [[], [], [], []]
+    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    for row, (prompt, response) in enumerate(lengths):
+        for start in range(prompt - 1, prompt + response - 2):
+            steps = min(4, prompt + response - 2 - start)
+            chain = literal.forced(features.tokens[row].tolist(), features.hidden[row], start, steps)
+            for step, step_logits in enumerate(chain):
+                expected[step].append(step_logits)
+    for step in range(4):
+        torch.testing.assert_close(logits[step].double(), torch.stack(expected[step]), rtol=1e-4, atol=1e-4)
+
+
+def test_chunked_attention_gives_the_same_loss_and_gradients(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter(policy_dir)
+    enlarge(drafter)
+    features = make_features(drafter, [(3, 9), (7, 4)])
+
+    def loss_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        drafter._gradient.zero_()
+        batch, logits = unroll(drafter, features)
+        loss = unrolled_loss(logits, batch, batch.loss_counts())
+        loss.backward()
+        return loss.detach(), drafter._gradient.clone()
+
+    whole = loss_and_gradient()
+    monkeypatch.setattr(eagle3, "MAX_SCORES", 200)
+    torch.testing.assert_close(loss_and_gradient(), whole)
+
+
+def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    enlarge(drafter)
+    together = make_features(drafter, [(3, 9), (6, 3)])
+    alone = Features(
+        *(part[1:, :9] for part in (together.tokens, together.mask, together.hidden, together.target_logits)),
+        together.target_top1[1:, :9],
+    )
+    rows = [8, 7, 6]  # chains of the first sequence at each step come first
+    for first, single, shared in zip(rows, unroll(drafter, alone)[1], unroll(drafter, together)[1], strict=True):
+        torch.testing.assert_close(shared[first:], single)
+
+
+def test_loss_leaves_out_targets_outside_the_draft_vocabulary(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    features = make_features(drafter, [(2, 12), (4, 6)])
+    batch, logits = unroll(drafter, features)
+    in_vocab = set(drafter.draft_tokens.tolist())
+    expected = 0.0
+    for step in range(3):
+        terms = []
+        index = 0
+        for row in range(2):
+            for c in range(features.mask.shape[1] - step - 1):
+                if not features.mask[row, c : c + step + 2].all():
+                    continue
+                if int(features.target_top1[row, c + step + 1]) in in_vocab:
+                    p = features.target_logits[row, c + step + 1].softmax(-1)
+                    terms.append(-(p * logits[step][index].log_softmax(-1)).sum())
+                index += 1
+        assert index == len(logits[step])
+        expected += 0.8**step * torch.stack(terms).mean()
+    loss = unrolled_loss(logits, batch, batch.loss_counts())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_update_learns_and_reports_acceptance(policy_dir: Path) -> None:
+    """Deterministic language: token t is followed by 7 t + 3; the drafter learns to draft it, the metrics say so."""
+    drafter = make_drafter(policy_dir)
+    features = [arithmetic_features(drafter, seed) for seed in range(12)]
+    before = drafter.update(features, lr=0.0)
+    after = drafter.update(features, lr=1e-2, epochs=15)
+    held_out = drafter.update([arithmetic_features(drafter, 99)], lr=0.0)
+    assert after["loss"] < 0.5 * before["loss"]
+    assert held_out["top1_match"] > 0.95
+    assert held_out["acceptance_length"] > 3.5
+    assert all(held_out[f"expected_acceptance_pos_{i}"] > 0.9 for i in range(3))
+
+
+def arithmetic_features(drafter: Drafter, seed: int) -> Features:
+    known = drafter.draft_tokens
+    follower = known[(7 * torch.arange(DRAFT_VOCAB) + 3) % DRAFT_VOCAB]
+    table = torch.zeros(VOCAB, dtype=torch.int64)
+    table[known] = follower
+    generator = torch.Generator().manual_seed(seed)
+    tokens = known[torch.randint(DRAFT_VOCAB, (8, 1), generator=generator)]
+    for _ in range(11):
+        tokens = torch.cat([tokens, table[tokens[:, -1:]]], 1)
+    mask = torch.ones(8, 12, dtype=torch.bool)
+    mask[:, -1] = False
+    logits = 20.0 * (table[tokens][..., None] == known)
+    hidden = torch.randn(8, 12, 3 * HIDDEN, generator=generator)
+    return Features(tokens, mask, hidden.to(drafter.shape.dtype), logits, table[tokens])
+
+
+def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
+    """The metric equals a literal speculative decoding of the stored responses with k drafts."""
+    drafter = make_drafter(policy_dir)
+    features = [arithmetic_features(drafter, seed) for seed in range(2)]
+    drafter.update(features, lr=1e-2, epochs=2)
+    batch, logits = unroll(drafter, features[0])
+    metrics = metrics_from_sums(unrolled_sums(logits, batch, drafter.draft_tokens))
+    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    drafts = accepted = 0
+    for tokens, hidden in zip(features[0].tokens.tolist(), features[0].hidden, strict=True):
+        start = 0
+        while start + 2 < len(tokens):
+            proposed = literal.draft(tokens, hidden, start, 3, drafter.draft_tokens)
+            matches = [draft == token for draft, token in zip(proposed, tokens[start + 2 :], strict=False)]
+            count = (*matches, False).index(False)
+            drafts, accepted, start = drafts + 1, accepted + count, start + count + 1
+    assert 0 < accepted < 3 * drafts, "an untrained or perfect drafter would test nothing"
+    assert metrics["acceptance_length"] == pytest.approx(1 + accepted / drafts)
+
+
+def test_lr_zero_measures_without_moving(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    features = [make_features(drafter, [(3, 9), (6, 3)])]
+    before = copy.deepcopy(drafter.state_dict())
+    first, second = drafter.update(features, lr=0.0), drafter.update(features, lr=0.0)
+    assert first == second
+    assert first["loss"] > 0
+    assert_equal_state(drafter.state_dict(), before)
+
+
+def test_training_moves_only_the_drafter_and_refuses_attached_features(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    embeddings = drafter._embeddings.clone()
+    features = make_features(drafter, [(3, 9)])
+    drafter.update([features], lr=1e-3)
+    assert torch.equal(drafter._embeddings, embeddings)
+    assert not drafter._embeddings.requires_grad
+    features.hidden.requires_grad_()
+    with pytest.raises(AssertionError, match="detached"):
+        drafter.update([features], lr=1e-3)
+
+
+def test_state_resumes_exactly(policy_dir: Path) -> None:
+    original, resumed = make_drafter(policy_dir), make_drafter(policy_dir)
+    batches = [make_features(original, [(3, 9), (6, 3)], seed) for seed in range(3)]
+    original.update(batches, lr=1e-3)
+    resumed.load_state_dict(copy.deepcopy(original.state_dict()))
+    metrics = original.update(batches, lr=1e-3), resumed.update(batches, lr=1e-3)
+    assert metrics[0] == metrics[1]
+    assert_equal_state(original.state_dict(), resumed.state_dict())
+
+
+def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    metrics = drafter.update([make_features(drafter, [(3, 1), (5, 0)])], lr=0.0)
+    assert metrics["loss"] == 0
+    assert metrics["acceptance_length"] == 1
+    assert drafter.update([], lr=1e-3)["loss"] == 0
+
+
+def assert_equal_state(left: dict[str, Any], right: dict[str, Any]) -> None:
+    for name, tensor in left["model"].items():
+        assert torch.equal(tensor, right["model"][name]), name
+    assert left["updates"] == right["updates"]
+    for index, slots in left["optimizer"]["state"].items():
+        for name, value in slots.items():
+            assert torch.equal(value, right["optimizer"]["state"][index][name]), (index, name)
+
+
+def merge(left: Features, right: Features) -> Features:
+    """The rows of both, padded to the longer one."""
+
+    def padded(name: str) -> torch.Tensor:
+        parts = (getattr(left, name), getattr(right, name))
+        seq = max(part.shape[1] for part in parts)
+        rows = [F.pad(part, [0, 0] * (part.dim() - 2) + [0, seq - part.shape[1]]) for part in parts]
+        return torch.cat(rows)
+
+    return Features(*(padded(field.name) for field in dataclasses.fields(Features)))
+
+
+def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    drafter = make_drafter(policy_dir, join())
+    first, second = make_features(drafter, [(3, 9), (6, 3)], seed=0), make_features(drafter, [(2, 14)], seed=1)
+    metrics = [
+        drafter.update([(first, second)[rank]], lr=1e-3),
+        drafter.update([first] if rank == 0 else [], lr=1e-3),
+    ]
+    torch.save({"metrics": metrics, "state": drafter.state_dict()}, out / f"rank{rank}.pt")
+    leave()
+
+
+def test_two_ranks_train_like_one_that_has_all_rows_and_an_idle_rank_takes_part(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    mp.spawn(train_rank, args=(policy_dir, tmp_path, free_port()), nprocs=2)  # type: ignore[no-untyped-call]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    assert_equal_state(ranks[0]["state"], ranks[1]["state"])
+    alone = make_drafter(policy_dir)
+    first, second = make_features(alone, [(3, 9), (6, 3)], seed=0), make_features(alone, [(2, 14)], seed=1)
+    for features, metrics in zip([merge(first, second), first], ranks[0]["metrics"], strict=True):
+        assert alone.update([features], lr=1e-3) == pytest.approx(metrics, rel=1e-4)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:
+    chosen = choose_draft_vocabulary([[7, 7, 9], [9, 7, 30]], vocab_size=40, size=5)
+    assert chosen.tolist() == [0, 1, 7, 9, 30]
+    assert choose_draft_vocabulary([[7, 7, 9], [9, 7, 30]], 40, 2).tolist() == [7, 9]
+    assert len(choose_draft_vocabulary([[1]], vocab_size=10, size=2048)) == 9
+
+
+@pytest.mark.parametrize("layers, expected", [(30, (2, 15, 27)), (36, (2, 18, 33)), (6, (1, 3, 5)), (7, (2, 3, 4))])
+def test_feature_layers_are_the_published_ones_and_distinct(layers: int, expected: tuple[int, int, int]) -> None:
+    assert feature_layers(layers) == expected
+
+
+def test_schedule_warms_up_and_decays() -> None:
+    rates = [schedule(step, 200) for step in range(200)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0, abs=0.02)
+    assert rates[-1] == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config(head_dim=128)], ids=["qwen2", "qwen3"])
+def test_drafter_of_a_qwen_policy_is_llama_shaped(config: PreTrainedConfig) -> None:
+    config.update(
+        {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    )
+    shape = Eagle3Shape.from_policy(config, draft_vocab_size=32, intermediate_size=96)
+    names = eagle3.Eagle3(shape).state_dict().keys()
+    assert not [name for name in names if "bias" in name or "q_norm" in name or "k_norm" in name]
+    assert shape.head_dim == (128 if config.model_type == "qwen3" else 16)
+    with pytest.raises(ValueError, match="below the policy's 100"):
+        Eagle3Shape.from_policy(config, draft_vocab_size=100, intermediate_size=None)
+    assert json.dumps(shape.feature_layers) == "[2, 4, 5]"

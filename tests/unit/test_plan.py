@@ -1,0 +1,172 @@
+"""The plan counts jobs and memory without a GPU, and refuses what cannot fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from specrl.config import Config, ConfigError, load_config, parse_config
+from specrl.projection.memory import MemoryItem, peak_gib
+from specrl.projection.plan import Plan, plan, render
+from specrl.projection.shapes import KNOWN_SHAPES, TINY_VOCAB_SIZE, model_shape
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+def configured(**sections: object) -> Config:
+    return parse_config({"name": "run", **sections})
+
+
+def printed(made: Plan) -> str:
+    text = StringIO()
+    render(made, Console(file=text))
+    return text.getvalue()
+
+
+def needed(made: Plan, stage: str, place: str) -> float:
+    return next(budget.needed_gib for budget in made.budgets if (budget.stage, budget.place) == (stage, place))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_fits_and_its_plan_names_every_stage(path: Path) -> None:
+    config = load_config(path)
+    made = plan(config)
+    assert [job.stage for job in made.jobs] == ["prepare", "pretrain", "calibrate", "train", "validate", "export"]
+    assert all(budget.needed_gib <= budget.available_gib for budget in made.budgets)
+    text = printed(made)
+    assert all(word in text for word in ("policy weights", "KV cache", "train", config.name))
+
+
+def test_the_large_configurations_ask_for_the_gpus_they_name() -> None:
+    zero, think = (plan(load_config(ROOT / "configs" / f"qwen3-8b-rl-{name}.toml")) for name in ("zero", "think"))
+    jobs = {made.name: next(job for job in made.jobs if job.stage == "train") for made in (zero, think)}
+    assert (jobs[zero.name].gpus, jobs[zero.name].nodes) == (8, 1)
+    assert (jobs[think.name].gpus, jobs[think.name].nodes) == (32, 4)
+    assert jobs[zero.name].partition == "gpu"
+
+
+def test_known_shapes_have_the_published_number_of_parameters() -> None:
+    assert KNOWN_SHAPES["Qwen/Qwen3-8B"].parameters == 8_190_735_360
+    assert KNOWN_SHAPES["smollm2-135m"].parameters == 134_515_008
+
+
+def test_weights_gradients_and_optimizer_take_their_textbook_bytes() -> None:
+    made = plan(configured(resources={"ranks_per_node": 2}))
+    items = {item.name: item.gib * 2**30 for budget in made.budgets if budget.stage == "train" for item in budget.items}
+    # Untied heads and tied embeddings aside, everything counts the same parameters; the last norm is left out.
+    parameters = items["policy weights"] / 2
+    assert parameters == pytest.approx(134_515_008, rel=1e-4)
+    assert items["gradients"] == pytest.approx(4 * parameters)
+    assert items["masters and Adam moments"] == pytest.approx(12 * parameters / 2)
+
+
+def test_tensor_parallelism_shards_weights_and_data_parallelism_the_optimizer() -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+    four, eight = (load_config(path, [f"policy.tensor_parallel={size}"]) for size in (4, 8))
+
+    def items(config: Config) -> dict[str, float]:
+        budgets = plan(config).budgets
+        return {item.name: item.gib for budget in budgets if budget.stage == "train" for item in budget.items}
+
+    small, large = items(eight), items(four)
+    assert small["policy weights"] == pytest.approx(large["policy weights"] / 2)
+    assert small["gradients"] == pytest.approx(large["gradients"] / 2)
+    # Twice the tensor parallelism is half the data parallelism: the optimizer's share stays.
+    assert small["masters and Adam moments"] == pytest.approx(large["masters and Adam moments"])
+
+
+def test_recompute_trades_activations_for_compute() -> None:
+    kept, recomputed = (
+        plan(configured(policy={"recompute": flag}, resources={"memory_gib_per_rank": 64})) for flag in (False, True)
+    )
+    assert needed(recomputed, "train", "host") < needed(kept, "train", "host")
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from([None, "policy", "drafter"])), max_size=8))
+def test_the_peak_lies_between_what_stays_and_everything_together(parts: list[tuple[float, str | None]]) -> None:
+    items = [MemoryItem("item", gib, "", phase) for gib, phase in parts]
+    resident = sum(item.gib for item in items if item.phase is None)
+    assert resident - 1e-9 <= peak_gib(items) <= sum(item.gib for item in items) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["engine.gpu_memory_fraction=0.9"], ["train", "GPU, trainer", "engine.gpu_memory_fraction"]),
+        (["policy.tokens_per_micro_batch=65536"], ["train", "GPU, trainer", "policy.tokens_per_micro_batch"]),
+        (["engine.gpu_memory_fraction=0.1"], ["KV cache", "9216", "engine.gpu_memory_fraction"]),
+        (["resources.memory_gib_per_rank=8"], ["train", "host", "resources.memory_gib_per_rank"]),
+        (["model.max_length=65536"], ["model.max_length = 65536", "32768 positions"]),
+        (["model.source=org/other"], ["model.source", "org/other", "hf download"]),
+        (["model.source=/absent/model"], ["/absent/model", "does not exist"]),
+        (["drafter.draft_vocab_size=151936"], ["drafter.draft_vocab_size = 151936", "151936 tokens"]),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_key_that_mends_it(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(load_config(ROOT / "configs" / "qwen3-8b-rl-zero.toml", overrides))
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+def test_parallel_sizes_must_divide_heads_and_layers() -> None:
+    sizes = {"resources": {"ranks_per_node": 4}, "policy": {"tensor_parallel": 2}, "engine": {"tensor_parallel": 4}}
+    with pytest.raises(ConfigError) as error:
+        plan(configured(**sizes))
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("policy.tensor_parallel = 2 does not divide the 9 attention and 3 KV heads")
+    assert lines[1].startswith("engine.tensor_parallel = 4 does not divide")
+    with pytest.raises(ConfigError, match="pipeline_parallel = 4 does not divide the 30 layers"):
+        plan(configured(resources={"ranks_per_node": 4}, policy={"pipeline_parallel": 4}))
+
+
+def test_a_local_directory_is_read_for_its_shape(tmp_path: Path) -> None:
+    hf = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    shape = model_shape(configured(model={"source": str(tmp_path)}).model)
+    assert shape.parameters == 494_032_768  # Qwen2.5-0.5B
+    assert shape.head_dim == 64
+
+
+def test_a_cache_smaller_than_all_requests_is_noted_and_smaller_than_one_refused() -> None:
+    assert "sequences of full length" in printed(plan(configured(engine={"kv_cache_gib": 0.25})))
+    with pytest.raises(
+        ConfigError, match=r"one sequence of model\.max_length = 512 needs .* raise engine\.kv_cache_gib"
+    ):
+        plan(configured(engine={"kv_cache_gib": 0.001}))
+
+
+def test_planning_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from pathlib import Path; from specrl.config import load_config; "
+        "from specrl.projection.plan import plan; plan(load_config(Path('configs/quickstart.toml'))); "
+        "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_tiny_vocabulary_is_the_tokenizers() -> None:
+    from specrl.data.tiny import VOCAB_SIZE
+
+    assert VOCAB_SIZE == TINY_VOCAB_SIZE

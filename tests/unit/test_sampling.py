@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from specrl.rollout.sampling import philox, pick, probabilities, uniforms
+
+# Known answers for philox4x32-10 of Random123 (Salmon et al., 2011): counter, key, result.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def rows(count: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.full((count,), temperature), torch.full((count,), top_k), torch.full((count,), top_p)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    k0, k1 = (torch.tensor([word]) for word in key)
+    assert tuple(int(word) for word in philox((c0, c1, c2, c3), (k0, k1))) == expected
+
+
+def test_uniforms_fill_the_unit_interval_evenly_and_broadcast() -> None:
+    seeds = torch.randint(0, 2**63 - 1, (200, 1), generator=torch.Generator().manual_seed(1))
+    values = uniforms(seeds, torch.arange(500))
+    assert values.shape == (200, 500)
+    assert values.dtype == torch.float64
+    assert 0 <= values.min() and values.max() < 1
+    assert stats.kstest(values.flatten().numpy(), "uniform").pvalue > 1e-4
+    assert len(values.flatten().unique()) == values.numel()
+    assert torch.equal(values[7, 31], uniforms(seeds[7], torch.tensor([31]))[0])
+
+
+def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
+    values = uniforms(torch.arange(400)[:, None], torch.arange(400)).numpy()
+    assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(values[:, :-1].ravel(), values[:, 1:].ravel())[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 128, 200, 4096])
+def test_pick_inverts_the_cumulative_distribution(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(300, vocab, generator=generator) * 3
+    u = torch.rand(300, generator=generator, dtype=torch.float64)
+    tokens, logprobs = pick(logits, *rows(300, temperature=0.7), u)
+    probs = torch.softmax(logits.double() / np.float64(np.float32(0.7)), -1)
+    cdf = probs.cumsum(-1)
+    upper = cdf.gather(-1, tokens[:, None])[:, 0]
+    lower = upper - probs.gather(-1, tokens[:, None])[:, 0]
+    assert bool(((lower - 1e-6 <= u) & (u < upper + 1e-6)).all())
+    torch.testing.assert_close(logprobs.double(), (upper - lower).log(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    count, vocab = 48, 30_000
+    logits = (torch.randn(count, vocab, generator=generator) * 3).to(dtype)
+    u = torch.rand(count, generator=generator, dtype=torch.float64)
+    temperature = torch.tensor([1.0, 0.6, 0.0, 1.3])[torch.arange(count) % 4]
+    top_k, top_p = torch.tensor([0, 20, 0])[torch.arange(count) % 3], torch.tensor([1.0, 0.9])[torch.arange(count) % 2]
+    tokens, logprobs = pick(logits, temperature, top_k, top_p, u)
+    threads = torch.get_num_threads()
+    try:
+        for size in (1, 5, 16):
+            torch.set_num_threads(1 + size % 2)
+            for start in range(0, count, size):
+                part = slice(start, start + size)
+                alone = pick(logits[part], temperature[part], top_k[part], top_p[part], u[part])
+                assert torch.equal(alone[0], tokens[part])
+                assert torch.equal(alone[1], logprobs[part])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_temperature_zero_is_greedy_with_certainty() -> None:
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(3))
+    tokens, logprobs = pick(logits, *rows(8, temperature=0.0), torch.full((8,), 0.99, dtype=torch.float64))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert bool((logprobs == 0).all())
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (5, 1.0), (40, 0.8), (700, 0.95), (1, 1.0)])
+def test_top_k_then_top_p_keep_the_smallest_set_of_most_probable_tokens(top_k: int, top_p: float) -> None:
+    logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(4)) * 2
+    kept = probabilities(logits, *rows(20, top_k=top_k, top_p=top_p)) > 0
+    for row in range(20):
+        probs, order = torch.softmax(logits[row].double(), -1).sort(descending=True)
+        if top_k:
+            probs, order = probs[:top_k], order[:top_k]
+        probs = probs / probs.sum()
+        size = int((probs.cumsum(0) < top_p - 1e-9).sum()) + 1 if top_p < 1 else len(probs)
+        assert set(torch.nonzero(kept[row]).flatten().tolist()) == set(order[:size].tolist())
+
+
+def test_tokens_tied_with_the_last_kept_one_stay() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -2.0]])
+    assert (probabilities(logits, *rows(1, top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
+
+
+def test_extreme_uniforms_never_pick_an_impossible_token() -> None:
+    logits = torch.full((4, 300), -torch.inf)
+    logits[:, [70, 71, 290]] = torch.tensor([0.0, 1.0, -20.0])
+    u = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 1 - 1e-12], dtype=torch.float64)
+    tokens, logprobs = pick(logits, *rows(4), u)
+    assert tokens.tolist() == [70, 290, 71, 290]
+    assert bool(logprobs.isfinite().all())
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
+def test_picks_follow_the_processed_distribution(temperature: float, top_p: float) -> None:
+    vocab, draws = 24, 40_000
+    logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(5)) * 1.5).expand(draws, vocab)
+    u = uniforms(torch.arange(draws), torch.tensor(9))
+    settings = rows(draws, temperature=temperature, top_p=top_p)
+    tokens, _ = pick(logits, *settings, u)
+    expected = probabilities(logits[:1], *(value[:1] for value in settings))[0].double()
+    expected = expected / expected.sum() * draws
+    counts = torch.bincount(tokens, minlength=vocab).double()
+    assert bool((counts[expected == 0] == 0).all())
+    common = expected >= 5
+    observed = [*counts[common].tolist(), float(counts[~common].sum())]
+    wanted = [*expected[common].tolist(), float(expected[~common].sum())]
+    if wanted[-1] < 1:
+        observed, wanted = observed[:-1], (np.array(wanted[:-1]) * sum(observed[:-1]) / sum(wanted[:-1])).tolist()
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4

@@ -1,0 +1,225 @@
+"""summary.json is a contract; the table and the page show what is there, finished or not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from specrl.artifacts import (
+    CalibrateResult,
+    ExportResult,
+    PrepareResult,
+    PretrainResult,
+    SpeedPair,
+    TrainResult,
+    ValidateResult,
+    write_json,
+    write_result,
+    write_text,
+)
+from specrl.config import STAGES, dump_config, parse_config
+from specrl.report.html import read_columns, write_report
+from specrl.report.results import StageRecord, find_stages
+from specrl.report.summary import render_summary, write_summary
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+
+SPEED = [
+    SpeedPair(
+        batch=batch,
+        plain_tokens_per_s=40.0 * batch,
+        speculative_tokens_per_s=40.0 * batch * ratio,
+        speedup=ratio,
+        speedup_min=ratio - 0.1,
+        speedup_max=ratio + 0.1,
+        decode_step_reduction=0.6,
+        tokens_equal=1.0,
+    )
+    for batch, ratio in ((1, 1.9), (4, 1.5), (16, 0.97))
+]
+
+
+def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, dict[str, StageRecord]]:
+    """A run's folder as the stages leave it, with the given stages finished."""
+    config = parse_config({"name": "demo", "runs_dir": str(tmp_path)})
+    run_dir = config.run_dir
+    write_text(run_dir / "config.json", dump_config(config))
+    results = {
+        "prepare": PrepareResult(policy_dir=run_dir / "policy", seconds=10.0),
+        "pretrain": PretrainResult(
+            drafter_dir=run_dir / "d", rollouts_dir=run_dir / "r", num_responses=8, reward_mean=0.5, seconds=20.0
+        ),
+        "calibrate": CalibrateResult(
+            scales_path=run_dir / "s",
+            layers_path=run_dir / "l",
+            bf16_layers=[],
+            kl_all_fp8=0.01,
+            kl_chosen=0.001,
+            seconds=5.0,
+        ),
+        "train": TrainResult(
+            policy_dir=run_dir / "policy",
+            drafter_dir=run_dir / "drafter",
+            steps=8,
+            step_seconds_median=30.5,
+            timing_share={"generation": 0.6, "policy_update": 0.3, "refit": 0.1},
+            reward_first=0.31,
+            reward_last=0.52,
+            acceptance_length=2.5,
+            acceptance_rate_per_pos=[0.6, 0.5, 0.4],
+            mismatch={"token_mult_prob_error": 1.02},
+            refit_checks=16,
+            refit_failures=0,
+            refit_max_abs_logprob_diff=0.03,
+            seconds=240.0,
+        ),
+        "validate": ValidateResult(
+            accuracy_before=0.3,
+            accuracy_after=0.5,
+            num_prompts=128,
+            acceptance_length=2.7,
+            acceptance_rate_per_pos=[0.7, 0.6, 0.4],
+            speed=SPEED,
+            seconds=60.0,
+        ),
+        "export": ExportResult(
+            policy_dir=run_dir / "export" / "a policy",
+            drafter_dir=run_dir / "export" / "drafter",
+            vllm_acceptance_length=2.68,
+            model_version="1",
+            seconds=15.0,
+        ),
+    }
+    stages = {}
+    for stage in finished:
+        folder = run_dir / "stages" / f"{stage}-0123456789ab"
+        write_result(folder, results[stage])
+        stages[stage] = StageRecord(folder.name, folder)
+    return run_dir, stages
+
+
+def shown(run_dir: Path) -> str:
+    text = StringIO()
+    render_summary(run_dir, Console(file=text))
+    return text.getvalue()
+
+
+def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    summary = json.loads(write_summary(run_dir, stages, "abc").read_text())
+    assert {name: sorted(value) if isinstance(value, dict) else value for name, value in summary.items()} == {
+        "run": "demo",
+        "mlflow_run_id": "abc",
+        "stages": sorted(STAGES),
+        "validation": ["accuracy_after", "accuracy_before", "num_prompts"],
+        "speculation": sorted(
+            "method k acceptance_length acceptance_rate_per_pos generation_speedup decode_step_reduction".split()
+        ),
+        "train": ["reward_first", "reward_last", "step_seconds_median", "steps", "timing_share"],
+        "mismatch": ["token_mult_prob_error"],
+        "refit": ["checks", "failures", "max_abs_logprob_diff"],
+        "export": ["drafter_dir", "model_version", "vllm_acceptance_length"],
+    }
+    assert summary["speculation"]["generation_speedup"] == {"1": 1.9, "4": 1.5, "16": 0.97}
+    assert summary["speculation"]["decode_step_reduction"] == pytest.approx(0.6)
+    assert summary["stages"]["train"] == {"key": "train-0123456789ab", "seconds": 240.0, "job_id": None}
+
+
+def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    write_json(run_dir / "jobs" / f"{stages['train'].key}.json", {"job_id": 42})
+    stages["export"] = StageRecord("export-0123456789ab", stages["export"].stage_dir, seconds=99.0, job_id="7")
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert summary["stages"]["train"]["job_id"] == "42"
+    assert (summary["stages"]["export"]["seconds"], summary["stages"]["export"]["job_id"]) == (99.0, "7")
+
+
+def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    write_summary(run_dir, stages, None)
+    text = shown(run_dir)
+    assert "\x1b" not in text
+    for part in ("30.0% -> 50.0% (128 prompts)", "2.70", "1.90x", "0.97x", "16 checks, 0 failures", "68%", "60.0%"):
+        assert part in text
+    assert f"drafter: {run_dir}/export/drafter" in text
+
+
+def test_the_serve_command_is_one_line_that_a_shell_reads_back(tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path)
+    [line] = [line for line in shown(run_dir).splitlines() if "vllm serve" in line]
+    command = shlex.split(line)
+    assert command[:4] == ["vllm", "serve", f"{run_dir}/export/a policy", "--speculative-config"]
+    assert json.loads(command[4]) == {
+        "method": "eagle3",
+        "model": f"{run_dir}/export/drafter",
+        "num_speculative_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("count", range(len(STAGES)))
+def test_a_run_in_progress_is_shown_as_far_as_it_got(tmp_path: Path, count: int) -> None:
+    run_dir, stages = make_run(tmp_path, STAGES[:count])
+    for step in range(3):
+        write_rollouts(rollout_path(run_dir / "rollouts", step, 0), [])
+    text = shown(run_dir)
+    assert ", ".join(STAGES[count:]) in text
+    assert ("3 of 8 steps" in text) == (count <= STAGES.index("train"))
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert (summary["train"] is None) == (count <= STAGES.index("train"))
+    assert shown(run_dir)
+    assert write_report(run_dir).exists()
+
+
+def test_a_folder_that_is_no_run_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not the folder of a run"):
+        render_summary(tmp_path)
+
+
+def test_the_newest_folder_of_a_stage_counts(tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path)
+    older = run_dir / "stages" / "train-0123456789ab"
+    newer = run_dir / "stages" / "train-ffffffffffff"
+    newer.mkdir()
+    stamp = older.stat().st_mtime + 10
+    import os
+
+    os.utime(newer, (stamp, stamp))
+    assert find_stages(run_dir)["train"].key == "train-ffffffffffff"
+
+
+def rollout(step: int, reward: float, length: int) -> Rollout:
+    return Rollout(
+        step=step,
+        rank=0,
+        prompt_id=1,
+        sample=0,
+        policy_version=step,
+        drafter_version=step,
+        seed=3,
+        prompt_tokens=[1, 2],
+        response_tokens=list(range(length)),
+        generation_logprobs=[0.0] * length,
+        response="x",
+        answer="y",
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path)
+    for step in range(3):
+        rows = [rollout(step, step / 4, 5 + step), rollout(step, step / 2, 9)]
+        write_rollouts(rollout_path(run_dir / "rollouts", step, 0), rows)
+    steps, rewards, lengths = read_columns(run_dir / "rollouts")
+    assert steps.tolist() == [0, 0, 1, 1, 2, 2]
+    assert rewards.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5, 1.0]
+    assert lengths.tolist() == [5, 9, 6, 9, 7, 9]
+    page = write_report(run_dir).read_text()
+    assert page.count("<svg") == 4
+    assert "generation 60.0%" in page
+    assert not any(word in page for word in ("<script", "http:", "https:", "src="))
