@@ -11,9 +11,8 @@ from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
-from prefect.states import State
 
 from flows.display import make_reporter
 from specrl.report.results import StageRecord
@@ -52,7 +51,9 @@ def pipeline(run_dir: str) -> list[Finished]:
 
 def record(run: Run, stages: list[Finished]) -> list[Finished]:
     """Write `summary.json` and Prefect's table of stages."""
-    records = {done.stage: StageRecord(done.key, done.folder, done.seconds, done.job_id) for done in stages}
+    records: dict[str, StageRecord] = {
+        done.stage: StageRecord(done.key, done.folder, done.seconds, done.job_id) for done in stages
+    }
     write_summary(run.config.run_dir, records, run.mlflow_run_id or None)
     rows = [
         {"stage": done.stage, "seconds": round(done.seconds, 1), "job": done.job_id, "cached": done.cached}

@@ -61,18 +61,15 @@ class PrefectServer:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         port = _free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-        application = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-        address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", *application, *address],
+                [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the flow, which needs the server to say that it was cancelled
-                preexec_fn=_die_with_parent,
             )
         return self
 
@@ -106,9 +103,15 @@ class PrefectServer:
         del os.environ["PREFECT_API_URL"]
 
 
-def _die_with_parent() -> None:
+def serve(port: int, parent: int) -> None:
+    """Serve Prefect's API on loopback until the parent process ends, however it ends."""
+    import uvicorn
+
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() == parent:
+        application = "prefect.server.api.server:create_app"
+        uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 
 
 def _answers(url: str) -> bool:
@@ -123,3 +126,7 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

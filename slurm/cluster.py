@@ -16,7 +16,7 @@ from typing import Any, Literal
 import submitit
 from submitit.core.utils import FailedJobError
 
-from slurm.jobs import JobError, SchedulerSilent, State
+from slurm.jobs import JobError, SilentSchedulerError, State
 
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
@@ -35,7 +35,7 @@ class SlurmStageJob:
         """squeue knows what lives and what ended a moment ago, and is there on every cluster; sacct knows the rest."""
         try:
             word = _ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T").strip()
-        except SchedulerSilent as error:
+        except SilentSchedulerError as error:
             if "Invalid job id" not in str(error):
                 raise
             word = ""
@@ -45,13 +45,13 @@ class SlurmStageJob:
         return State("running" if word in RUNNING else "ended", word)
 
     def cancel(self) -> None:
-        with contextlib.suppress(SchedulerSilent):
+        with contextlib.suppress(SilentSchedulerError):
             _ask("scancel", self.job_id)
 
     def _accounting_state(self) -> str:
         try:
             lines = _ask("sacct", "-nPX", "-j", self.job_id, "-o", "State").splitlines()
-        except SchedulerSilent:
+        except SilentSchedulerError:
             lines = []
         # "CANCELLED by 1000"; and where there is no accounting, the job is simply no longer in the queue.
         return lines[-1].split()[0] if lines and lines[-1] else "no longer in the queue"
@@ -61,7 +61,7 @@ def find(name: str, folder: Path) -> SlurmStageJob | None:
     """The live job with this name, if there is one: it exists from the moment Slurm has taken it, whoever knows.
 
     Raises:
-        SchedulerSilent: the controller does not answer.
+        SilentSchedulerError: the controller does not answer.
     """
     jobs = _ask("squeue", "-h", "-u", getpass.getuser(), "-n", name, "-o", "%i").split()
     return SlurmStageJob(jobs[0], folder, attached=True) if jobs else None
@@ -119,16 +119,16 @@ def _ask(*command: str) -> str:
 
     Raises:
         JobError: the command is not installed.
-        SchedulerSilent: it failed or took too long.
+        SilentSchedulerError: it failed or took too long.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except FileNotFoundError as error:
         if command[0] == "sacct":
-            raise SchedulerSilent("no sacct") from error
+            raise SilentSchedulerError("no sacct") from error
         raise JobError(f"{command[0]} is not installed: --cluster slurm works where Slurm's commands are") from error
     except subprocess.TimeoutExpired as error:
-        raise SchedulerSilent(f"{command[0]} took more than {COMMAND_SECONDS} s") from error
+        raise SilentSchedulerError(f"{command[0]} took more than {COMMAND_SECONDS} s") from error
     if done.returncode:
-        raise SchedulerSilent(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+        raise SilentSchedulerError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
     return done.stdout

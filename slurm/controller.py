@@ -19,7 +19,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 from slurm.records import Record, start_ticks, write_record
 from specrl.artifacts import write_json
 
-FAILURE_GRACE_SECONDS = 10
+FAILURE_GRACE_SECONDS = 5
 """Time for the other ranks to notice that one failed, and to say so in their logs, before they are ended."""
 LOCK_SECONDS = 3
 """A flow that only looks whether the lock is taken holds it for an instant: try again for this long."""

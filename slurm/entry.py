@@ -82,7 +82,7 @@ def _put_pickle(jobs_dir: Path, context_path: Path, entry: str, minutes: int) ->
     submission.set_timeout(minutes, MAX_TIMEOUTS)
     temporary = target.with_name(f".{target.name}.{os.environ['RANK']}")
     submission.dump(temporary)
-    os.replace(temporary, target)
+    temporary.replace(target)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 from slurm.jobs import Job, State
 from specrl.stages.context import StageContext
 
 MAX_CHARACTERS = 600
+SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 
 
 def explain(job: Job, context: StageContext, state: State) -> str:
@@ -23,9 +25,9 @@ def explain(job: Job, context: StageContext, state: State) -> str:
         outcome, trace = pickle.loads(path.read_bytes())
         if outcome == "error":
             return _line(job, context, state, f"{last_error(trace)} (rank {rank})", _log(job, rank))
-    log = max((_log(job, rank) for rank in range(ranks)), key=lambda path: path.stat().st_mtime if path.exists() else 0)
-    error = _hint(context, state) or f"no Python error; the log ends: {_last_line(log)}"
-    return _line(job, context, state, error, log)
+    rank, word = (state.rank, "") if state.rank is not None else _from_srun(_log(job, 0))
+    error = _hint(context, state) or f"no Python error; the log of rank {rank} ends: {_last_line(_log(job, rank))}"
+    return _line(job, context, state, f"{word} {error}".lstrip(), _log(job, rank))
 
 
 def last_error(trace: str) -> str:
@@ -38,6 +40,14 @@ def last_error(trace: str) -> str:
 def _line(job: Job, context: StageContext, state: State, error: str, log: Path) -> str:
     where = log if log.exists() else job.folder
     return f"{context.stage} failed ({job.backend} job {job.job_id}, {state.detail}): {error}; log: {_short(where)}"
+
+
+def _from_srun(log: Path) -> tuple[int, str]:
+    """What srun says at the end of the first rank's log: which rank ended badly, and how."""
+    if not log.exists():
+        return 0, ""
+    found = SRUN_ERROR.search(log.read_text(errors="replace"))
+    return (int(found[1]), f"rank {found[1]}: {found[2]};") if found else (0, "")
 
 
 def _hint(context: StageContext, state: State) -> str:

@@ -13,7 +13,7 @@ class JobError(RuntimeError):
     """A job could not be submitted, or failed, or ran out of time; the message is one line for people."""
 
 
-class SchedulerSilent(RuntimeError):
+class SilentSchedulerError(RuntimeError):
     """Slurm's controller did not answer this time; it may the next."""
 
 
@@ -22,6 +22,8 @@ class State:
     phase: Phase
     detail: str
     """The backend's own word, such as Slurm's `TIMEOUT`, or how the ranks ended."""
+    rank: int | None = None
+    """The rank that failed first, where the backend tells."""
 
 
 class Job(Protocol):
@@ -43,7 +45,7 @@ class Job(Protocol):
     def state(self) -> State:
         """
         Raises:
-            SchedulerSilent: it cannot be known just now.
+            SilentSchedulerError: it cannot be known just now.
         """
 
     def cancel(self) -> None:

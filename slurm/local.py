@@ -46,8 +46,10 @@ class LocalStageJob:
         outcome = json.loads(ended.read_text())
         if outcome["timed_out"]:
             return State("ended", "TIMEOUT")
-        words = [_exit_word(rank, code) for rank, code in enumerate(outcome["exit_codes"]) if code]
-        return State("ended", ", ".join(words) or "COMPLETED")
+        failed = [(rank, code) for rank, code in enumerate(outcome["exit_codes"]) if code]
+        if not failed:
+            return State("ended", "COMPLETED")
+        return State("ended", ", ".join(_exit_word(rank, code) for rank, code in failed), failed[0][0])
 
     def cancel(self) -> None:
         group = int(self.job_id)
@@ -102,7 +104,15 @@ def submit(
         words: what each rank runs, after `python`.
         callable_: what submitit pickles for the ranks.
     """
-    executor = _DetachedExecutor(folder, words, record_path, result_path, environment, setup, max_timeouts)
+    executor = _DetachedExecutor(
+        folder,
+        words=words,
+        record_path=record_path,
+        result_path=result_path,
+        environment=environment,
+        setup=setup,
+        max_timeouts=max_timeouts,
+    )
     executor.update_parameters(**parameters)
     with submitit.helpers.clean_env():
         executor.submit(callable_)
@@ -132,6 +142,7 @@ class _DetachedExecutor(LocalExecutor):
     def __init__(
         self,
         folder: Path,
+        *,
         words: list[str],
         record_path: Path,
         result_path: Path,

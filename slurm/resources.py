@@ -80,5 +80,3 @@ def job_environment(code: Path) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "DO_NOT_TRACK": "true",
     }
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ def snapshot_code(run_dir: Path) -> Path:
     try:
         for package in PACKAGES:
             shutil.copytree(root / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
-        os.rename(temporary, target)
+        temporary.rename(target)
     except OSError:
         if not target.is_dir():  # else another flow was faster
             raise

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from slurm import cluster, local, resources
 from slurm.entry import MAX_TIMEOUTS, StageJob, command
-from slurm.jobs import Job, SchedulerSilent
+from slurm.jobs import Job, SilentSchedulerError
 from slurm.records import Record, jobs_dir, read_record, record_path, write_record
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.config import Config
@@ -118,7 +118,7 @@ def patiently(ask: Callable[[], T]) -> T:
     while True:
         try:
             return ask()
-        except SchedulerSilent:
+        except SilentSchedulerError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from slurm.entry import MAX_TIMEOUTS
 from slurm.failures import explain
-from slurm.jobs import Job, JobError, SchedulerSilent, State
+from slurm.jobs import Job, JobError, SilentSchedulerError, State
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE
 from specrl.progress import ProgressState, read_progress
@@ -77,7 +77,7 @@ class _Watch:
         self.asked_at = now
         try:
             state = self.job.state()
-        except SchedulerSilent as error:
+        except SilentSchedulerError as error:
             if now - self.answered_at > SILENCE_SECONDS:
                 raise JobError(f"{self._name()}: Slurm has not answered for {SILENCE_SECONDS} s ({error})") from error
             return

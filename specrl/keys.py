@@ -45,6 +45,10 @@ NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tr
 """Where and how a stage runs, not what it computes."""
 
 
+NO_STAGE_CODE = ("report", "projection")
+"""Subpackages that no stage imports: a change in how results are shown does not make them old."""
+
+
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:
     """`STAGE-` and 12 hex digits of its inputs' keys, its config sections, the files they name, and the code.
 
@@ -73,8 +77,9 @@ def run_keys(config: Config, code: str) -> dict[StageName, str]:
 
 
 def code_digest(package: Path) -> str:
-    """Digest of the Python sources under `package`: relative paths and contents."""
-    return files_digest((path, str(path.relative_to(package))) for path in package.rglob("*.py"))
+    """Digest of the Python sources of the package `specrl`: relative paths and contents."""
+    sources = ((path, path.relative_to(package)) for path in package.rglob("*.py"))
+    return files_digest((path, str(name)) for path, name in sources if name.parts[0] not in NO_STAGE_CODE)
 
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:

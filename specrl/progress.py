@@ -55,9 +55,7 @@ class Progress:
         self._pending: ProgressState | None = None
         self._written_at = 0.0
 
-    def update(
-        self, done: float, total: float, *, message: str = "", unit: str = "", phase: str | None = None
-    ) -> None:
+    def update(self, done: float, total: float, *, message: str = "", unit: str = "", phase: str | None = None) -> None:
         """Say that `done` of `total` units are done.
 
         Args:

@@ -19,6 +19,7 @@ MARIADB_OPTIONS = (
     *("--skip-networking", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M", "--skip-log-bin"),
     *("--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=off"),
 )
+SYSTEM_CONFS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
 
 
 def default_root() -> Path:
@@ -48,6 +49,11 @@ class DevCluster:
     def slurm_conf(self) -> Path:
         """What `SLURM_CONF` must name for Slurm's commands to talk to this cluster."""
         return self.root / "etc" / "slurm.conf"
+
+    def use_if_up(self) -> None:
+        """Let this process talk to this cluster, when it is up and the machine has no Slurm of its own configured."""
+        if "SLURM_CONF" not in os.environ and not any(path.exists() for path in SYSTEM_CONFS) and self.status().up:
+            os.environ["SLURM_CONF"] = str(self.slurm_conf)
 
     def up(self, nodes: int = 2) -> None:
         """Start whatever does not run.

@@ -52,7 +52,11 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
     """
     program = find(str(command[0])) or str(command[0])
     done = subprocess.run(
-        [program, *map(str, command[1:])], env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
+        [program, *map(str, command[1:])],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]

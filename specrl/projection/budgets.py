@@ -35,7 +35,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
-    if stage == "train":
+    if stage == "train" and rank.gpu:
         host.append(memory.checkpoint_item(rank))
     if not rank.gpu:
         kv = [_kv_item(rank, _kv_given(stage, rank))] if engine else []
@@ -60,13 +60,16 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     drafts = config.speculation.method == "eagle3"
     if stage == "prepare":
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
-    if stage == "pretrain":
-        return memory.policy_items(rank, trainable=False) + memory.drafter_items(rank, online=False) if drafts else []
+    if stage == "pretrain" and drafts:
+        responses = config.drafter.num_prompts * config.drafter.samples_per_prompt
+        return memory.policy_items(rank, trainable=False) + memory.drafter_items(rank, responses=responses)
     if stage == "calibrate":
         return memory.policy_items(rank, trainable=False)
     if stage == "train":
-        items = [*memory.policy_items(rank, trainable=True), memory.refit_item(rank)]
-        return items + memory.drafter_items(rank, online=True) if drafts else items
+        fp8 = config.precision.training == "fp8"
+        responses = config.train.prompts_per_step * config.train.samples_per_prompt
+        drafter = memory.drafter_items(rank, responses=responses) if drafts else []
+        return [*memory.policy_items(rank, trainable=True, fp8=fp8), memory.refit_item(rank), *drafter]
     return []
 
 

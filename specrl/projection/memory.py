@@ -25,6 +25,8 @@ DEVICE_RUNTIME_GIB = 3.0
 ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
 """Most tokens that one forward pass of the engine works on (vLLM's defaults), on CPU and on GPU."""
 
+LOGIT_CHUNK = {0: 2**21, 1: 2**27}
+"""Logits turned to float32 at a time, on CPU and on GPU (`training/scores.py`)."""
 DRAFTER_SCORES = 2**26
 """Attention scores that the drafter's training keeps at once; beyond it they are recomputed (`training/eagle3.py`)."""
 
@@ -87,7 +89,7 @@ class Rank:
         return 3 * hidden * hidden + attention + mlp + drafter.draft_vocab_size * hidden
 
 
-def policy_items(rank: Rank, *, trainable: bool) -> list[MemoryItem]:
+def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
     """The Megatron-core shard of the policy; without gradients, optimizer and saved activations if not `trainable`."""
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     count, shard = rank.policy_parameters, _shard_name(config)
@@ -101,28 +103,26 @@ def policy_items(rank: Rank, *, trainable: bool) -> list[MemoryItem]:
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
-    if config.precision.training == "fp8" and rank.gpu:
+    if fp8 and rank.gpu:
         linear = shape.num_layers * shape.linear_parameters_per_layer
         linear_shard = linear / (config.policy.tensor_parallel * config.policy.pipeline_parallel)
         items.append(_item("FP8 weights", 2 * linear_shard, "linear layers, row- and column-wise, 1 B each"))
-    return [*items, activations(rank, trainable=trainable), logits(rank, trainable=trainable)]
+    return [*items, activations(rank, trainable=trainable), logits(rank)]
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """Activations of one micro-batch of `longest_micro_batch` tokens.
 
     Saved per token and layer: 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and, divided
-    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (3 with the QK norm of Qwen3),
-    4 F for the SwiGLU, and without flash attention (CPU) 6 B x heads x longest sequence for the scores. Recompute
-    saves H per layer and one whole layer. Pipeline stages hold as many micro-batches as there are stages, so the
-    pipeline size cancels; without a backward pass one layer is alive.
+    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (3 with the QK norm of Qwen3)
+    and 4 F for the SwiGLU; attention is fused and saves no scores. Recompute saves H per layer and one whole layer.
+    Pipeline stages hold as many micro-batches as there are stages, so the pipeline size cancels; without a backward
+    pass one layer is alive.
     """
-    shape, config, tensor_parallel = rank.shape, rank.config, rank.config.policy.tensor_parallel
+    shape, config = rank.shape, rank.config
     heads_wide = (3 if shape.family == "qwen3" else 2) * (shape.query_size + shape.kv_size)
-    split = (heads_wide + 4 * shape.intermediate_size) * rank.dtype_bytes
-    if not rank.gpu:
-        split += 6 * shape.num_heads * config.model.max_length
-    layer = 4 * shape.hidden_size * rank.dtype_bytes + split / tensor_parallel
+    split = (heads_wide + 4 * shape.intermediate_size) / config.policy.tensor_parallel
+    layer = (4 * shape.hidden_size + split) * rank.dtype_bytes
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
@@ -134,16 +134,20 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
 
 
-def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Logits in the compute type and in float32 and, in training, the gradients of both."""
+def logits(rank: Rank) -> MemoryItem:
+    """Logits in the compute type, whose gradient takes their place, and two chunks of them in float32."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
-    size = (rank.dtype_bytes + FP32) * (2 if trainable else 1)
-    how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {size} B"
-    return _item("logits", rank.longest_micro_batch * columns * size, how, "policy")
+    whole = rank.longest_micro_batch * columns
+    how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
+    return _item("logits", whole * rank.dtype_bytes + 2 * FP32 * min(whole, LOGIT_CHUNK[rank.gpu]), how, "policy")
 
 
-def drafter_items(rank: Rank, *, online: bool) -> list[MemoryItem]:
-    """The drafter under training, whole on every rank, and the features it learns from."""
+def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
+    """The drafter under training, whole on every rank, and the features it learns from.
+
+    Args:
+        responses: sampled responses of all data-parallel ranks together, of any length up to `model.max_length`.
+    """
     shape, drafter = rank.shape, rank.config.drafter
     count = rank.drafter_parameters
     copy = shape.embedding_parameters * rank.dtype_bytes
@@ -161,7 +165,8 @@ def drafter_items(rank: Rank, *, online: bool) -> list[MemoryItem]:
             "drafter",
         ),
     ]
-    tokens = drafter.max_tokens_per_step if online else drafter.tokens_per_micro_batch
+    longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
+    tokens = min(drafter.max_tokens_per_step, longest)
     features = (3 * shape.hidden_size + drafter.draft_vocab_size) * rank.dtype_bytes
     return [*items, _item("drafter's features", tokens * features, f"{tokens} tokens x {features / 1024:.1f} KiB")]
 
@@ -199,15 +204,9 @@ def refit_item(rank: Rank) -> MemoryItem:
 
 
 def checkpoint_item(rank: Rank) -> MemoryItem:
-    """Host copy of what this rank writes: weights and its part of the optimizer."""
-    count = rank.policy_parameters
-    size = rank.dtype_bytes + MASTER_AND_MOMENTS / rank.data_parallel
-    return _item(
-        "checkpoint copy",
-        count * size,
-        "weights and this rank's part of the optimizer, on the way to disk",
-        "checkpoint",
-    )
+    """What this rank writes, on its way through host memory; on a CPU it is there already."""
+    size = (MASTER_AND_MOMENTS if rank.dtype_bytes < FP32 else 2 * FP32) / rank.data_parallel
+    return _item("checkpoint copy", rank.policy_parameters * size, "this rank's part of the optimizer", "checkpoint")
 
 
 def _shard_name(config: Config) -> str:

@@ -45,7 +45,7 @@ def plan(config: Config) -> Plan:
     """Jobs and memory of a run.
 
     Raises:
-        ConfigError: the model's shape is unknown or does not fit the configuration, or a rank needs more memory than it has.
+        ConfigError: the model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
     """
     shape = model_shape(config.model)
     problems = _shape_problems(config, shape)

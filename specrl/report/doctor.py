@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from specrl.report import doctor_machine, doctor_packages, doctor_services
 from specrl.report.check import Check
@@ -30,10 +31,8 @@ def exit_code(found: Iterable[Check]) -> int:
 def render(found: list[Check], console: Console | None = None) -> None:
     """Print the checks as a table, then every line that mends something."""
     console = console or Console()
-    colours = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
-    rows = [
-        (check.name, colours[check.status] if console.is_terminal else check.status, check.found) for check in found
-    ]
+    styles = {"ok": "green", "warn": "yellow", "fail": "red"}
+    rows = [(check.name, Text(check.status, styles[check.status]), check.found) for check in found]
     print_table(console, f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows)
     for check in found:
         if check.mend:

@@ -6,7 +6,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.request import urlopen
@@ -21,7 +20,7 @@ PROBE_SECONDS = 5
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
-    return [*check_slurm(), check_devcluster(), check_mlflow(runs_dir, tracking_uri), check_prefect_home()]
+    return [*check_slurm(), check_devcluster(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
 def missing(commands: Iterable[str]) -> list[str]:
@@ -90,6 +89,8 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
             reason = getattr(error, "reason", error)
             mend = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
             return Check("MLflow", "fail", f"{tracking_uri}: {reason}", mend)
+    if tracking_uri and not tracking_uri.startswith("sqlite:///"):
+        return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
     if not database.is_file():
         return Check("MLflow", "ok", f"{database} will be made by the first run")
@@ -101,14 +102,15 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     return Check("MLflow", "ok", f"{database}, {count} runs")
 
 
-def check_prefect_home() -> Check:
-    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            return Check("Prefect", "ok", str(home))
-    except OSError as error:
-        return Check("Prefect", "fail", f"{home}: {error.strerror}", "export PREFECT_HOME=FOLDER that can be written")
+def check_prefect_home(runs_dir: Path) -> Check:
+    """Prefect's folder, beside the runs unless PREFECT_HOME says otherwise, can be written or made."""
+    home = Path(os.environ.get("PREFECT_HOME", runs_dir.absolute() / ".prefect")).expanduser()
+    folder = home
+    while not folder.exists():
+        folder = folder.parent
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return Check("Prefect", "ok", str(home))
+    return Check("Prefect", "fail", f"{home} cannot be written", "export PREFECT_HOME=FOLDER that can be written")
 
 
 def _succeeds(*command: str) -> bool:

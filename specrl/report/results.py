@@ -10,6 +10,8 @@ from pathlib import Path
 from specrl.artifacts import RESULT_FILE, ResultType, read_result
 from specrl.config import STAGES, Config, parse_config
 
+CONFIG_FILE = "config.json"
+
 
 @dataclass(frozen=True)
 class StageRecord:
@@ -39,7 +41,7 @@ def read_config(run_dir: Path) -> Config:
     Raises:
         ValueError: the folder is not a run's.
     """
-    path = run_dir / "config.json"
+    path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
     return parse_config(json.loads(path.read_text()))

@@ -14,6 +14,7 @@ from rich.console import Console
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_json
 from specrl.config import STAGES, Config
 from specrl.report.results import (
+    CONFIG_FILE,
     StageRecord,
     find_stages,
     finished,
@@ -86,7 +87,8 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print what a run reached: from `summary.json`, or from the stages that have finished while it still runs."""
     console = console or Console()
     path = run_dir / SUMMARY_FILE
-    if path.is_file():
+    # A run that goes on with another configuration leaves its old summary until it ends.
+    if path.is_file() and path.stat().st_mtime >= (run_dir / CONFIG_FILE).stat().st_mtime:
         summary = json.loads(path.read_text())
         stages = {
             stage: StageRecord(entry["key"], run_dir / "stages" / entry["key"], entry["seconds"], entry["job_id"])

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-Rows = Sequence[Sequence[str]]
+Rows = Sequence[Sequence[str | Text]]
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
@@ -20,13 +21,14 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
-        table.add_row(*row)
+        # Text, so that square brackets in a path are not read as markup.
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     console.print(table)
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
     names = [column.removeprefix(">") for column in columns]
-    lines = [names, *rows]
+    lines = [names, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     aligned = [
         "  ".join(

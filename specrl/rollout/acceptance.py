@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 
@@ -21,8 +21,8 @@ def accepted_prefix(drafts: Sequence[int], picked: Sequence[int]) -> int:
 class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
-    A draft is one proposal of up to k tokens for one request in one iteration. `accepted_per_pos[i]` counts drafts whose
-    token i was accepted. `decode_steps` counts engine iterations in which at least one request was decoding.
+    A draft is one proposal of up to k tokens for one request in one iteration. `accepted_per_pos[i]` counts drafts
+    whose token i was accepted. `decode_steps` counts engine iterations in which at least one request was decoding.
     """
 
     num_drafts: int = 0
@@ -59,3 +59,8 @@ class SpeculationStats:
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:
         """Unconditional: drafts accepted up to and including position i, over all drafts."""
         return tuple(count / max(1, self.num_drafts) for count in self.accepted_per_pos)
+
+
+def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
+    """Counters of engines that ran side by side: sums, and the decode steps of the engine that took most."""
+    return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))

@@ -70,9 +70,11 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     """
     chunk = max(1, CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
     if logits.shape[0] > chunk:
-        parts = zip(*(t.split(chunk) for t in (logits, temperature, top_k, top_p, u)), strict=True)
-        tokens, logprobs = zip(*(pick(*part) for part in parts), strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+        parts = [
+            pick(logits[part], temperature[part], top_k[part], top_p[part], u[part])
+            for part in (slice(start, start + chunk) for start in range(0, logits.shape[0], chunk))
+        ]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
     greedy = temperature == 0
     if bool(greedy.all()):
         return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
@@ -130,7 +132,7 @@ def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [rows] at which the CDF of `probs` [rows, vocab] first exceeds u [rows], and their log-probs.
 
     Two levels instead of a cumulative sum over the vocabulary: which block, then which token in it. The block sums are
-    FP32 over 64 values (relative error below 2^-21), everything after is FP64. A token of probability 0 is never picked.
+    FP32 over 64 values (relative error below 2^-21), everything after is FP64. No token of probability 0 is picked.
     """
     blocks = _blocks(probs)
     across = blocks.sum(-1).double().cumsum(-1)  # [rows, blocks]
@@ -143,7 +145,7 @@ def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [rows] where `cumulative` [rows, n] is above `target` [rows], and how far the target lies past its start.
+    """First index [rows] where `cumulative` [rows, n] is above `target` [rows], and the target less the value before it.
 
     Rounding may put the target at or above the last value; it is held just below, so that the index exists and is that
     of a positive step.

@@ -12,7 +12,7 @@ from specrl.config import Config, StageName, dump_config, parse_config
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage is a module with `main(context) -> None`, run in every rank of its job; rank 0 writes `result.json` last."""
+    """A stage is a module with `main(context) -> None`, run in every rank; rank 0 writes `result.json` last."""
 
     config: Config
     stage: StageName

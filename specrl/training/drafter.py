@@ -215,12 +215,13 @@ class Drafter:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self._all_reduce(self._gradient)
-        norm = self._gradient.norm()
-        self._gradient.mul_((self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0))
+        norm = float(self._gradient.norm())
+        if norm > self.config.clip_grad:
+            self._gradient.mul_(self.config.clip_grad / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return float(norm)
+        return norm
 
     def _all_reduce(self, tensor: Tensor) -> None:
         if self.ranks.world_size > 1:

@@ -92,7 +92,10 @@ class PolicyOptimizer:
         for key, parameter in self._main_parameters():
             state[f"{key}.master"] = parameter.detach()
             for name, tensor in self._adam.state.get(parameter, {}).items():
-                state[f"{key}.{name}"] = torch.as_tensor(tensor).detach()
+                state[f"{key}.{name}"] = tensor.detach()
+        for number, group in enumerate(self._adam.param_groups):
+            if "step" in group:  # Transformer Engine counts per group, PyTorch per parameter
+                state[f"group{number}.step"] = torch.tensor(int(group["step"]))
         return state
 
     @torch.no_grad()
@@ -109,9 +112,11 @@ class PolicyOptimizer:
             if master is None or master.shape != parameter.shape:
                 raise ValueError(f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks")
             parameter.copy_(master)
-            self._adam.state[parameter] = {
-                name: tensor.to(parameter.device) if name != "step" else tensor for name, tensor in own.items()
-            }
+            # Copies: loaded tensors may be views of the checkpoint's file.
+            self._adam.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in own.items()}
+        for number, group in enumerate(self._adam.param_groups):
+            if "step" in group:
+                group["step"] = int(state[f"group{number}.step"])
         self._distributed._copy_main_params_to_model_params()
         self._ddp.start_param_sync(force_sync=True)
 

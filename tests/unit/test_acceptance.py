@@ -7,7 +7,13 @@ from specrl.rollout.acceptance import SpeculationStats, accepted_prefix
 
 @pytest.mark.parametrize(
     ("drafts", "picked", "expected"),
-    [([], [5], 0), ([5], [5, 6], 1), ([5, 6, 7], [5, 9, 7, 1], 1), ([1, 2, 3], [1, 2, 3, 4], 3), ([4, 2], [1, 2, 3], 0)],
+    [
+        ([], [5], 0),
+        ([5], [5, 6], 1),
+        ([5, 6, 7], [5, 9, 7, 1], 1),
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([4, 2], [1, 2, 3], 0),
+    ],
 )
 def test_the_accepted_prefix_ends_at_the_first_draft_that_was_not_picked(
     drafts: list[int], picked: list[int], expected: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import os
 import sqlite3
 import stat
 import threading
@@ -125,10 +124,10 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
 def test_a_prefect_home_that_cannot_be_made_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
-    assert doctor_services.check_prefect_home().status == "fail"
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    assert doctor_services.check_prefect_home().status == "ok"
-    assert os.listdir(tmp_path / "home") == []
+    assert doctor_services.check_prefect_home(tmp_path).status == "fail"
+    monkeypatch.delenv("PREFECT_HOME")
+    assert doctor_services.check_prefect_home(tmp_path).found == str(tmp_path / ".prefect")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_table_is_plain_when_piped_and_only_failures_set_the_exit_code() -> None:

@@ -84,6 +84,17 @@ def test_tensor_parallelism_shards_weights_and_data_parallelism_the_optimizer() 
     assert small["masters and Adam moments"] == pytest.approx(large["masters and Adam moments"])
 
 
+def test_the_drafters_features_are_bounded_by_their_budget() -> None:
+    def features(config: Config) -> float:
+        [train] = [budget for budget in plan(config).budgets if budget.stage == "train"]
+        return next(item.gib for item in train.items if item.name == "drafter's features")
+
+    small, large = (configured(drafter={"max_tokens_per_step": size}) for size in (2048, 8192))
+    assert features(large) == pytest.approx(4 * features(small))
+    # 16 x 4 responses of at most 512 tokens: a budget above that is never filled.
+    assert features(configured(drafter={"max_tokens_per_step": 10**6})) == pytest.approx(16 * features(small))
+
+
 def test_recompute_trades_activations_for_compute() -> None:
     kept, recomputed = (
         plan(configured(policy={"recompute": flag}, resources={"memory_gib_per_rank": 64})) for flag in (False, True)

@@ -38,7 +38,7 @@ def test_uniforms_fill_the_unit_interval_evenly_and_broadcast() -> None:
     values = uniforms(seeds, torch.arange(500))
     assert values.shape == (200, 500)
     assert values.dtype == torch.float64
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
     assert stats.kstest(values.flatten().numpy(), "uniform").pvalue > 1e-4
     assert len(values.flatten().unique()) == values.numel()
     assert torch.equal(values[7, 31], uniforms(seeds[7], torch.tensor([31]))[0])

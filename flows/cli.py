@@ -1,0 +1,58 @@
+"""The `specrl` command. A mistake of the user's is one line on stderr and exit code 2, without a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from flows.commands import devcluster, inspect, run
+from flows.server import ServerError
+from slurm.devcluster import DevClusterError
+from slurm.jobs import JobError
+from specrl.config import ConfigError
+
+app = typer.Typer(
+    name="specrl",
+    help="RL post-training with exact speculative rollouts.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+run.register(app)
+inspect.register(app)
+devcluster.register(app)
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def invoke(arguments: list[str]) -> int:
+    """Run a command line and return its exit code."""
+    try:
+        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
+    except typer.TyperException as error:  # an unknown option or a missing argument, in Typer's words
+        _complain(getattr(error, "format_message", error.__str__)())
+    except (ConfigError, DevClusterError) as error:
+        _complain(str(error))
+    except (JobError, ServerError) as error:
+        _complain(str(error))
+        return EXIT_FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    return EXIT_USAGE
+
+
+def _complain(message: str) -> None:
+    for line in message.splitlines():
+        print(f"specrl: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The subcommands of `specrl`; each module's `register(app)` adds its own."""

@@ -1,0 +1,74 @@
+"""`specrl ls`, `show`, `ui` and `doctor`: look at runs and at this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
+from specrl.config import STAGES
+from specrl.report.tables import print_line, print_table
+
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ls")(ls)
+    app.command("show")(show)
+    app.command("ui")(ui)
+    app.command("doctor")(doctor)
+
+
+def ls(runs_dir: RunsDir = Path("runs")) -> None:
+    """List the runs, the newest first."""
+    console = Console()
+    rows = [_row(run_dir) for run_dir in list_runs(runs_dir)]
+    if not rows:
+        print_line(console, f"no runs in {runs_dir.absolute()}; begin with: specrl run configs/quickstart.toml")
+        return
+    print_table(console, f"Runs in {runs_dir.absolute()}", ("run", "state", ">stages", "model", "started"), rows)
+
+
+def show(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show what a run reached, where the time went and where its results lie."""
+    from specrl.report.summary import render_summary
+
+    render_summary(find_run(name, runs_dir), Console(soft_wrap=True))
+
+
+def ui(runs_dir: RunsDir = Path("runs"), port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
+    """Open MLflow's pages on this machine's loopback interface, until Ctrl-C."""
+    from specrl.tracking import default_uri
+
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
+    print(f"MLflow at http://127.0.0.1:{port}, until Ctrl-C", flush=True)
+    code = subprocess.run([*command, "--backend-store-uri", default_uri(runs_dir)], env=environment, check=False)
+    raise typer.Exit(code.returncode)
+
+
+def doctor(runs_dir: RunsDir = Path("runs")) -> None:
+    """Say what this machine can run and what is missing, each with the line that mends it."""
+    from specrl.report.doctor import checks, exit_code, render
+
+    found = checks(runs_dir)
+    render(found)
+    raise typer.Exit(exit_code(found))
+
+
+def _row(run_dir: Path) -> tuple[str, ...]:
+    finished = finished_stages(run_dir)
+    ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
+    state = "running" if is_worked_on(run_dir) else ended
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime((run_dir / "config.json").stat().st_mtime))
+    return (run_dir.name, state, f"{len(finished)}/{len(STAGES)}", model_of(run_dir), started)

@@ -1,0 +1,103 @@
+"""`specrl run` and `specrl resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from flows.folder import anchor, find_run, only_flow, write_config
+from flows.preflight import check
+from flows.server import PrefectServer
+from slurm.devcluster import DevCluster
+from specrl.artifacts import write_text
+from specrl.config import Config, load_config
+
+Backend = Literal["local", "slurm"]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run")(run)
+    app.command("resume")(resume)
+
+
+def run(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run, instead of cluster.backend.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print jobs and memory; submit nothing.")] = False,
+) -> None:
+    """Run the pipeline: what is finished is skipped, what still runs is joined."""
+    backend = [f'cluster.backend="{cluster}"'] if cluster else []
+    config = anchor(load_config(config_path, [*(overrides or []), *backend]))
+    if dry_run:
+        from specrl.projection.plan import plan, render
+
+        render(plan(config))
+        return
+    execute(config)
+
+
+def resume(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
+    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run from now on.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Go on with a run whose flow was ended: its configuration is the one in its folder."""
+    from tasks.run import read_run_config
+
+    config = read_run_config(find_run(name, runs_dir))
+    if cluster:
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": cluster})})
+    execute(config)
+
+
+def execute(config: Config) -> None:
+    """Check, write the run's folder, run the flow, print what came of it.
+
+    Raises:
+        ConfigError: the run cannot start; nothing has been written.
+        JobError: a stage failed.
+    """
+    if config.cluster.backend == "slurm":
+        DevCluster().use_if_up()
+    check(config)
+    console = Console(soft_wrap=True)
+    with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
+        write_config(config)
+        from specrl.tracking import finish_parent_run  # MLflow takes seconds to import: the server starts meanwhile
+
+        console.print(f"run {config.name} in {config.run_dir}", markup=False)
+        run_id = parent_run(config)
+        server.wait()
+        status = "FAILED"
+        try:
+            _flow(config.run_dir)
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            finish_parent_run(run_id, status)
+    from specrl.report.summary import render_summary
+
+    render_summary(config.run_dir, console)
+
+
+def parent_run(config: Config) -> str:
+    """MLflow run above the stages' own; the same one each time the run goes on."""
+    from specrl.tracking import start_parent_run
+
+    path = config.run_dir / "mlflow_run_id"
+    if not path.exists():
+        write_text(path, start_parent_run(config))
+    return path.read_text().strip()
+
+
+def _flow(run_dir: Path) -> None:
+    from flows.pipeline import pipeline  # imports Prefect, which reads its environment once
+
+    pipeline(str(run_dir))

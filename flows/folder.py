@@ -1,0 +1,100 @@
+"""Run folders: where a run is found, who works on it, what is written when it starts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specrl.artifacts import write_text
+from specrl.config import Config, ConfigError, dump_config
+
+CONFIG_FILE = "config.json"
+LOCK_FILE = ".flow.lock"
+
+
+def anchor(config: Config) -> Config:
+    """The configuration with all its paths absolute: jobs and later commands run in other folders.
+
+    Raises:
+        ConfigError: the change made it invalid (it does not).
+    """
+    data = config.data.model_copy(
+        update={
+            key: path.expanduser().absolute()
+            for key in ("path", "validation_path")
+            if (path := getattr(config.data, key)) is not None
+        }
+    )
+    source = Path(config.model.source).expanduser()
+    model = config.model.model_copy(update={"source": str(source.absolute())}) if source.is_dir() else config.model
+    runs_dir = config.runs_dir.expanduser().absolute()
+    return config.model_copy(update={"runs_dir": runs_dir, "data": data, "model": model})
+
+
+def find_run(name: str, runs_dir: Path) -> Path:
+    """Folder of a run given by its name in `runs_dir`, or by its path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (runs_dir / name, Path(name)):
+        if (folder / CONFIG_FILE).is_file():
+            return folder.absolute()
+    known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
+    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; there: {known}")
+
+
+def list_runs(runs_dir: Path) -> list[Path]:
+    """Folders of runs, the one changed last first."""
+    configs = runs_dir.glob(f"*/{CONFIG_FILE}")
+    return [path.parent for path in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def write_config(config: Config) -> None:
+    """Make the run's folder, if need be, and put the configuration there."""
+    write_text(config.run_dir / CONFIG_FILE, dump_config(config))
+
+
+@contextmanager
+def only_flow(run_dir: Path) -> Iterator[None]:
+    """Hold the run: one flow works on it at a time. The kernel lets go when this process ends, however it ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK_FILE).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(f"run {run_dir.name} is being worked on already, by {lock.read()}") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        yield
+
+
+def is_worked_on(run_dir: Path) -> bool:
+    path = run_dir / LOCK_FILE
+    if not path.exists():
+        return False
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def finished_stages(run_dir: Path) -> list[str]:
+    """Names of the stages that have a result, of whatever configuration."""
+    return sorted({path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob("*/result.json")})
+
+
+def model_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / CONFIG_FILE).read_text())["model"]["source"])

@@ -1,0 +1,116 @@
+"""What is looked at before a run writes or submits anything: each problem is one line that says what mends it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from specrl.config import Config, ConfigError
+from specrl.data.models import check_source
+from specrl.keys import reward_source
+from specrl.projection.plan import plan
+from specrl.projection.shapes import KNOWN_SHAPES, model_shape
+
+GIB = 2**30
+ANSWER_SECONDS = 10
+SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+CHECKPOINT_BYTES = 14
+"""Per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
+BUILTIN_REWARDS = ("task", "math_verify", "exact_match")
+
+
+def check(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: every problem found, one per line.
+    """
+    problems = [line for look in CHECKS for line in look(config)]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def check_model(config: Config) -> list[str]:
+    """The source exists; and, where its shape is known without the hub, parallel sizes and memory fit it."""
+    try:
+        check_source(config.model)
+        if _shape_is_known(config):
+            plan(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def check_data(config: Config) -> list[str]:
+    named = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
+    lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
+    reward = config.data.reward
+    if reward not in BUILTIN_REWARDS and reward_source(reward) is None:
+        known = ", ".join(BUILTIN_REWARDS)
+        lines.append(f'data.reward = "{reward}": not found; allowed: {known}, or package.module:function from here')
+    return lines
+
+
+def check_disk(config: Config) -> list[str]:
+    folder = config.runs_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        return [f"runs_dir: {folder} cannot be written; --set runs_dir=FOLDER puts runs elsewhere"]
+    needed, free = disk_bytes(config), shutil.disk_usage(folder).free
+    if free >= needed:
+        return []
+    return [
+        f"no free disk: the run needs up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB; "
+        "free some, keep fewer train.keep_checkpoints, or --set runs_dir=FOLDER"
+    ]
+
+
+def disk_bytes(config: Config) -> int:
+    """Most that a run leaves: the policy from three stages, checkpoints (one more while it is written), and 1 GiB."""
+    parameters = model_shape(config.model).parameters if _shape_is_known(config) else 0
+    checkpoints = (config.train.keep_checkpoints + 1) * CHECKPOINT_BYTES
+    return int(parameters * (3 * 2 + checkpoints)) + GIB
+
+
+def check_tracking(config: Config) -> list[str]:
+    """An MLflow server answers at `/health`; other stores (files, databases) are MLflow's to check."""
+    uri = config.tracking.uri
+    if uri is None or urlsplit(uri).scheme not in ("http", "https"):
+        return []
+    try:
+        with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ANSWER_SECONDS):
+            return []
+    except urllib.error.HTTPError as error:
+        # Whoever answers is there; what it thinks of our credentials is between it and MLflow.
+        return [] if error.code in (401, 403, 404) else [f"tracking.uri: {_public(uri)} answers with {error.code}"]
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return [f"tracking.uri: no MLflow server at {_public(uri)} ({reason}); without tracking.uri a file is used"]
+
+
+def check_cluster(config: Config) -> list[str]:
+    if config.cluster.backend == "local":
+        return []
+    missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
+    if missing:
+        return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
+    return []
+
+
+CHECKS: tuple[Callable[[Config], list[str]], ...] = (check_model, check_data, check_disk, check_tracking, check_cluster)
+
+
+def _shape_is_known(config: Config) -> bool:
+    source = config.model.source
+    return source == "tiny" or source in KNOWN_SHAPES or Path(source).expanduser().is_dir()
+
+
+def _public(uri: str) -> str:
+    """The address without the credentials that may stand in it."""
+    parts = urlsplit(uri)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

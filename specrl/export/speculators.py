@@ -1,0 +1,70 @@
+"""The drafter in the format of the `speculators` library, which vLLM serves with `vllm serve DIRECTORY` alone.
+
+Same tensors as the EAGLE-3 directory under the library's names; its config names the policy the drafter belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from specrl.artifacts import atomic_path, write_json
+
+DRAFTER_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size")
+LAYER_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+
+
+def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) -> None:
+    """Convert an EAGLE-3 directory.
+
+    Args:
+        policy: directory or hub id of the policy, as the serving side will name it.
+        k: draft tokens per iteration that the config proposes.
+    """
+    eagle3 = json.loads((eagle3_dir / "config.json").read_text())
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(eagle3_dir / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    with atomic_path(directory / "model.safetensors") as temporary:
+        save_file(renamed, os.fspath(temporary), metadata={"format": "pt"})
+    write_json(directory / "config.json", speculators_config(eagle3, policy, k))
+
+
+def speculators_config(eagle3: dict[str, Any], policy: str, k: int) -> dict[str, Any]:
+    """`config.json` of the library from that of the EAGLE-3 directory."""
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
+            "verifier": {"name_or_path": policy, "architectures": []},
+        },
+        "transformer_layer_config": {key: eagle3[key] for key in LAYER_KEYS},
+        "eagle_aux_hidden_state_layer_ids": eagle3["eagle_aux_hidden_state_layer_ids"],
+        "embed_requires_grad": False,
+        **{key: eagle3[key] for key in DRAFTER_KEYS},
+    }

@@ -1,0 +1,110 @@
+"""Every metric the project logs, defined once with its convention; `specrl.tracking` refuses any other name.
+
+A name that ends in `_I` stands for a family, one metric per draft position: `spec/acceptance_rate_pos_1` is the first.
+Times are wall-clock, of the slowest rank unless said otherwise. Log-probs and KL are in nats.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Name in MLflow, unit ("" for a plain ratio), and what exactly is counted."""
+
+    name: str
+    unit: str
+    description: str
+
+
+_DEFINITIONS = (
+    Metric("timing/step_s", "s", "One RL step: from its prompts to the refit, checkpoint included."),
+    Metric("timing/generation_s", "s", "Rollouts of the step, from the first request to the last response of any rank."),
+    Metric("timing/logprob_s", "s", "Separate log-prob passes; 0 where one update per step makes them unnecessary."),
+    Metric("timing/policy_update_s", "s", "Forward, backward and optimizer steps of the policy."),
+    Metric("timing/drafter_update_s", "s", "Online update of the drafter."),
+    Metric("timing/refit_s", "s", "New weights into the engine, and the parity probe."),
+    Metric("timing/checkpoint_s", "s", "Time the step waits for its checkpoint; 0 in steps without one."),
+    Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
+    Metric(
+        *("performance/training_tokens_per_s", "tokens/s"),
+        "Prompt and response tokens of all ranks, without padding, over timing/policy_update_s.",
+    ),
+    Metric("spec/num_drafts", "drafts", "Verification steps that had a draft, summed over requests and ranks."),
+    Metric("spec/num_draft_tokens", "tokens", "Tokens proposed in these drafts."),
+    Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; without bonus tokens."),
+    Metric("spec/acceptance_rate", "", "num_accepted_tokens / num_draft_tokens."),
+    Metric("spec/acceptance_length", "tokens", "1 + num_accepted_tokens / num_drafts: the bonus token is included."),
+    Metric(
+        *("spec/acceptance_rate_pos_I", ""),
+        "Drafts whose token at position I (from 1) was accepted, over all drafts: unconditional.",
+    ),
+    Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
+    Metric("spec/k", "tokens", "Draft tokens per iteration that the engine was set to."),
+    Metric("bubble/idle_s", "s", "Time ranks waited for the slowest with nothing to do, summed over ranks."),
+    Metric("bubble/used_s", "s", "Time ranks put to use while waiting for the slowest, summed over ranks."),
+    Metric("bubble/overrun_s", "s", "Time by which such use outlasted the slowest rank's generation."),
+    Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step generated while waiting."),
+    Metric("bubble/drafter_steps", "steps", "Drafter updates made while waiting."),
+    Metric(
+        *("mismatch/token_mult_prob_error", ""),
+        "Mean over tokens of exp(|log p_training - log p_generation|); 1 is perfect agreement.",
+    ),
+    Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens."),
+    Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
+    Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
+    Metric("mismatch/truncated_fraction", "", "Tokens whose importance ratio is above train.importance_cap."),
+    Metric("reward/mean", "", "Mean reward of the step's responses."),
+    Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
+    Metric("reward/zero_std_fraction", "", "Groups whose rewards are all equal: they carry no signal."),
+    Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
+    Metric("rollout/response_length_max", "tokens", "Longest response of the step."),
+    Metric("rollout/truncated_fraction", "", "Responses cut off at sampling.max_response_tokens."),
+    Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
+    Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
+    Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
+    Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
+    Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
+    Metric("policy/lr", "", "Learning rate of the update."),
+    Metric("drafter/loss", "nats/token", "Soft cross-entropy against the policy on the draft vocabulary, all TTT steps."),
+    Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
+    Metric("drafter/top1_match", "", "Positions whose most likely token is the policy's, first TTT step."),
+    Metric("drafter/overlap_pos_I", "", "Mean over positions of sum_v min(p(v), q(v)) at TTT step I."),
+    Metric(
+        *("drafter/expected_acceptance_pos_I", ""),
+        "Expected share of drafts accepted up to and including position I, from the trainer's own distributions.",
+    ),
+    Metric("drafter/acceptance_length", "tokens", "Acceptance length the trainer expects at k = TTT steps."),
+    Metric("drafter/lr", "", "Learning rate of the update."),
+    Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
+    Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
+    Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the parity probe."),
+    Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
+    Metric("warm_start/grad_norm", "", "Global gradient norm before clipping."),
+    Metric("warm_start/lr", "", "Learning rate of the step."),
+    Metric("pretrain/num_responses", "responses", "Responses the drafter was pretrained on."),
+    Metric("pretrain/reward_mean", "", "Mean reward of these responses."),
+    Metric("calibration/kl_all_fp8", "nats/token", "KL(bf16 || fp8) at the output, every linear layer in FP8, held out."),
+    Metric("calibration/kl_chosen", "nats/token", "The same with the chosen layers in BF16."),
+    Metric("calibration/num_bf16_layers", "layers", "Linear layers kept in BF16."),
+    Metric("calibration/bf16_flop_fraction", "", "Share of the linear layers' FLOPs that stays in BF16."),
+    Metric("calibration/relative_error_mean", "", "Mean over linear layers of |y_fp8 - y_bf16| / |y_bf16|, L2 norms."),
+    Metric("validate/accuracy_before", "", "Mean reward on held-out prompts, policy of `prepare`."),
+    Metric("validate/accuracy_after", "", "Mean reward on held-out prompts, trained policy."),
+    Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
+    Metric("speedup/generation", "", "Plain / speculative generation time, matched pairs, median over all batch sizes."),
+    Metric("speedup/generation_batch_I", "", "The same at batch size I alone."),
+    Metric("speedup/step", "", "Plain / speculative time of an RL step, matched pair."),
+    Metric("speedup/end_to_end", "", "Plain / speculative time of the whole training, matched pair."),
+    Metric("export/vllm_acceptance_length", "tokens", "Acceptance length of the exported directory in a fresh vLLM."),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
+assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
+
+
+def find_metric(name: str) -> Metric | None:
+    """The definition behind `name`; of the family for `..._3`; none for a name that nobody defined."""
+    return METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))

@@ -1,0 +1,74 @@
+"""How far training and generation disagree about the tokens that were sampled, from both engines' log-probs.
+
+All functions take flat tensors of equal length, one entry per response token that was *sampled by the generation
+engine*, natural log-probs under the distribution sampled from. With p = generation, q = training, and r = q / p the
+importance ratio of a token, expectations over p become means over the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+
+
+def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
+    """log r = log q - log p, float64 [tokens].
+
+    Raises:
+        ValueError: nothing to compare, or another number of tokens on each side.
+    """
+    if training.shape != generation.shape or training.ndim != 1 or not len(training):
+        raise ValueError(
+            f"log-probs of training {tuple(training.shape)} and generation {tuple(generation.shape)} cannot be compared: "
+            "expected two flat tensors of the same length, at least 1"
+        )
+    return training.double() - generation.double()
+
+
+def token_mult_prob_error(training: Tensor, generation: Tensor) -> float:
+    """mean exp(|log q - log p|), NeMo RL's gate: 1 is perfect agreement, below 1.1 is asked for."""
+    return float(log_ratio(training, generation).abs().exp().mean())
+
+
+def kl(training: Tensor, generation: Tensor) -> float:
+    """KL(p || q), nats per token, Schulman's k3: mean of r - 1 - log r. Unbiased, and no term is negative."""
+    log_r = log_ratio(training, generation)
+    return float((log_r.expm1() - log_r).mean())
+
+
+def js(training: Tensor, generation: Tensor) -> float:
+    """Jensen-Shannon divergence, nats per token, between 0 and log 2 in expectation.
+
+    JS = E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; f is convex and f(1) = f'(1) = 0, so that no
+    term is negative.
+    """
+    log_r = log_ratio(training, generation)
+    log_mean = torch.logaddexp(torch.zeros_like(log_r), log_r) - math.log(2.0)  # log((1 + r) / 2)
+    return float((0.5 * (log_r.exp() * (log_r - log_mean) - log_mean)).mean())
+
+
+def importance_ratio_quantiles(training: Tensor, generation: Tensor) -> dict[float, float]:
+    """Quantiles of r at `QUANTILES`, and its maximum at 1.0."""
+    ordered = log_ratio(training, generation).exp().sort().values
+    positions = {share: min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1) for share in (*QUANTILES, 1.0)}
+    return {share: float(ordered[position]) for share, position in positions.items()}
+
+
+def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> float:
+    """Share of tokens whose r is above `cap`, where truncated importance sampling cuts it off."""
+    return float((log_ratio(training, generation) > math.log(cap)).double().mean())
+
+
+def mismatch_metrics(training: Tensor, generation: Tensor, cap: float) -> dict[str, float]:
+    """The `mismatch/...` metrics of `specrl.metrics`."""
+    return {
+        "mismatch/token_mult_prob_error": token_mult_prob_error(training, generation),
+        "mismatch/kl": kl(training, generation),
+        "mismatch/js": js(training, generation),
+        "mismatch/importance_ratio_max": importance_ratio_quantiles(training, generation)[1.0],
+        "mismatch/truncated_fraction": truncated_fraction(training, generation, cap),
+    }

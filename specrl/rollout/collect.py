@@ -1,0 +1,87 @@
+"""From prompts to scored rollouts: requests with their own seeds, the engine, the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specrl.config import Config
+from specrl.data.prompts import Prompt
+from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
+from specrl.schemas import Rollout
+
+Reward = Callable[[Prompt, str], float]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rollouts come from; with the prompt and sample index it decides their seeds."""
+
+    run_seed: int
+    step: int
+    rank: int = 0
+    policy_version: int = 0
+    drafter_version: int = 0
+
+
+def collect(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    config: Config,
+    reward: Reward,
+    origin: Origin,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Rollout], Generation]:
+    """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
+
+    The rollouts are a pure function of policy, run seed, step, prompt and sample index (invariant 1): which rank
+    generates them, in what batch and with which drafts, changes nothing but the time.
+    """
+    wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
+    requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
+    generation = engine.generate(requests, on_progress)
+    rollouts = [
+        _rollout(prompt, sample, request, response, reward(prompt, response.text), origin)
+        for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)
+    ]
+    return rollouts, generation
+
+
+def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:
+    """The request of one response, with the seed that makes it reproducible."""
+    sampling = config.sampling
+    return Request(
+        prompt_tokens=prompt.tokens,
+        seed=response_seed(origin.run_seed, origin.step, prompt.id, sample),
+        max_tokens=min(sampling.max_response_tokens, config.model.max_length - len(prompt.tokens)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+
+
+def _rollout(
+    prompt: Prompt, sample: int, request: Request, response: Response, reward: float, origin: Origin
+) -> Rollout:
+    return Rollout(
+        step=origin.step,
+        rank=origin.rank,
+        prompt_id=prompt.id,
+        sample=sample,
+        policy_version=origin.policy_version,
+        drafter_version=origin.drafter_version,
+        seed=request.seed,
+        prompt_tokens=request.prompt_tokens,
+        response_tokens=list(response.tokens),
+        generation_logprobs=list(response.logprobs),
+        response=response.text,
+        answer=prompt.answer,
+        finish_reason=response.finish_reason,
+        num_drafts=response.num_drafts,
+        num_draft_tokens=response.num_draft_tokens,
+        num_accepted_tokens=response.num_accepted_tokens,
+        started_at=response.started_at,
+        finished_at=response.finished_at,
+        reward=reward,
+    )

@@ -1,0 +1,47 @@
+"""The probe that every refit is checked with: the trainer's log-probs are the truth, the engine's must equal them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrl.config import Config
+from specrl.rollout.engine import Engine
+from specrl.rollout.parity import ParityReport, check_policy
+from specrl.schemas import read_rollouts
+from specrl.training.batches import Sequence, pack
+from specrl.training.policy import Policy
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 64
+
+
+def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
+    """A few of the policy's own responses to task prompts, with their prompts, cut to `MAX_TOKENS` tokens."""
+    first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
+    rollouts = read_rollouts(first)[:NUM_SEQUENCES]
+    return [(rollout.prompt_tokens + rollout.response_tokens)[:MAX_TOKENS] for rollout in rollouts]
+
+
+class RefitProbe:
+    """Invariant 4: refit is checked, not assumed."""
+
+    def __init__(self, sequences: list[list[int]], config: Config) -> None:
+        self._sequences = sequences
+        self._tolerance = config.engine.parity_tolerance
+
+    def check(self, engine: Engine, policy: Policy) -> ParityReport:
+        """Compare log-probs of every probe token after the first; collective over the policy's ranks.
+
+        Raises:
+            PolicyParityError: they differ by more than `engine.parity_tolerance` on average.
+        """
+        batches = pack([Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)], MAX_TOKENS)
+        trainer: dict[int, list[float]] = {}
+        for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
+            for row, index in enumerate(batch.indices):
+                trainer[index] = logprobs[row][batch.mask[row]].tolist()
+        return check_policy(
+            engine.sequence_logprobs(self._sequences),
+            [trainer[index] for index in range(len(self._sequences))],
+            self._tolerance,
+        )

@@ -1,0 +1,145 @@
+"""New weights into a running engine, in place: every tensor arrives, none that does not belong, and it can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from specrl.rollout import vllm_patch
+from specrl.rollout.parity import PolicyParityError, RefitError
+
+Weights = Iterable[tuple[str, Tensor]]
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Layers that the engine holds as one, in the order of their outputs."""
+NOT_LOADED = frozenset({"t2d"})
+"""Drafter tensors that are derived from others."""
+PROBE_ROWS = 4
+READ_BACK_TOLERANCE = 0.02
+"""Of an output's own size and of its row's root mean square; BF16 rounds to 2^-9."""
+
+
+def weight_names(directory: Path) -> frozenset[str]:
+    """Names of the tensors in a directory's safetensors files."""
+    names: set[str] = set()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    if not names:
+        raise ValueError(f"no safetensors files in {directory}")
+    return frozenset(names)
+
+
+def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: frozenset[str], tied: bool) -> None:
+    """Load the policy. With tied embeddings an explicit head is compared with them and not loaded.
+
+    Raises:
+        RefitError: a tensor is missing or unknown.
+        PolicyParityError: the head of a tied policy differs from its embeddings.
+    """
+    required = names - {HEAD} if tied else names | {HEAD}
+    vllm_patch.reload_weights(vllm_config, model, _untied(_complete(weights, required, names | {HEAD}), tied))
+
+
+def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names: frozenset[str]) -> None:
+    """Load the drafter; embeddings are the policy's and never part of it.
+
+    Raises:
+        RefitError: a tensor is missing or unknown.
+    """
+    vllm_patch.reload_weights(vllm_config, drafter, _complete(weights, names - NOT_LOADED, names | NOT_LOADED))
+
+
+def _complete(weights: Weights, required: frozenset[str], known: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    missing = set(required)
+    for name, tensor in weights:
+        if name not in known:
+            raise RefitError(f"refit was sent {name}, which the model on disk does not have")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise RefitError(f"refit was not sent {', '.join(sorted(missing))}; the engine would keep the old values")
+
+
+def _untied(weights: Weights, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """Without the head where it is tied, after comparing it."""
+    embeddings: Tensor | None = None
+    head: Tensor | None = None
+    for name, tensor in weights:
+        if tied and name == HEAD:
+            head = tensor
+        else:
+            yield name, tensor
+        if tied and name == EMBEDDINGS:
+            embeddings = tensor
+        if embeddings is not None and head is not None:
+            if not torch.equal(embeddings, head):
+                raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
+            embeddings = head = None
+
+
+def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> list[str]:
+    """Names of the tensors in `weights` that `model`, inside the engine, does not compute with.
+
+    Linear layers are compared by their output on a fixed random input, because CPU engines keep their weights packed
+    only; everything else by value. For engines without tensor parallelism.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        if name in NOT_LOADED:
+            continue
+        path, _, kind = _engine_name(name, drafter).rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        groups.setdefault(f"{parent}.{STACKED.get(leaf, leaf)}.{kind}".lstrip("."), {})[name] = tensor
+    wrong: list[str] = []
+    for path, parts in groups.items():
+        module_path, _, kind = path.rpartition(".")
+        module = model.get_submodule(module_path)
+        ordered = sorted(parts, key=lambda name: list(STACKED).index(name.split(".")[-2]) if len(parts) > 1 else 0)
+        if not _matches(module, kind, torch.cat([parts[name] for name in ordered])):
+            wrong.extend(ordered)
+    return wrong
+
+
+def _engine_name(name: str, drafter: bool) -> str:
+    if not drafter or name == HEAD:
+        return name
+    if name == "d2t":
+        return "draft_id_to_target_id"
+    return "model." + name.replace("midlayer.", "layers.0.")
+
+
+def _matches(module: nn.Module, kind: str, expected: Tensor) -> bool:
+    if kind == "weight" and hasattr(module, "quant_method") and expected.dim() == 2 and not _is_embedding(module):
+        return _computes_with(module, expected)
+    actual: Tensor | None = getattr(module, kind, None)
+    if actual is None:
+        return False
+    return torch.equal(actual[: expected.shape[0]].cpu(), expected.to(actual.dtype).cpu())
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return "Embedding" in type(module).__name__
+
+
+def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether the layer's output on a fixed random input is that of `weight` [out, in], element by element."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    reference = inputs.float() @ weight.cpu().float().T  # [PROBE_ROWS, out]
+    actual = vllm_patch.linear_output(layer, inputs.to(weight.device)).float().cpu()[:, : weight.shape[0]]
+    if actual.shape != reference.shape:
+        return False
+    scale = reference.abs() + reference.pow(2).mean(-1, keepdim=True).sqrt()
+    return bool(((actual - reference).abs() <= READ_BACK_TOLERANCE * scale).all())

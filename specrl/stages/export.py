@@ -1,0 +1,105 @@
+"""Stage `export`: policy and drafter as inference servers load them; the drafter is loaded before it counts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_result, write_text
+from specrl.config import Config
+from specrl.data.models import load_tokenizer
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.data.rewards import make_reward
+from specrl.distributed import join, leave
+from specrl.export.card import model_card, serve_command
+from specrl.export.speculators import write_speculators
+from specrl.progress import Progress
+from specrl.rollout.collect import Origin, collect
+from specrl.rollout.engine import Engine
+from specrl.stages.context import StageContext
+from specrl.tracking import Tracker, stage_run
+
+
+def main(context: StageContext) -> None:
+    started = time.monotonic()
+    ranks = join()
+    trained = context.input("train", TrainResult)
+    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        policy_dir, drafter_dir = context.stage_dir / "policy", context.stage_dir / "drafter"
+        if ranks.is_first:
+            copy_directory(trained.policy_dir, policy_dir)
+            if trained.drafter_dir is not None:
+                copy_directory(trained.drafter_dir, drafter_dir)
+        ranks.barrier()
+        acceptance_length = None
+        if trained.drafter_dir is not None:
+            acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
+        if ranks.is_first:
+            version = publish(context, trained, acceptance_length, tracker) if acceptance_length is not None else None
+            result = ExportResult(
+                policy_dir=policy_dir,
+                drafter_dir=drafter_dir if trained.drafter_dir is not None else None,
+                vllm_acceptance_length=acceptance_length,
+                model_version=version,
+                seconds=time.monotonic() - started,
+            )
+            write_result(context.stage_dir, result)
+            point_to(context.run_dir / "export", context.stage_dir)
+    leave()
+
+
+def copy_directory(source: Path, target: Path) -> None:
+    """Hard links where the file system can, so that gigabytes are not written twice."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        (target / path.name).unlink(missing_ok=True)
+        try:
+            os.link(path, target / path.name)
+        except OSError:
+            shutil.copy2(path, target / path.name)
+
+
+def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> float:
+    """Acceptance length of the exported directories, loaded by a fresh vLLM, on the prompts of `validate`."""
+    engine = Engine(policy_dir, drafter_dir, config=config, seed=config.seed)
+    prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(config.validate_.num_prompts)
+    _, generation = collect(
+        engine,
+        prompts,
+        1,
+        config,
+        make_reward(config.data),
+        Origin(derive_seed(config.seed, "validate"), step=0),
+        lambda done, total: progress.update(done, total, unit="response", phase="trying out the exported drafter"),
+    )
+    return generation.stats.acceptance_length
+
+
+def publish(context: StageContext, trained: TrainResult, acceptance_length: float, tracker: Tracker) -> str | None:
+    """Model card, `speculators` format, and a version in MLflow's registry that names its policy version."""
+    config, stage_dir = context.config, context.stage_dir
+    policy_dir, drafter_dir = stage_dir / "policy", stage_dir / "drafter"
+    validated = context.input("validate", ValidateResult)
+    exported = context.run_dir / "export"
+    command = serve_command(exported / "policy", exported / "drafter", config.speculation.k)
+    write_text(drafter_dir / "README.md", model_card(config, trained, validated, acceptance_length, command))
+    write_speculators(drafter_dir, stage_dir / "drafter-speculators", str(exported / "policy"), config.speculation.k)
+    tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
+    tags = {
+        "specrl.run": config.name,
+        "specrl.policy_version": str(trained.steps),
+        "specrl.policy_dir": str(policy_dir),
+        "specrl.acceptance_length": f"{acceptance_length:.3f}",
+    }
+    return tracker.register_model_version(f"{config.name}-drafter", drafter_dir, tags)
+
+
+def point_to(link: Path, folder: Path) -> None:
+    """`runs/NAME/export` always leads to the newest finished export."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.relative_to(link.parent))
+    temporary.replace(link)

@@ -1,0 +1,106 @@
+"""Stage `pretrain`: the policy answers task prompts; the drafter learns to foresee those answers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import fmean
+
+from specrl.artifacts import PrepareResult, PretrainResult, write_result
+from specrl.data.models import load_tokenizer
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.data.rewards import make_reward
+from specrl.distributed import Ranks, join, leave
+from specrl.progress import Progress
+from specrl.rollout.collect import Origin, collect
+from specrl.rollout.engine import Engine
+from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
+from specrl.stages.context import StageContext
+from specrl.tracking import Tracker, stage_run
+from specrl.training.batches import Sequence, pack
+from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.training.policy import Policy
+
+
+def main(context: StageContext) -> None:
+    started = time.monotonic()
+    ranks = join()
+    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        rollouts_dir = context.stage_dir / "rollouts"
+        rollouts = answer_prompts(context, ranks, rollouts_dir, progress)
+        drafter_dir = context.stage_dir / "drafter" if context.config.speculation.method == "eagle3" else None
+        metrics: dict[str, float] = {}
+        if drafter_dir is not None:
+            metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
+        rewards = [rollout.reward for share in ranks.gather(rollouts) for rollout in share]
+        if ranks.is_first:
+            tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
+            result = PretrainResult(
+                drafter_dir=drafter_dir,
+                rollouts_dir=rollouts_dir,
+                num_responses=len(rewards),
+                reward_mean=fmean(rewards),
+                top1_match=metrics.get("top1_match"),
+                seconds=time.monotonic() - started,
+            )
+            write_result(context.stage_dir, result)
+    leave()
+
+
+def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
+    """This rank's share of the policy's own responses; read back if a killed job had finished them."""
+    config = context.config
+    path = rollout_path(rollouts_dir, 0, ranks.rank)
+    if not path.exists():
+        policy_dir = context.input("prepare", PrepareResult).policy_dir
+        source = PromptSource(config, load_tokenizer(policy_dir))
+        size = config.engine.tensor_parallel
+        engines, own = ranks.world_size // size, ranks.rank // size
+        prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
+        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
+        rollouts, _ = collect(
+            engine,
+            prompts,
+            config.drafter.samples_per_prompt,
+            config,
+            make_reward(config.data),
+            Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
+            lambda done, total: progress.update(done, total, unit="response", phase="answering task prompts"),
+        )
+        engine.shutdown()
+        write_rollouts(path, rollouts)
+    return read_rollouts(path)
+
+
+def pretrain_drafter(
+    context: StageContext,
+    ranks: Ranks,
+    rollouts: list[Rollout],
+    drafter_dir: Path,
+    tracker: Tracker,
+    progress: Progress,
+) -> dict[str, float]:
+    """Train an EAGLE-3 drafter on the features of the policy's responses and write its directory; collective."""
+    config = context.config
+    policy_dir = context.input("prepare", PrepareResult).policy_dir
+    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)
+    responses = [tokens for share in ranks.gather([r.response_tokens for r in rollouts]) for tokens in share]
+    draft_tokens = choose_draft_vocabulary(responses, policy.vocab_size, config.drafter.draft_vocab_size)
+    drafter = Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
+    sequences = [
+        Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
+        for index, rollout in enumerate(rollouts)
+    ]
+    progress.update(0, 1, phase="features of the policy")
+    features = policy.forward_features(pack(sequences, config.drafter.tokens_per_micro_batch), drafter.feature_spec)
+    metrics = drafter.update(
+        features,
+        lr=config.drafter.lr,
+        epochs=config.drafter.epochs,
+        on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+    )
+    tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
+    if ranks.is_first:
+        drafter.save(drafter_dir, policy_version=0)
+    return metrics

@@ -1,0 +1,154 @@
+"""One policy update from scored rollouts: who trains on what, the loss, and the log-probs that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from specrl.config import Config
+from specrl.schemas import Rollout
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.features import Features, FeatureSpec
+from specrl.training.losses import TokenTargets, policy_loss
+from specrl.training.policy import LossFn, Policy
+
+
+def update_policy(
+    policy: Policy, rollouts: list[Rollout], config: Config, spec: FeatureSpec | None
+) -> tuple[dict[str, float], list[Features]]:
+    """Train on the rollouts that carry signal; collective: every rank passes all of the step's, in the same order.
+
+    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. Fills in
+    `Rollout.policy_logprobs` of the rollouts trained on: under the policy that sampled them.
+
+    Returns:
+        Token means `loss`, `entropy`, `clip_fraction`, `kl`, and `grad_norm` (means over the updates), with
+        `num_tokens`, prompts included; and this rank's features of every sequence trained on.
+    """
+    chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
+    parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
+    if len(parts) > 1:
+        _fill_logprobs(policy, rollouts, chosen, config)
+    reference = _reference_logprobs(policy, rollouts, chosen, config)
+    metrics: dict[str, float] = {}
+    features: list[Features] = []
+    for part in parts:
+        num_tokens = sum(len(rollouts[i].response_tokens) for i in part)
+        batches = _own_micro_batches(policy, rollouts, part, config)
+        recorded: dict[int, list[float]] = {}
+        loss = _loss(rollouts, reference, num_tokens, config, recorded, several=len(parts) > 1)
+        result, kept = policy.train_step(batches, loss, features=spec, temperature=_temperature(config))
+        features += kept
+        if len(parts) == 1:
+            _store_logprobs(policy, rollouts, recorded)
+        for name, value in result.items():
+            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
+    num_tokens = sum(len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in chosen)
+    return {**metrics, "num_tokens": float(num_tokens)}, features
+
+
+def share_of(lengths: Rows[int], size: int) -> list[list[int]]:
+    """Deal items to ranks so that summed lengths come out nearly equal: longest first, to the least loaded."""
+    loads = [0] * size
+    shares: list[list[int]] = [[] for _ in range(size)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += lengths[index]
+    return shares
+
+
+def align(rows: list[list[float]], mask: Tensor) -> Tensor:
+    """Per-token values of each sequence, laid out at the True places of `mask` [batch, seq]; zero elsewhere."""
+    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
+    assert len(flat) == int(mask.sum()), "one value per response token"
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
+
+
+def _has_signal(rollout: Rollout, config: Config) -> bool:
+    return rollout.advantage != 0.0 or not config.train.drop_zero_signal_groups
+
+
+def _temperature(config: Config) -> float:
+    return config.sampling.temperature or 1.0
+
+
+def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> list[list[int]]:
+    """Cut the chosen rollouts into equal parts without splitting a group (rollouts of one prompt are adjacent)."""
+    groups: dict[int, list[int]] = {}
+    for index in chosen:
+        groups.setdefault(rollouts[index].prompt_id, []).append(index)
+    dealt = [list(groups)[part::parts] for part in range(parts)]
+    return [[index for group in part for index in groups[group]] for part in dealt]
+
+
+def _own_micro_batches(policy: Policy, rollouts: list[Rollout], part: list[int], config: Config) -> list[MicroBatch]:
+    sequences = [
+        Sequence(rollouts[i].prompt_tokens + rollouts[i].response_tokens, len(rollouts[i].prompt_tokens), i)
+        for i in part
+    ]
+    own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
+    return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch)
+
+
+def _loss(
+    rollouts: list[Rollout],
+    reference: dict[int, list[float]],
+    num_tokens: int,
+    config: Config,
+    recorded: dict[int, list[float]],
+    *,
+    several: bool,
+) -> LossFn:
+    """The loss of one micro-batch over the token count of the whole update; keeps the log-probs it sees."""
+
+    def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = [rollouts[i] for i in batch.indices]
+        if not several:
+            recorded.update(_rows(logprobs.detach(), batch))
+        targets = TokenTargets(
+            advantages=align([[row.advantage] * len(row.response_tokens) for row in rows], batch.mask),
+            generation_logprobs=align([row.generation_logprobs for row in rows], batch.mask),
+            old_logprobs=align([row.policy_logprobs or [] for row in rows], batch.mask) if several else None,
+            reference_logprobs=align([reference[i] for i in batch.indices], batch.mask) if reference else None,
+        )
+        total, metrics = policy_loss(logprobs, entropy, batch.mask, targets, config.train)
+        return total / num_tokens, {name: value / num_tokens for name, value in metrics.items()}
+
+    return loss
+
+
+def _rows(logprobs: Tensor, batch: MicroBatch) -> dict[int, list[float]]:
+    """Log-probs of each sequence's response tokens, by its index."""
+    return {i: logprobs[row][batch.mask[row]].tolist() for row, i in enumerate(batch.indices)}
+
+
+def _fill_logprobs(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> None:
+    """The log-prob pass before several updates on one batch; collective."""
+    _store_logprobs(policy, rollouts, _logprob_pass(policy, rollouts, chosen, config))
+
+
+def _logprob_pass(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> dict[int, list[float]]:
+    batches = _own_micro_batches(policy, rollouts, chosen, config)
+    found = policy.logprobs(batches, temperature=_temperature(config))
+    return {i: row for batch, logprobs in zip(batches, found, strict=True) for i, row in _rows(logprobs, batch).items()}
+
+
+def _reference_logprobs(
+    policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config
+) -> dict[int, list[float]]:
+    """Log-probs of every chosen rollout under the reference policy; empty without a KL penalty; collective."""
+    if not config.train.kl_coef:
+        return {}
+    with policy.reference_weights():
+        own = _logprob_pass(policy, rollouts, chosen, config)
+    return {i: row for rank in policy.ranks.gather(own) for i, row in rank.items()}
+
+
+def _store_logprobs(policy: Policy, rollouts: list[Rollout], own: dict[int, list[float]]) -> None:
+    """Write each rank's log-probs into every rank's copy of the rollouts; collective."""
+    for rank in policy.ranks.gather(own):
+        for index, row in rank.items():
+            rollouts[index].policy_logprobs = row

@@ -1,0 +1,132 @@
+"""What vLLM drafts with a saved drafter is what the module computes: same slots, positions, features and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specrl.config import DrafterConfig
+from specrl.distributed import Ranks
+from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.training.features import Features
+from tests.literal_drafting import LiteralDrafter
+
+VOCAB, PROMPT, RESPONSE, K = 120, 6, 24, 3
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_theta=500.0,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    )
+    directory = tmp_path_factory.mktemp("policy")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Features:
+    """Greedy responses of the policy, and the features of its own forward pass over them."""
+    policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    tokens = prompts
+    with torch.no_grad():
+        for _ in range(RESPONSE):
+            tokens = torch.cat([tokens, policy(tokens).logits[:, -1:].argmax(-1)], 1)
+        outputs = policy(tokens, output_hidden_states=True)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    mask[:, PROMPT - 1 : -1] = True
+    hidden = torch.cat([outputs.hidden_states[layer] for layer in drafter_spec.layers], -1)
+    logits = outputs.logits[..., drafter_spec.draft_tokens]
+    return Features(tokens, mask, hidden, logits, outputs.logits.argmax(-1))
+
+
+def test_vllm_drafts_what_the_module_drafts(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    vocabulary = choose_draft_vocabulary([], VOCAB, 100)
+    drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), vocabulary, ranks)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(VOCAB, (48, PROMPT), generator=generator)
+    drafter.update([greedy_features(policy_dir, prompts, drafter.feature_spec)] * 2, lr=3e-3, epochs=12)
+    drafter.save(tmp_path / "drafter", policy_version=0)
+    drafter = Drafter.load(tmp_path / "drafter", policy_dir, drafter.config, ranks)
+    features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)
+
+    proposals, acceptance_length = vllm_proposals(policy_dir, tmp_path / "drafter", features.tokens, monkeypatch)
+    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    compared = 0
+    for row, by_start in enumerate(proposals):
+        for start, drafts in by_start.items():
+            if start + 1 < features.tokens.shape[1]:
+                tokens = features.tokens[row].tolist()
+                assert drafts == literal.draft(tokens, features.hidden[row], start, K, vocabulary), (row, start)
+                compared += 1
+    assert compared > 20
+    expected = drafter.update([features], lr=0.0)["acceptance_length"]
+    assert expected > 1.3, "a drafter that is never right would test little"
+    assert acceptance_length == pytest.approx(expected, rel=0.02)
+
+
+def vllm_proposals(
+    policy_dir: Path, drafter_dir: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[dict[int, list[int]]], float]:
+    """Decode greedily one request after another: drafts by starting slot for each, and the acceptance length."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        str(policy_dir),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        async_scheduling=False,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config={"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": K},
+    )
+    proposer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    propose, proposals = proposer.propose, []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        drafts: Tensor = propose(*args, **kwargs)
+        index = kwargs["token_indices_to_sample"]
+        start = int(kwargs["target_positions"][-1 if index is None else int(index[0])])
+        proposals[-1][start] = drafts[0].tolist()
+        return drafts
+
+    proposer.propose = record
+    parameters = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, detokenize=False)
+    for row in tokens.tolist():
+        proposals.append({})
+        output = engine.generate({"prompt_token_ids": row[:PROMPT]}, parameters, use_tqdm=False)[0]
+        assert list(output.outputs[0].token_ids) == row[PROMPT:]
+    counters = {m.name.rsplit("spec_decode_", 1)[-1]: m for m in engine.get_metrics() if "spec_decode" in m.name}
+    accepted, drafts = (counters[f"num_{name}"].value for name in ("accepted_tokens", "drafts"))
+    return proposals, 1 + accepted / drafts

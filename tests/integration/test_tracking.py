@@ -1,0 +1,240 @@
+"""Runs in a real MLflow store: sqlite, and once a server."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from specrl.config import Config, TrackingConfig
+from specrl.distributed import Ranks
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.stages.context import StageContext
+from specrl.tracking import finish_parent_run, log_parent_metrics, stage_run, start_parent_run, tracking_uri
+
+FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def make_config(runs_dir: Path, name: str, uri: str | None = None) -> Config:
+    return Config(name=name, runs_dir=runs_dir, tracking=TrackingConfig(uri=uri))
+
+
+def stage_of(config: Config, parent: str) -> StageContext:
+    stage_dir = config.run_dir / "stages" / "train-0123456789ab"
+    return StageContext(config, "train", "train-0123456789ab", stage_dir, {}, parent)
+
+
+def client_of(config: Config) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri(config))
+
+
+def only_child(config: Config, parent: str) -> Any:
+    client = client_of(config)
+    experiment = client.get_run(parent).info.experiment_id
+    (child,) = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
+    return child
+
+
+def test_the_parent_run_is_made_once_with_its_configuration(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "parent")
+    run_id = start_parent_run(config)
+    assert start_parent_run(config) == run_id
+    assert (config.run_dir / "mlflow_run_id").read_text().strip() == run_id
+    run = client_of(config).get_run(run_id)
+    assert run.info.run_name == "parent"
+    assert run.data.params["train.num_steps"] == str(config.train.num_steps)
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    assert artifacts.is_relative_to(runs_dir / "mlartifacts")
+    assert (artifacts / "config.json").is_file()
+    log_parent_metrics(config, run_id, {"speedup/end_to_end": 1.5})
+    finish_parent_run(config, run_id, "FINISHED")
+    run = client_of(config).get_run(run_id)
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {"speedup/end_to_end": 1.5})
+
+
+def test_a_resumed_run_with_other_parameters_keeps_the_first_and_shows_the_new_configuration(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "changed")
+    run_id = start_parent_run(config)
+    changed = config.model_copy(update={"seed": 5})
+    assert start_parent_run(changed) == run_id
+    run = client_of(config).get_run(run_id)
+    assert run.data.params["seed"] == "0"
+    assert '"seed": 5' in (Path(run.info.artifact_uri.removeprefix("file://")) / "config.json").read_text()
+
+
+def test_a_killed_stage_continues_its_child(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "killed")
+    parent = start_parent_run(config)
+    context = stage_of(config, parent)
+    killed = stage_run(context, FIRST)
+    tracker = killed.__enter__()
+    tracker.log_metrics({"reward/mean": 0.25}, step=0)
+    tracker.flush()
+    assert only_child(config, parent).info.status == "RUNNING"
+    finish_parent_run(config, parent, "FAILED")
+    assert only_child(config, parent).info.status == "KILLED"
+
+    with stage_run(context, FIRST) as tracker:
+        assert only_child(config, parent).info.status == "RUNNING"
+        tracker.log_metrics({"reward/mean": 0.5}, step=1)
+        tracker.log_metrics({"reward/mean": 0.75}, step=2)
+        tracker.log_run_metrics({"validate/accuracy_after": 0.9})
+    child = only_child(config, parent)
+    assert (child.info.status, child.info.run_name) == ("FINISHED", "train")
+    history = client_of(config).get_metric_history(child.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(0, 0.25), (1, 0.5), (2, 0.75)]
+    assert client_of(config).get_run(parent).data.metrics == {"validate/accuracy_after": 0.9}
+
+
+def test_a_stage_that_raises_is_failed_and_has_logged_what_it_had(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "failed")
+    parent = start_parent_run(config)
+    with pytest.raises(FloatingPointError), stage_run(stage_of(config, parent), FIRST) as tracker:
+        for step in range(3):
+            tracker.log_metrics({"policy/loss": float(step)}, step)
+        raise FloatingPointError
+    child = only_child(config, parent)
+    assert child.info.status == "FAILED"
+    assert child.data.metrics == {"policy/loss": 2.0}
+
+
+def test_only_the_first_rank_logs(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "ranks")
+    parent = start_parent_run(config)
+    with stage_run(stage_of(config, parent), SECOND) as tracker:
+        tracker.log_metrics({"reward/mean": 1.0})
+        assert tracker.register_model_version("drafter", runs_dir, {}) is None
+        with pytest.raises(AssertionError, match="no/such_metric"):
+            tracker.log_metrics({"no/such_metric": 1.0})
+    assert not (stage_of(config, parent).stage_dir / "mlflow_run_id").exists()
+
+
+def test_a_metric_that_is_not_defined_is_refused(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "unknown")
+    parent = start_parent_run(config)
+    with stage_run(stage_of(config, parent), FIRST) as tracker:
+        with pytest.raises(AssertionError, match="no/such_metric"):
+            tracker.log_metrics({"no/such_metric": 1.0})
+        with pytest.raises(AssertionError, match="no/such_metric"):
+            tracker.log_run_metrics({"no/such_metric": 1.0})
+
+
+def write_one_rollout(rollouts_dir: Path, step: int) -> None:
+    rollout = Rollout(
+        *(step, 0, 3, 0, step, step, 11, [1, 2], [3, 4], [-0.5, -0.25], "ab", "b", "stop"), policy_logprobs=[-0.5, -0.2]
+    )
+    write_rollouts(rollout_path(rollouts_dir, step, 0), [rollout])
+
+
+def test_artifacts_data_sets_and_model_versions(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "artifacts")
+    log_everything(config)
+    parent = (config.run_dir / "mlflow_run_id").read_text().strip()
+    check_everything(config, parent)
+
+
+def log_everything(config: Config) -> None:
+    context = stage_of(config, start_parent_run(config))
+    drafter = context.stage_dir / "drafter"
+    drafter.mkdir(parents=True)
+    (drafter / "config.json").write_text("{}")
+    write_one_rollout(config.run_dir / "rollouts", 0)
+    with stage_run(context, FIRST) as tracker:
+        tracker.log_params({"k": 3})
+        tracker.log_artifact(drafter / "config.json", "single")
+        figure = Figure()
+        figure.subplots().plot([1, 2])
+        tracker.log_figure(figure, "plots/line.png")
+        tracker.log_rollouts(rollout_path(config.run_dir / "rollouts", 0, 0).parent, "step-0")
+        first = tracker.register_model_version("drafter", drafter, {"policy_version": "8"})
+        assert tracker.register_model_version("drafter", drafter, {"policy_version": "8"}) == first
+
+
+def check_everything(config: Config, parent: str) -> None:
+    client, child = client_of(config), only_child(config, parent)
+    files = {file.path for folder in ("single", "plots", "drafter") for file in client.list_artifacts(child.info.run_id, folder)}
+    assert files == {"single/config.json", "plots/line.png", "drafter/config.json"}
+    (data,) = [entry.dataset for entry in child.inputs.dataset_inputs]
+    assert data.name == "step-0"
+    assert re.fullmatch("[0-9a-f]{12}", data.digest)
+    assert str(config.run_dir / "rollouts") in data.source
+    (version,) = client.search_model_versions(f"run_id = '{child.info.run_id}'")
+    assert (version.name, version.tags) == ("drafter", {"policy_version": "8"})
+    assert child.data.params == {"k": "3"}
+
+
+def test_another_run_of_the_experiment_finds_it_made(runs_dir: Path) -> None:
+    first, second = (start_parent_run(make_config(runs_dir, name)) for name in ("one", "two"))
+    client = client_of(make_config(runs_dir, "one"))
+    assert client.get_run(first).info.experiment_id == client.get_run(second).info.experiment_id
+
+
+def test_a_database_that_was_moved_away_gives_a_new_run_and_a_clear_line_in_a_stage(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "moved")
+    parent = start_parent_run(config)
+    (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
+    with pytest.raises(ValueError, match=f"{parent} of moved is not in"), stage_run(stage_of(config, parent), FIRST):
+        pass
+    assert start_parent_run(config) != parent
+
+
+def test_a_server_that_is_away_is_one_clear_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "runs", "away", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"^tracking\.uri = http://127\.0\.0\.1:9: no MLflow server answers .*\Z"):
+        start_parent_run(config)
+    assert time.monotonic() - started < 10
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/store"]
+    environment = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    uri = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urlopen(f"{uri}/health", timeout=1)
+                break
+            except (URLError, OSError):
+                assert process.poll() is None, "the server ended"
+                time.sleep(0.2)
+        yield uri
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_server_takes_everything_that_a_file_does(tmp_path: Path, server: str) -> None:
+    config = make_config(tmp_path / "runs", "served", server)
+    log_everything(config)
+    parent = (config.run_dir / "mlflow_run_id").read_text().strip()
+    check_everything(config, parent)
+    assert not (config.runs_dir / "mlflow.db").exists()

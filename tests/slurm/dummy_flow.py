@@ -1,0 +1,39 @@
+"""Three small stages through the real tasks, submission and jobs: `python -m tests.slurm.dummy_flow RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from rich.console import Console
+
+from flows.display import PlainReporter
+from flows.pipeline import cancel
+from slurm.jobs import JobError
+from specrl.config import StageName
+from tasks.run import Finished, Run, open_run, run_stage
+
+ENTRY = "tests.slurm.dummy_stage:main"
+
+
+@task(cache_policy=NO_CACHE, task_run_name="{stage}")
+def stage_task(run: Run, stage: StageName, *inputs: Finished) -> Finished:
+    return run_stage(run, stage, *inputs, entry=ENTRY)
+
+
+@flow(name="dummy", validate_parameters=False, on_cancellation=[cancel])
+def dummy(run_dir: str) -> None:
+    run = open_run(Path(run_dir), PlainReporter(Console(soft_wrap=True)))
+    policy = stage_task(run, "prepare")
+    drafter = stage_task(run, "pretrain", policy)
+    stage_task(run, "calibrate", policy, drafter)
+
+
+if __name__ == "__main__":
+    try:
+        dummy(sys.argv[1])
+    except JobError as error:
+        print(error, flush=True)
+        sys.exit(1)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from specrl.config import TrainConfig
+from specrl.training.losses import TokenTargets, importance_weights, policy_loss
+
+MASK = torch.tensor([[True, True, False]])
+ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
+
+
+def targets(
+    advantage: float, old: list[float] | None = None, generated: list[float] | None = None
+) -> TokenTargets:
+    return TokenTargets(
+        advantages=torch.full((1, 3), advantage),
+        generation_logprobs=torch.tensor([generated or [-1.0, -1.0, -1.0]]),
+        old_logprobs=None if old is None else torch.tensor([old]),
+        reference_logprobs=None,
+    )
+
+
+def logprobs(*values: float) -> torch.Tensor:
+    return torch.tensor([values], requires_grad=True)
+
+
+def test_on_policy_gradient_is_minus_the_advantage() -> None:
+    lp = logprobs(-1.0, -1.0, -1.0)
+    loss, _ = policy_loss(lp, ENTROPY, MASK, targets(2.0), TrainConfig())
+    loss.backward()
+    assert lp.grad is not None and lp.grad.tolist() == [[-2.0, -2.0, 0.0]]
+
+
+def test_tokens_outside_the_mask_do_nothing() -> None:
+    lp = logprobs(-1.0, -1.0, 50.0)
+    _, metrics = policy_loss(lp, ENTROPY, MASK, targets(1.0), TrainConfig())
+    assert metrics["entropy"].item() == 2.0
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "moves"), [(1, 1.27, True), (1, 1.29, False), (-1, 0.79, False), (-1, 1.5, True)])
+def test_clip_is_higher_above_than_below(advantage: float, ratio: float, moves: bool) -> None:
+    lp = logprobs(-1.0 + math.log(ratio), -1.0, -1.0)
+    loss, metrics = policy_loss(lp, ENTROPY, MASK, targets(advantage, old=[-1.0, -1.0, -1.0]), TrainConfig())
+    loss.backward()
+    assert lp.grad is not None
+    assert (lp.grad[0, 0].item() != 0) == moves
+    assert metrics["clip_fraction"].item() == (0 if moves else 1)
+
+
+def test_importance_weight_is_truncated_and_carries_no_gradient() -> None:
+    lp = logprobs(-1.0, -1.0, -1.0)
+    loss, _ = policy_loss(lp, ENTROPY, MASK, targets(1.0, generated=[-5.0, -1.5, -1.0]), TrainConfig())
+    loss.backward()
+    assert lp.grad is not None
+    assert lp.grad[0].tolist() == pytest.approx([-2.0, -math.exp(0.5), 0.0])
+
+
+def test_correction_none_gives_ones() -> None:
+    config = TrainConfig(importance_correction="none")
+    assert importance_weights(torch.tensor([-1.0]), torch.tensor([-3.0]), config).tolist() == [1.0]
+
+
+def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
+    config = TrainConfig(kl_coef=0.5)
+    for shift, positive in ((0.0, False), (0.3, True), (-0.3, True)):
+        lp = logprobs(-1.0, -1.0, -1.0)
+        base = targets(0.0)
+        with_reference = TokenTargets(base.advantages, base.generation_logprobs, None, lp.detach() + shift)
+        loss, metrics = policy_loss(lp, ENTROPY, MASK, with_reference, config)
+        assert (metrics["kl"].item() > 0) == positive
+        assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())

@@ -1,0 +1,102 @@
+"""Metric names are defined once, and the mismatch estimators estimate what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specrl.metrics import METRICS, find_metric
+from specrl.precision.mismatch import (
+    importance_ratio_quantiles,
+    js,
+    kl,
+    mismatch_metrics,
+    token_mult_prob_error,
+    truncated_fraction,
+)
+
+SOURCES = Path(__file__).parents[2] / "specrl"
+GROUPS = "|".join(sorted({name.partition("/")[0] for name in METRICS}))
+
+
+def test_every_metric_name_in_the_sources_is_defined() -> None:
+    used = {
+        (path.name, name)
+        for path in SOURCES.rglob("*.py")
+        if path.name != "metrics.py"
+        for name in re.findall(rf'"((?:{GROUPS})/[a-z0-9_]+)"', path.read_text())
+    }
+    assert used, "the pattern finds nothing: it no longer fits how names are written"
+    assert {entry for entry in used if find_metric(entry[1]) is None} == set()
+
+
+def test_a_family_covers_its_positions_and_nothing_else() -> None:
+    family = METRICS["spec/acceptance_rate_pos_I"]
+    assert find_metric("spec/acceptance_rate_pos_3") is family
+    assert find_metric("spec/acceptance_rate_pos_") is None
+    assert find_metric("spec/acceptance_length_3") is None
+
+
+def test_every_metric_says_what_it_counts() -> None:
+    assert all(metric.description.endswith(".") and "/" in metric.name for metric in METRICS.values())
+
+
+def test_equal_engines_do_not_disagree() -> None:
+    logprobs = -torch.rand(1000) * 5
+    metrics = mismatch_metrics(logprobs, logprobs, cap=2.0)
+    assert metrics == {
+        "mismatch/token_mult_prob_error": 1.0,
+        "mismatch/kl": 0.0,
+        "mismatch/js": 0.0,
+        "mismatch/importance_ratio_max": 1.0,
+        "mismatch/truncated_fraction": 0.0,
+    }
+    assert all(find_metric(name) for name in metrics)
+
+
+def sampled(num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two distributions over 50 tokens, and the log-probs (q, p) of tokens sampled from the second."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(50, generator=generator)
+    p = torch.log_softmax(logits, 0)
+    q = torch.log_softmax(logits + 0.4 * torch.randn(50, generator=generator), 0)
+    tokens = torch.multinomial(p.exp(), num_tokens, replacement=True, generator=generator)
+    return q[tokens], p[tokens], q, p
+
+
+def test_kl_and_js_estimates_converge_to_the_exact_values() -> None:
+    training, generation, q, p = sampled(400_000)
+    middle = torch.log((p.exp() + q.exp()) / 2)
+    exact_kl = float((p.exp() * (p - q)).sum())
+    exact_js = float(0.5 * (p.exp() * (p - middle)).sum() + 0.5 * (q.exp() * (q - middle)).sum())
+    assert kl(training, generation) == pytest.approx(exact_kl, rel=0.02)
+    assert js(training, generation) == pytest.approx(exact_js, rel=0.02)
+
+
+def test_no_sample_makes_the_divergence_estimates_negative() -> None:
+    training, generation = -torch.rand(5000) * 20, -torch.rand(5000) * 20
+    for token in range(0, 5000, 100):
+        one = slice(token, token + 1)
+        assert kl(training[one], generation[one]) >= 0
+        assert js(training[one], generation[one]) >= 0
+
+
+def test_ratios_are_training_over_generation() -> None:
+    generation = torch.full((1000,), -2.0)
+    training = generation + torch.tensor([3.0] * 5 + [-1.0] * 995)
+    quantiles = importance_ratio_quantiles(training, generation)
+    assert quantiles[1.0] == pytest.approx(20.0855, rel=1e-4)
+    assert quantiles[0.5] == pytest.approx(0.36788, rel=1e-4)
+    assert truncated_fraction(training, generation, cap=2.0) == pytest.approx(0.005)
+    assert token_mult_prob_error(training, generation) == pytest.approx(0.005 * 20.0855 + 0.995 * 2.71828, rel=1e-4)
+
+
+def test_tokens_that_do_not_pair_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="same length"):
+        kl(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(ValueError, match="at least 1"):
+        js(torch.zeros(0), torch.zeros(0))

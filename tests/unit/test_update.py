@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl.training.update import align, share_of
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 8))
+def test_every_item_is_dealt_once_and_no_rank_is_overloaded(lengths: list[int], size: int) -> None:
+    shares = share_of(lengths, size)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_align_puts_values_where_the_mask_is_true() -> None:
+    mask = torch.tensor([[False, True, True, False], [True, False, False, False]])
+    assert align([[1.0, 2.0], [3.0]], mask).tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
+
+
+def test_align_refuses_another_number_of_values() -> None:
+    with pytest.raises(AssertionError):
+        align([[1.0]], torch.tensor([[True, True]]))
