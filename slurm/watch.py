@@ -17,6 +17,8 @@ from specrl.stages.context import StageContext
 POLL_SECONDS = 0.5
 ASK_SECONDS = {"local": 0.5, "slurm": 5.0}
 """Between two questions to the backend about a job; its files are looked at every `POLL_SECONDS`."""
+LEAVING_ASK_SECONDS = 1.0
+"""The same, once the result is there and the job is about to end."""
 LEAVE_SECONDS = 60
 """Time for the ranks to leave after the stage's result is written; then the job is ended."""
 FILES_SECONDS = 30
@@ -27,28 +29,30 @@ OVERTIME_MINUTES = 10
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
-def wait(job: Job, context: StageContext, on_poll: OnPoll) -> None:
+def wait(
+    job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Return when the stage's result is there and its job has ended.
 
     Raises:
         JobError: the job failed, or waited or ran for longer than it may; the message names stage, job, error and log.
     """
-    watch = _Watch(job, context)
+    watch = _Watch(job, context, clock)
     while not watch.finished():
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
 
 
 class _Watch:
-    def __init__(self, job: Job, context: StageContext) -> None:
-        self.job, self.context = job, context
+    def __init__(self, job: Job, context: StageContext, clock: Callable[[], float]) -> None:
+        self.job, self.context, self.clock = job, context, clock
         self.state = State("pending" if job.backend == "slurm" else "running", "SUBMITTED")
-        self.since = self.answered_at = time.monotonic()
-        self.asked_at = 0.0
+        self.since = self.answered_at = clock()
+        self.asked_at = float("-inf")
         self.result_at: float | None = None
 
     def finished(self) -> bool:
-        now = time.monotonic()
+        now = self.clock()
         if self.result_at is None and self._has_result():
             self.result_at = now
         self._ask(now)
@@ -72,7 +76,8 @@ class _Watch:
         return self.state.detail in ("COMPLETED", "no longer in the queue")
 
     def _ask(self, now: float) -> None:
-        if self.state.phase == "ended" or now - self.asked_at < ASK_SECONDS[self.job.backend]:
+        pause = ASK_SECONDS[self.job.backend] if self.result_at is None else LEAVING_ASK_SECONDS
+        if self.state.phase == "ended" or now - self.asked_at < pause:
             return
         self.asked_at = now
         try:

@@ -21,7 +21,9 @@ class Metric:
 
 _DEFINITIONS = (
     Metric("timing/step_s", "s", "One RL step: from its prompts to the refit, checkpoint included."),
-    Metric("timing/generation_s", "s", "Rollouts of the step, from the first request to the last response of any rank."),
+    Metric(
+        "timing/generation_s", "s", "Rollouts of the step, from the first request to the last response of any rank."
+    ),
     Metric("timing/logprob_s", "s", "Separate log-prob passes; 0 where one update per step makes them unnecessary."),
     Metric("timing/policy_update_s", "s", "Forward, backward and optimizer steps of the policy."),
     Metric("timing/drafter_update_s", "s", "Online update of the drafter."),
@@ -68,7 +70,9 @@ _DEFINITIONS = (
     Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
     Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update."),
-    Metric("drafter/loss", "nats/token", "Soft cross-entropy against the policy on the draft vocabulary, all TTT steps."),
+    Metric(
+        "drafter/loss", "nats/token", "Soft cross-entropy against the policy on the draft vocabulary, all TTT steps."
+    ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
     Metric("drafter/top1_match", "", "Positions whose most likely token is the policy's, first TTT step."),
     Metric("drafter/overlap_pos_I", "", "Mean over positions of sum_v min(p(v), q(v)) at TTT step I."),
@@ -86,7 +90,9 @@ _DEFINITIONS = (
     Metric("warm_start/lr", "", "Learning rate of the step."),
     Metric("pretrain/num_responses", "responses", "Responses the drafter was pretrained on."),
     Metric("pretrain/reward_mean", "", "Mean reward of these responses."),
-    Metric("calibration/kl_all_fp8", "nats/token", "KL(bf16 || fp8) at the output, every linear layer in FP8, held out."),
+    Metric(
+        "calibration/kl_all_fp8", "nats/token", "KL(bf16 || fp8) at the output, every linear layer in FP8, held out."
+    ),
     Metric("calibration/kl_chosen", "nats/token", "The same with the chosen layers in BF16."),
     Metric("calibration/num_bf16_layers", "layers", "Linear layers kept in BF16."),
     Metric("calibration/bf16_flop_fraction", "", "Share of the linear layers' FLOPs that stays in BF16."),
@@ -94,7 +100,9 @@ _DEFINITIONS = (
     Metric("validate/accuracy_before", "", "Mean reward on held-out prompts, policy of `prepare`."),
     Metric("validate/accuracy_after", "", "Mean reward on held-out prompts, trained policy."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
-    Metric("speedup/generation", "", "Plain / speculative generation time, matched pairs, median over all batch sizes."),
+    Metric(
+        "speedup/generation", "", "Plain / speculative generation time, matched pairs, median over all batch sizes."
+    ),
     Metric("speedup/generation_batch_I", "", "The same at batch size I alone."),
     Metric("speedup/step", "", "Plain / speculative time of an RL step, matched pair."),
     Metric("speedup/end_to_end", "", "Plain / speculative time of the whole training, matched pair."),

@@ -8,19 +8,28 @@ MLflow takes seconds to import, so it is imported when the first of these functi
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-from urllib.request import urlopen
 
 from specrl.artifacts import write_text
 from specrl.config import Config, dump_config
 from specrl.keys import files_digest
-from specrl.metrics import find_metric
+from specrl.mlflow_store import (
+    BATCH_METRICS,
+    check_names,
+    connect,
+    entities,
+    exists,
+    experiment_id,
+    flatten,
+    log_params,
+    tracking_uri,
+)
 from specrl.stages.context import StageContext
 
 if TYPE_CHECKING:
@@ -30,20 +39,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_ID_FILE = "mlflow_run_id"
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
-SERVER_SECONDS = 5.0
-"""A tracking server must answer within so long before anything starts."""
 FLUSH_SECONDS = 1.0
 """Metrics are written at once, unless the last write is younger than this: then they wait for the next."""
-BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH = 1000, 100, 6000
-"""MLflow's limits on one request."""
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-}
 
 
 class Tracker(Protocol):
@@ -82,10 +79,10 @@ class _Silent:
     """Tracker of the ranks that do not log."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        _check_names(metrics)
+        check_names(metrics)
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        _check_names(metrics)
+        check_names(metrics)
 
     def log_params(self, params: Mapping[str, Any]) -> None: ...
 
@@ -111,16 +108,16 @@ class _MlflowTracker:
         self._flushed_at = 0.0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        self._waiting += _entities(metrics, step)
+        self._waiting += entities(metrics, step)
         if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        self._client.log_batch(self._parent_id, metrics=_entities(metrics, 0))
+        self._client.log_batch(self._parent_id, metrics=entities(metrics, 0))
         self.log_metrics(metrics)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        _log_params(self._client, self._run_id, params)
+        log_params(self._client, self._run_id, params)
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         log = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
@@ -136,7 +133,10 @@ class _MlflowTracker:
 
         files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
         digest = files_digest((file, str(file.relative_to(path))) for file in files)
-        dataset = MetaDataset(resolve_dataset_source(str(path.absolute())), name, digest)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MLflow has two equal classes for a local path, and says so
+            source = resolve_dataset_source(str(path.absolute()))
+        dataset = MetaDataset(source, name, digest)
         self._client.log_inputs(self._run_id, [DatasetInput(dataset._to_mlflow_entity(), [])])
 
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> str | None:
@@ -156,7 +156,7 @@ class _MlflowTracker:
         return str(version.version)
 
     def flush(self) -> None:
-        """A store that is away for a moment does not end a training run: what could not be written is kept, and said."""
+        """A store that is away for a moment does not end a training run: what was not written is kept, and said."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -184,23 +184,23 @@ def start_parent_run(config: Config) -> str:
     Raises:
         ValueError: the tracking server does not answer.
     """
-    client = _client(config)
+    client = connect(config)
     path = config.run_dir / RUN_ID_FILE
     run_id = path.read_text().strip() if path.exists() else None
-    if run_id is not None and _exists(client, run_id):
+    if run_id is not None and exists(client, run_id):
         client.update_run(run_id, status="RUNNING")
     else:
         tags = {NAME_TAG: config.name}
-        run_id = str(client.create_run(_experiment(client, config), tags=tags).info.run_id)
+        run_id = str(client.create_run(experiment_id(client, config), tags=tags).info.run_id)
         write_text(path, run_id + "\n")
-    _log_params(client, run_id, _flatten(json.loads(dump_config(config))))
+    log_params(client, run_id, flatten(json.loads(dump_config(config))))
     client.log_text(run_id, dump_config(config), "config.json")
     return run_id
 
 
 def finish_parent_run(config: Config, run_id: str, status: Status) -> None:
     """End the parent run, and as killed the children that could not say how they ended."""
-    client = _client(config)
+    client = connect(config)
     experiment = client.get_run(run_id).info.experiment_id
     unfinished = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
     for child in client.search_runs([experiment], unfinished):
@@ -210,7 +210,7 @@ def finish_parent_run(config: Config, run_id: str, status: Status) -> None:
 
 def log_parent_metrics(config: Config, run_id: str, metrics: Mapping[str, float]) -> None:
     """Metrics of the whole run, from the flow; a stage has `Tracker.log_run_metrics`."""
-    _client(config).log_batch(run_id, metrics=_entities(metrics, 0))
+    connect(config).log_batch(run_id, metrics=entities(metrics, 0))
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     if not ranks.is_first:
         yield _Silent()
         return
-    client = _client(context.config)
+    client = connect(context.config)
     tracker = _MlflowTracker(client, _child(client, context), context.mlflow_run_id)
     status: Status = "FAILED"
     try:
@@ -232,63 +232,12 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         tracker.close(status)
 
 
-def tracking_uri(config: Config) -> str:
-    """Where runs are recorded: the configured server, or the sqlite file of the runs folder."""
-    return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
-
-
-def _client(config: Config) -> Any:
-    """A client of the run's store; makes and migrates a sqlite database.
-
-    Raises:
-        ValueError: the tracking server does not answer.
-    """
-    uri = tracking_uri(config)
-    if uri.startswith(("http://", "https://")):
-        _ping(uri)
-    config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri, uri)
-
-
-def _ping(uri: str) -> None:
-    try:
-        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ValueError(
-            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri to record in a "
-            "sqlite file in the runs folder"
-        ) from error
-
-
-def _experiment(client: Any, config: Config) -> str:
-    from mlflow.exceptions import MlflowException
-
-    name = config.tracking.experiment
-    # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
-    folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name, artifact_location=folder))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            found = client.get_experiment_by_name(name)  # another run has just made it
-    return str(found.experiment_id)
-
-
 def _child(client: Any, context: StageContext) -> str:
     path = context.stage_dir / RUN_ID_FILE
-    if path.exists() and _exists(client, run_id := path.read_text().strip()):
+    if path.exists() and exists(client, run_id := path.read_text().strip()):
         client.update_run(run_id, status="RUNNING")
         return run_id
-    if not _exists(client, context.mlflow_run_id):
+    if not exists(client, context.mlflow_run_id):
         raise ValueError(
             f"MLflow run {context.mlflow_run_id} of {context.config.name} is not in {tracking_uri(context.config)}: "
             f"remove {context.run_dir / RUN_ID_FILE} to begin a new one"
@@ -298,46 +247,3 @@ def _child(client: Any, context: StageContext) -> str:
     run_id = str(client.create_run(experiment, tags=tags).info.run_id)
     write_text(path, run_id + "\n")
     return run_id
-
-
-def _exists(client: Any, run_id: str) -> bool:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return False
-
-
-def _log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
-    from mlflow.entities import Param
-
-    known = client.get_run(run_id).data.params
-    new = [Param(name, str(value)[:PARAM_LENGTH]) for name, value in params.items() if name not in known]
-    for start in range(0, len(new), BATCH_PARAMS):
-        client.log_batch(run_id, params=new[start : start + BATCH_PARAMS])
-
-
-def _entities(metrics: Mapping[str, float], step: int) -> list[Any]:
-    from mlflow.entities import Metric
-
-    _check_names(metrics)
-    now = int(time.time() * 1000)
-    return [Metric(name, float(value), now, step) for name, value in metrics.items()]
-
-
-def _check_names(metrics: Mapping[str, float]) -> None:
-    unknown = [name for name in metrics if find_metric(name) is None]
-    assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -12,7 +12,6 @@ from flows.folder import anchor, find_run, only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
 from slurm.devcluster import DevCluster
-from specrl.artifacts import write_text
 from specrl.config import Config, load_config
 
 Backend = Literal["local", "slurm"]
@@ -68,33 +67,23 @@ def execute(config: Config) -> None:
     console = Console(soft_wrap=True)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
         write_config(config)
-        from specrl.tracking import finish_parent_run  # MLflow takes seconds to import: the server starts meanwhile
+        from specrl.tracking import finish_parent_run, start_parent_run  # MLflow takes seconds to import: the server starts meanwhile
 
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
-        run_id = parent_run(config)
+        run_id = start_parent_run(config)
         server.wait()
-        status = "FAILED"
         try:
             _flow(config.run_dir)
-            status = "FINISHED"
         except KeyboardInterrupt:
-            status = "KILLED"
+            finish_parent_run(config, run_id, "KILLED")
             raise
-        finally:
-            finish_parent_run(run_id, status)
+        except Exception:  # a signal that ends the flow is no exception of this kind: its jobs go on, and so does the run
+            finish_parent_run(config, run_id, "FAILED")
+            raise
+        finish_parent_run(config, run_id, "FINISHED")
     from specrl.report.summary import render_summary
 
     render_summary(config.run_dir, console)
-
-
-def parent_run(config: Config) -> str:
-    """MLflow run above the stages' own; the same one each time the run goes on."""
-    from specrl.tracking import start_parent_run
-
-    path = config.run_dir / "mlflow_run_id"
-    if not path.exists():
-        write_text(path, start_parent_run(config))
-    return path.read_text().strip()
 
 
 def _flow(run_dir: Path) -> None:

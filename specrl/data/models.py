@@ -69,9 +69,7 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
         raise ConfigError(f"model directory {directory}: config.json is not JSON: {error}") from error
     names = config.get("architectures") or ["none"]
     if names[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"model directory {directory}: architecture {names[0]}; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise ConfigError(f"model directory {directory} is a {names[0]}; supported: {', '.join(ARCHITECTURES)}")
     for name in _weight_files(directory):
         if not (directory / name).is_file():
             raise ConfigError(f"model directory {directory} lacks {name}")

@@ -82,9 +82,7 @@ def import_reward(path: str) -> Callable[[str, str, str], Any]:
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
-        raise ConfigError(
-            f"data.reward = {path!r}: allowed are task, math_verify, exact_match, package.module:function"
-        )
+        raise ConfigError(f"data.reward = {path!r}: must be task, math_verify, exact_match or package.module:function")
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -92,9 +90,7 @@ def import_reward(path: str) -> Callable[[str, str, str], Any]:
     try:
         inspect.signature(function).bind("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"data.reward = {path!r} cannot be called as function(prompt, response, answer): {error}"
-        ) from error
+        raise ConfigError(f"data.reward = {path!r} does not take (prompt, response, answer): {error}") from error
     result: Callable[[str, str, str], Any] = function
     return result
 

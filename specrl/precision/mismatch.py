@@ -23,8 +23,8 @@ def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
     """
     if training.shape != generation.shape or training.ndim != 1 or not len(training):
         raise ValueError(
-            f"log-probs of training {tuple(training.shape)} and generation {tuple(generation.shape)} cannot be compared: "
-            "expected two flat tensors of the same length, at least 1"
+            f"log-probs of training {tuple(training.shape)} and generation {tuple(generation.shape)} cannot be "
+            "compared: expected two flat tensors of the same length, at least 1"
         )
     return training.double() - generation.double()
 
@@ -43,8 +43,8 @@ def kl(training: Tensor, generation: Tensor) -> float:
 def js(training: Tensor, generation: Tensor) -> float:
     """Jensen-Shannon divergence, nats per token, between 0 and log 2 in expectation.
 
-    JS = E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; f is convex and f(1) = f'(1) = 0, so that no
-    term is negative.
+    JS = E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; f is convex and f(1) = f'(1) = 0, so that
+    no term is negative.
     """
     log_r = log_ratio(training, generation)
     log_mean = torch.logaddexp(torch.zeros_like(log_r), log_r) - math.log(2.0)  # log((1 + r) / 2)

@@ -7,7 +7,7 @@ here names attributes that vLLM does not promise to keep.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -38,11 +38,26 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    _mend_kernel_registration()
     set_num_threads = torch.set_num_threads
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     finally:
         torch.set_num_threads = set_num_threads
+
+
+def _mend_kernel_registration() -> None:
+    """Let engines start after llvmlite was imported (numba does, as vLLM itself), and more than one in a process.
+
+    On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which fails
+    at llvmlite's library handle: its `__dict__` is a foreign function. Once registered, kernels need not be again.
+    """
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
+    if dispatcher._registry:
+        current_platform.register_triton_kernel_overrides = lambda: None
 
 
 def model_runner(llm_engine: Any) -> Any:

@@ -13,7 +13,7 @@ from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.progress import Progress
 from specrl.stages.context import StageContext
-from specrl.tracking import stage_run
+from specrl.tracking import Tracker, stage_run
 
 
 def main(context: StageContext) -> None:
@@ -24,15 +24,17 @@ def main(context: StageContext) -> None:
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm else policy_dir
-    if ranks.is_first:
-        materialise_model(config.model, config.seed, base_dir)
-    ranks.barrier()
-    source = PromptSource(config, load_tokenizer(base_dir))
-    source.check()
-    losses = _warm_start(context, ranks, source, base_dir, policy_dir) if warm else (None, None)
+    first, last = None, None
+    with stage_run(context, ranks) as tracker:
+        if ranks.is_first:
+            materialise_model(config.model, config.seed, base_dir)
+        ranks.barrier()
+        source = PromptSource(config, load_tokenizer(base_dir))
+        source.check()
+        if warm:
+            first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
     if ranks.is_first:
         seconds = time.monotonic() - started
-        first, last = losses
         result = PrepareResult(
             policy_dir=policy_dir, warm_start_loss_first=first, warm_start_loss_last=last, seconds=seconds
         )
@@ -41,7 +43,7 @@ def main(context: StageContext) -> None:
 
 
 def _warm_start(
-    context: StageContext, ranks: Ranks, source: PromptSource, base_dir: Path, policy_dir: Path
+    context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, base_dir: Path, policy_dir: Path
 ) -> tuple[float, float]:
     # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
     from specrl.training.policy import Policy
@@ -49,7 +51,7 @@ def _warm_start(
 
     config = context.config
     policy = Policy(base_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
-    with stage_run(context) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with Progress(context.stage_dir, enabled=ranks.is_first) as progress:
 
         def on_step(step: int, steps: int, metrics: dict[str, float]) -> None:
             loss = f"loss {metrics['loss']:.3f}"

@@ -44,7 +44,8 @@ def save(directory: Path, policy: Policy, drafter: Stateful | None, step: int, k
     final = directory / f"step={step:06d}"
     temporary = directory / f".step={step:06d}.tmp"
     if ranks.is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for unfinished in directory.glob(".step=*.tmp"):
+            shutil.rmtree(unfinished)
         temporary.mkdir(parents=True)
     ranks.barrier()
     _write(temporary / _rank_file(ranks.rank), lambda path: save_file(_contiguous(policy.optimizer.state()), path))
@@ -65,7 +66,7 @@ def load(directory: Path, policy: Policy, drafter: Stateful | None) -> int:
     """Restore policy, optimizer and drafter from one checkpoint (see `latest`); collective. Returns its step.
 
     Raises:
-        ValueError: written with another model, layout or precision, or without a drafter; the line names the difference.
+        ValueError: written with another model, layout or precision, or without a drafter; the line says which.
     """
     manifest = json.loads((directory / MANIFEST).read_text())
     for key, expected in _describe(policy).items():

@@ -191,7 +191,7 @@ def install() -> None:
     # Megatron tells each time that neither Apex nor Transformer Engine is here: that is what this module is for.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor`")
-    sys.meta_path.insert(0, _Finder(_torch_for_megatron()))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder(_torch_for_megatron()))
     tensor_type = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
 """The policy network: a Megatron-core GPTModel built from a Hugging Face configuration.
 
 Llama, Qwen2 and Qwen3, dense. On GPUs the layers are Transformer Engine's; on CPUs Megatron's local ones with
-PyTorch's fused attention. The choice is made once, by the device.
+`cpu_layers` between the matrix products. The choice is made once, by the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
@@ -15,14 +16,17 @@ import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from specrl.training.cpu_layers import RMSNorm, Rotary, RotaryCausalAttention, SwiGLU
 from specrl.training.scores import columns_of, most_likely, token_scores
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -75,7 +79,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return hidden_states  # without the output layer, which `_score` applies to the positions that need it
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, int]:
-        """[n, hidden] -> this rank's columns [n, columns] and the vocabulary id of the first; without padding columns."""
+        """[n, hidden] -> this rank's columns [n, columns], without padding, and the first's vocabulary id."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden[:, None], weight=weight)
         logits = logits.squeeze(1)
@@ -93,27 +97,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if head.draft_tokens is not None:
             draft_logits = columns_of(logits, head.draft_tokens, first, group)
             top1 = most_likely(logits, first, group)
-        logprobs, entropy = token_scores(
-            logits, head.targets, temperature=head.temperature, first=first, group=group
-        )
+        logprobs, entropy = token_scores(logits, head.targets, temperature=head.temperature, first=first, group=group)
         return HeadOutput(logprobs, entropy, draft_logits, top1)
-
-
-class CausalAttention(torch.nn.Module):
-    """Megatron `core_attention` by PyTorch's fused kernel: no [seq, seq] matrix, grouped queries without copies.
-
-    Padding is on the right, so causality alone keeps it from what is read.
-    """
-
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """[seq, batch, heads, width] each, fewer heads in key and value -> [seq, batch, heads x width]."""
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> None:
@@ -123,7 +108,9 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> No
         ValueError: naming what the model's configuration asks for and what is supported.
     """
     if hf.model_type not in FAMILIES:
-        raise ValueError(f"model_type {hf.model_type!r} is not supported: the policy must be one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"model_type {hf.model_type!r} is not supported: the policy must be one of {', '.join(FAMILIES)}"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if getattr(hf, key, False):
             raise ValueError(f"{hf.model_type} with {key} = true is not supported: use a checkpoint without it")
@@ -190,12 +177,14 @@ def transformer_config(hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bo
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=pipeline,
         variable_seq_lengths=pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
         # Losses arrive divided by the global token count: nothing else may divide them (`Policy.train_step`).
         calculate_per_token_loss=True,
         perform_initialization=False,  # every parameter is loaded
         use_cpu_initialization=not cuda,
         persist_layer_norm=cuda,
         bias_activation_fusion=cuda,
+        use_te_activation_func=not cuda,  # that is: take the activation from the layer specification
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         masked_softmax_fusion=False,
@@ -204,29 +193,43 @@ def transformer_config(hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bo
     )
 
 
-def layer_spec(config: TransformerConfig, *, cuda: bool) -> ModuleSpec:
-    if cuda:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    return spec
-
-
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
     """This rank's part of the network, parameters uninitialised."""
     scaling = rope_scaling_factor(hf)
+    rope = {
+        "rotary_base": hf.rope_parameters["rope_theta"],
+        "rope_scaling": scaling is not None,
+        "rope_scaling_factor": scaling or 1.0,
+    }
     tensor = config.tensor_model_parallel_size
     return PolicyModel(
         config,
-        layer_spec(config, cuda=cuda),
+        _cuda_layers(config) if cuda else _cpu_layers(config, rope),
         true_vocab_size=hf.vocab_size,
         vocab_size=-(-hf.vocab_size // tensor) * tensor,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_parameters["rope_theta"],
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling or 1.0,
+        position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
+        **rope,
     )
+
+
+def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
+    """Megatron's local layers, tensor parallelism and all, with `cpu_layers` between the linear ones."""
+    frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.mlp.submodules.activation_func = SwiGLU
+    attention = layer.self_attention.submodules
+    attention.core_attention = partial(RotaryCausalAttention, rotary=Rotary(frequencies))
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

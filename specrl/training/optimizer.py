@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel and distributed optimizer: BF16 parameters, FP32 gradients, masters and moments."""
+"""Megatron's DistributedDataParallel and distributed optimizer: FP32 gradients, masters and moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINAL_LR_FRACTION = 0.1
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
-    """Parameters and FP32 gradients in contiguous buffers, reduced over the data-parallel ranks after the last backward."""
+    """Parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks once a step."""
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
@@ -110,7 +110,9 @@ class PolicyOptimizer:
             own = {name.removeprefix(f"{key}."): tensor for name, tensor in state.items() if name.startswith(f"{key}.")}
             master = own.pop("master", None)
             if master is None or master.shape != parameter.shape:
-                raise ValueError(f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks")
+                raise ValueError(
+                    f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks"
+                )
             parameter.copy_(master)
             # Copies: loaded tensors may be views of the checkpoint's file.
             self._adam.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in own.items()}

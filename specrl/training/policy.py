@@ -284,9 +284,7 @@ class Policy:
             "hidden_size": self.hf_config.hidden_size,
             "dtype": self.dtype,
         }
-        return outcomes, [
-            assemble(spec, *found, **size) for found in zip(batches, inputs.recorded, heads, strict=True)
-        ]
+        return outcomes, [assemble(spec, *found, **size) for found in zip(batches, inputs.recorded, heads, strict=True)]
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         """*Loss, token count and the loss function's metrics over all micro-batches of all data-parallel ranks."""

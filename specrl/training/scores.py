@@ -60,7 +60,7 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def _local_sums(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row of this rank's columns: max z, sum e^(z - max), sum e^(z - max) z, and z at the target (0 if elsewhere)."""
+    """Per row of this rank's columns: max z, sum e^(z - max), sum e^(z - max) z, z at the target (0 if elsewhere)."""
     rows, vocabulary = logits.shape
     peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
     mine = (targets >= 0) & (targets < vocabulary)

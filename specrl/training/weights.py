@@ -56,7 +56,7 @@ class WeightMap:
     def merge(self, parameter: Parameter, tensors: list[Tensor]) -> Tensor:
         """Hugging Face tensors -> the whole Megatron parameter."""
         if parameter.split == "qkv":
-            return torch.cat([tensor.unflatten(0, (self.num_groups, -1)) for tensor in tensors], 1).flatten(0, 1)
+            return torch.cat([self._groups(tensor) for tensor in tensors], 1).flatten(0, 1)
         if parameter.split == "vocabulary":
             padding = parameter.shape[0] - len(tensors[0])
             return torch.cat((tensors[0], tensors[0].new_zeros(padding, parameter.shape[1])))
@@ -65,7 +65,7 @@ class WeightMap:
     def unmerge(self, parameter: Parameter, merged: Tensor) -> list[Tensor]:
         """Inverse of `merge`."""
         if parameter.split == "qkv":
-            groups = merged.unflatten(0, (self.num_groups, -1))
+            groups = self._groups(merged)
             sizes = [groups.shape[1] - 2 * self.head_dim, self.head_dim, self.head_dim]
             return [part.flatten(0, 1).contiguous() for part in groups.split(sizes, 1)]
         if parameter.split == "gate_up":
@@ -73,6 +73,9 @@ class WeightMap:
         if parameter.split == "vocabulary":
             return [merged[: self.vocab_size]]
         return [merged]
+
+    def _groups(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(self.num_groups, -1, *tensor.shape[1:])
 
 
 def shard(parameter: Parameter, merged: Tensor, rank: int, size: int) -> Tensor:
@@ -113,7 +116,9 @@ def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_n
     for layer in range(hf.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
         parameters += _layer_parameters(hf, head_dim, layer, stage, local, fused_norms)
-    parameters.append(Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,)))
+    parameters.append(
+        Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,))
+    )
     if not hf.tie_word_embeddings:
         parameters.append(Parameter("output_layer.weight", last, "vocabulary", ("lm_head.weight",), vocabulary))
     elif last > 0:
@@ -121,9 +126,7 @@ def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_n
     return WeightMap(tuple(parameters), hf.num_key_value_heads, head_dim, hf.vocab_size, hf.tie_word_embeddings)
 
 
-def _layer_parameters(
-    hf: Any, head_dim: int, layer: int, stage: int, local: int, fused_norms: bool
-) -> list[Parameter]:
+def _layer_parameters(hf: Any, head_dim: int, layer: int, stage: int, local: int, fused_norms: bool) -> list[Parameter]:
     hidden, inner = hf.hidden_size, hf.intermediate_size
     queries = hf.num_attention_heads * head_dim
     qkv_rows = queries + 2 * hf.num_key_value_heads * head_dim
@@ -171,7 +174,8 @@ class HuggingFaceReader:
         if name not in self._files:
             raise ValueError(f"{self._directory} has no tensor {name!r}: its config.json describes another model")
         with safe_open(self._directory / self._files[name], "pt") as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 @torch.no_grad()

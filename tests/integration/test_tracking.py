@@ -21,9 +21,10 @@ from matplotlib.figure import Figure
 
 from specrl.config import Config, TrackingConfig
 from specrl.distributed import Ranks
+from specrl.mlflow_store import tracking_uri
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.context import StageContext
-from specrl.tracking import finish_parent_run, log_parent_metrics, stage_run, start_parent_run, tracking_uri
+from specrl.tracking import finish_parent_run, log_parent_metrics, stage_run, start_parent_run
 
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
@@ -173,7 +174,11 @@ def log_everything(config: Config) -> None:
 
 def check_everything(config: Config, parent: str) -> None:
     client, child = client_of(config), only_child(config, parent)
-    files = {file.path for folder in ("single", "plots", "drafter") for file in client.list_artifacts(child.info.run_id, folder)}
+    files = {
+        file.path
+        for folder in ("single", "plots", "drafter")
+        for file in client.list_artifacts(child.info.run_id, folder)
+    }
     assert files == {"single/config.json", "plots/line.png", "drafter/config.json"}
     (data,) = [entry.dataset for entry in child.inputs.dataset_inputs]
     assert data.name == "step-0"
@@ -190,13 +195,13 @@ def test_another_run_of_the_experiment_finds_it_made(runs_dir: Path) -> None:
     assert client.get_run(first).info.experiment_id == client.get_run(second).info.experiment_id
 
 
-def test_a_database_that_was_moved_away_gives_a_new_run_and_a_clear_line_in_a_stage(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "moved")
-    parent = start_parent_run(config)
-    (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
-    with pytest.raises(ValueError, match=f"{parent} of moved is not in"), stage_run(stage_of(config, parent), FIRST):
+def test_a_run_the_database_does_not_know_gives_a_new_run_and_a_clear_line_in_a_stage(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "forgotten")
+    known = start_parent_run(config)
+    (config.run_dir / "mlflow_run_id").write_text("0" * 32)
+    with pytest.raises(ValueError, match=r"0{32} of forgotten is not in"), stage_run(stage_of(config, "0" * 32), FIRST):
         pass
-    assert start_parent_run(config) != parent
+    assert start_parent_run(config) not in (known, "0" * 32)
 
 
 def test_a_server_that_is_away_is_one_clear_line(tmp_path: Path) -> None:
@@ -214,7 +219,12 @@ def server(tmp_path: Path) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/store"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{tmp_path}/server.db",
+        "--artifacts-destination",
+        f"{tmp_path}/store",
+    ]
     environment = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
     uri = f"http://127.0.0.1:{port}"

@@ -96,10 +96,11 @@ def test_the_drafters_features_are_bounded_by_their_budget() -> None:
 
 
 def test_recompute_trades_activations_for_compute() -> None:
-    kept, recomputed = (
-        plan(configured(policy={"recompute": flag}, resources={"memory_gib_per_rank": 64})) for flag in (False, True)
-    )
-    assert needed(recomputed, "train", "host") < needed(kept, "train", "host")
+    def peak(*, recompute: bool) -> float:
+        policy = {"recompute": recompute, "tokens_per_micro_batch": 8192}
+        return needed(plan(configured(policy=policy, resources={"memory_gib_per_rank": 64})), "train", "host")
+
+    assert peak(recompute=True) < peak(recompute=False) - 1
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from([None, "policy", "drafter"])), max_size=8))
@@ -114,7 +115,7 @@ def test_the_peak_lies_between_what_stays_and_everything_together(parts: list[tu
     [
         (["engine.gpu_memory_fraction=0.9"], ["train", "GPU, trainer", "engine.gpu_memory_fraction"]),
         (["policy.tokens_per_micro_batch=65536"], ["train", "GPU, trainer", "policy.tokens_per_micro_batch"]),
-        (["engine.gpu_memory_fraction=0.1"], ["KV cache", "9216", "engine.gpu_memory_fraction"]),
+        (["engine.gpu_memory_fraction=0.05"], ["KV cache", "9216", "engine.gpu_memory_fraction"]),
         (["resources.memory_gib_per_rank=8"], ["train", "host", "resources.memory_gib_per_rank"]),
         (["model.max_length=65536"], ["model.max_length = 65536", "32768 positions"]),
         (["model.source=org/other"], ["model.source", "org/other", "hf download"]),

@@ -1,0 +1,82 @@
+"""Stage `calibrate`: what FP8 would change, layer by layer, and which layers stay in BF16 to hold the budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
+from specrl.distributed import join, leave
+from specrl.precision.calibration import Calibration, SwitchableLinears, calibrate, write_layers, write_scales
+from specrl.precision.calibration_data import calibration_data
+from specrl.precision.plots import plot_errors, plot_kl
+from specrl.progress import Progress
+from specrl.schemas import Rollout, read_rollouts
+from specrl.stages.context import StageContext
+from specrl.tracking import Tracker, stage_run
+from specrl.training.policy import Policy
+
+SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
+
+
+def main(context: StageContext) -> None:
+    started = time.monotonic()
+    ranks = join()
+    config = context.config
+    policy_dir = context.input("prepare", PrepareResult).policy_dir
+    rollouts = read_all(context.input("pretrain", PretrainResult).rollouts_dir)
+    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        switch = SwitchableLinears()
+        policy = Policy(
+            policy_dir,
+            config.policy,
+            dtype=config.model.dtype,
+            ranks=ranks,
+            trainable=False,
+            seed=config.seed,
+            fp8=switch,
+        )
+        data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size)
+        found = calibrate(
+            *(policy, switch, data, config.precision.max_kl, ranks),
+            lambda done, total, phase: progress.update(done, total, unit="pass", phase=phase),
+        )
+        if ranks.is_first:
+            _leave_behind(context, tracker, found, policy_dir, started)
+    leave()
+
+
+def read_all(rollouts_dir: Path) -> list[Rollout]:
+    return [rollout for path in sorted(rollouts_dir.rglob("*.arrow")) for rollout in read_rollouts(path)]
+
+
+def _leave_behind(
+    context: StageContext, tracker: Tracker, found: Calibration, policy_dir: Path, started: float
+) -> None:
+    """Files, plots, metrics; the result last."""
+    folder = context.stage_dir
+    write_scales(folder / SCALES_FILE, found, policy_dir, power_of_two=False)
+    write_layers(folder / LAYERS_FILE, found.rows)
+    for file in (SCALES_FILE, LAYERS_FILE):
+        tracker.log_artifact(folder / file, "calibration")
+    tracker.log_figure(plot_errors(found.rows), "calibration/errors.png")
+    tracker.log_figure(plot_kl(found, context.config.precision.max_kl), "calibration/kl.png")
+    errors = [row.relative_error for row in found.rows]
+    tracker.log_metrics(
+        {
+            "calibration/kl_all_fp8": found.kl_all_fp8,
+            "calibration/kl_chosen": found.kl_chosen,
+            "calibration/num_bf16_layers": len(found.bf16_layers),
+            "calibration/bf16_flop_fraction": found.bf16_flop_fraction,
+            "calibration/relative_error_mean": sum(errors) / len(errors),
+        }
+    )
+    result = CalibrateResult(
+        scales_path=folder / SCALES_FILE,
+        layers_path=folder / LAYERS_FILE,
+        bf16_layers=found.bf16_layers,
+        kl_all_fp8=found.kl_all_fp8,
+        kl_chosen=found.kl_chosen,
+        seconds=time.monotonic() - started,
+    )
+    write_result(folder, result)

@@ -1,0 +1,187 @@
+"""Runs policies of every family on a layout of gloo ranks; the tests compare what the layouts leave behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch.multiprocessing import ProcessContext
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from specrl.config import PolicyConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.training import checkpoint
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.features import FeatureSpec
+from specrl.training.policy import Policy
+
+# isort: split
+from megatron.core import parallel_state
+
+VOCABULARY = 97  # odd: two tensor-parallel ranks need padding
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama-untied": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5),
+    ),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "qwen3-untied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)),
+}
+SPEC = FeatureSpec((2, 3, 4), torch.arange(VOCABULARY))
+CONFIG = {"lr": 3e-3, "lr_warmup_steps": 2, "clip_grad": 0.5}
+
+
+def make_model(family: str, directory: Path) -> Path:
+    """A random model whose norms and biases differ from their defaults, so that none can be forgotten."""
+    model_class, config = FAMILIES[family]
+    torch.manual_seed(1)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory / family)
+    return directory / family
+
+
+def sequences() -> list[Sequence]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = (5, 40, 17, 17, 33, 2, 28, 39)
+    tokens = [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [Sequence(row, 1, index) for index, row in enumerate(tokens)]
+
+
+def my_batches(policy: Policy) -> list[MicroBatch]:
+    """Uneven on purpose: of two data-parallel ranks, the second has the last sequence only."""
+    rows = sequences()
+    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:])[policy.dp_rank]
+    return pack(mine, 90)
+
+
+def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    num_tokens = sum(len(sequence.tokens) - 1 for sequence in sequences())
+    weight = torch.tensor([1.0 + index % 3 for index in batch.indices])[:, None]
+    return -(weight * logprobs * batch.mask).sum() / num_tokens, {"entropy": entropy.sum() / num_tokens}
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def by_sequence(batches: list[MicroBatch], tensors: list[Tensor]) -> dict[int, Tensor]:
+    """[length, ...] of each sequence of this rank, without padding."""
+    return {
+        index: tensor[row, : int(batch.lengths[row])].clone()
+        for batch, tensor in zip(batches, tensors, strict=True)
+        for row, index in enumerate(batch.indices)
+    }
+
+
+def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: Path) -> dict[str, Any]:
+    config = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1], **CONFIG)
+    policy = Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, keep_reference=True)
+    result: dict[str, Any] = {"loaded": weights_of(policy)}
+    batches = my_batches(policy)
+    features = policy.forward_features(batches, SPEC)
+    result["logits"] = by_sequence(batches, [item.target_logits for item in features])
+    result["top1"] = by_sequence(batches, [item.target_top1 for item in features])
+    result["hidden"] = by_sequence(batches, [item.hidden for item in features])
+    result["logprobs"] = by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+    result["metrics"], trained_features = policy.train_step(batches, loss, features=SPEC)
+    result["features_equal"] = all(
+        torch.equal(a.hidden, b.hidden) and torch.equal(a.target_logits, b.target_logits)
+        for a, b in zip(features, trained_features, strict=True)
+    )
+    before = weights_of(policy)
+    policy.train_step([], loss)
+    result["unmoved"] = all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
+    for _ in range(2):
+        policy.train_step(batches, loss)
+    result["trained"] = weights_of(policy)
+    with policy.reference_weights():
+        result["reference"] = by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+    result["after_reference"] = weights_of(policy)
+    policy.save_pretrained(scratch / "saved")
+    return result
+
+
+def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: str, scratch: Path) -> dict[str, Any]:
+    """Four steps, against two, a checkpoint, a fresh policy and two more."""
+    config = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1], **CONFIG)
+
+    def fresh() -> Policy:
+        return Policy(model_dir, config, dtype=dtype, ranks=ranks, seed=0)
+
+    straight, interrupted = fresh(), fresh()
+    metrics = [straight.train_step(my_batches(straight), loss)[0] for _ in range(4)]
+    for _ in range(2):
+        interrupted.train_step(my_batches(interrupted), loss)
+    for step in (1, 2):
+        checkpoint.save(scratch, interrupted, None, step, keep=1)
+    resumed = fresh()
+    found = checkpoint.latest(scratch)
+    assert found is not None
+    step = checkpoint.load(found, resumed, None)
+    again = [resumed.train_step(my_batches(resumed), loss)[0] for _ in range(2)]
+    return {
+        "step": step,
+        "kept": sorted(path.name for path in scratch.iterdir()),
+        "metrics": (metrics[2:], again),
+        "weights": (weights_of(straight), weights_of(resumed)),
+        "optimizer": (straight.optimizer.state(), resumed.optimizer.state()),
+    }
+
+
+def _rank_main(rank: int, world: int, layouts: list[tuple[int, int]], port: int, scratch: Path) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    ranks = join()
+    for layout in layouts:
+        results: dict[str, Any] = {}
+        for family in FAMILIES:
+            folder = scratch / f"{family}-{world}-{layout}"
+            results[family] = run_family(scratch / family, layout, ranks, folder)
+        for dtype in ("float32", "bfloat16"):
+            folder = scratch / f"resume-{dtype}-{world}-{layout}"
+            results[dtype] = run_resume(scratch / "llama-tied", layout, ranks, dtype, folder)
+        torch.save(results, scratch / f"result-{world}-{layout}-{rank}.pt")
+        parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves three start-ups
+    leave()
+
+
+def start(world: int, layouts: list[tuple[int, int]], scratch: Path) -> ProcessContext:
+    """Run (tensor, pipeline) parallel sizes `layouts`, one after another, on `world` ranks."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = torch.multiprocessing.spawn(_rank_main, (world, layouts, port, scratch), nprocs=world, join=False)
+    assert context is not None
+    return context
+
+
+def results_of(world: int, layout: tuple[int, int], scratch: Path) -> list[dict[str, Any]]:
+    """What every rank left."""
+    return [torch.load(scratch / f"result-{world}-{layout}-{rank}.pt", weights_only=False) for rank in range(world)]

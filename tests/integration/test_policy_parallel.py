@@ -1,0 +1,136 @@
+"""Policies of every family on one and two ranks: equal to transformers, and to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import policy_worker as worker
+import pytest
+import torch
+from torch import Tensor
+
+LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
+PARALLEL = ["tensor", "pipeline", "data"]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("policies")
+    for family in worker.FAMILIES:
+        worker.make_model(family, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(scratch: Path) -> dict[str, list[dict[str, Any]]]:
+    started = []
+    for ranks in (1, 2):
+        layouts = [layout for world, layout in LAYOUTS.values() if world == ranks]
+        started.append(worker.start(ranks, layouts, scratch))
+    for context in started:
+        while not context.join():
+            pass
+    return {name: worker.results_of(world, layout, scratch) for name, (world, layout) in LAYOUTS.items()}
+
+
+def transformers_outputs(model_dir: Path, family: str) -> dict[int, tuple[Tensor, Tensor]]:
+    """Logits [length, vocab] and inputs of the feature layers [length, 3 * hidden] of each sequence."""
+    model = worker.FAMILIES[family][0].from_pretrained(model_dir, dtype=torch.float32)
+    outputs = {}
+    with torch.no_grad():
+        for sequence in worker.sequences():
+            out = model(torch.tensor([sequence.tokens]), output_hidden_states=True)
+            hidden = torch.cat([out.hidden_states[layer][0] for layer in worker.SPEC.layers], -1)
+            outputs[sequence.index] = (out.logits[0], hidden)
+    return outputs
+
+
+def merged(ranks: list[dict[str, Any]], family: str, key: str) -> dict[int, Tensor]:
+    return {index: tensor for rank in ranks for index, tensor in rank[family][key].items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_logits_and_features_equal_transformers(
+    results: dict[str, list[dict[str, Any]]], scratch: Path, family: str, layout: str
+) -> None:
+    found = {key: merged(results[layout], family, key) for key in ("logits", "hidden", "top1", "logprobs")}
+    for index, (logits, hidden) in transformers_outputs(scratch / family, family).items():
+        tokens = torch.tensor(worker.sequences()[index].tokens)
+        torch.testing.assert_close(found["logits"][index][:-1], logits[:-1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(found["hidden"][index], hidden, atol=1e-4, rtol=0)
+        assert torch.equal(found["top1"][index][:-1], logits[:-1].argmax(-1))
+        expected = (logits[:-1] / 0.7).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(found["logprobs"][index][:-1], expected, atol=2e-4, rtol=0)
+        assert found["logprobs"][index][-1] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_weights_come_back_bit_by_bit_on_every_rank(
+    results: dict[str, list[dict[str, Any]]], scratch: Path, family: str, layout: str
+) -> None:
+    model = worker.FAMILIES[family][0].from_pretrained(scratch / family, dtype=torch.float32)
+    expected = model.state_dict()
+    assert "lm_head.weight" in expected
+    for rank in results[layout]:
+        loaded = rank[family]["loaded"]
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_three_updates_are_the_same_on_every_layout(
+    results: dict[str, list[dict[str, Any]]], family: str, layout: str
+) -> None:
+    alone = results["alone"][0][family]
+    for rank in results[layout]:
+        assert rank[family]["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
+        moved = 0.0
+        for name, tensor in alone["trained"].items():
+            torch.testing.assert_close(rank[family]["trained"][name], tensor, atol=2e-4, rtol=0, msg=name)
+            moved = max(moved, float((tensor - alone["loaded"][name]).abs().max()))
+        assert moved > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_a_step_without_tokens_moves_nothing_and_the_reference_stays(
+    results: dict[str, list[dict[str, Any]]], family: str, layout: str
+) -> None:
+    for rank in results[layout]:
+        result = rank[family]
+        assert result["unmoved"] and result["features_equal"]
+        for index, logprobs in result["reference"].items():
+            torch.testing.assert_close(logprobs, result["logprobs"][index], atol=0, rtol=0)
+        for name, tensor in result["trained"].items():
+            assert torch.equal(result["after_reference"][name], tensor)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_a_saved_policy_loads_in_transformers(
+    results: dict[str, list[dict[str, Any]]], scratch: Path, family: str, layout: str
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    model = worker.FAMILIES[family][0].from_pretrained(scratch / f"{family}-{world}-{sizes}" / "saved")
+    assert model.dtype == torch.float32
+    trained = results[layout][0][family]["trained"]
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_policy_continues_bit_by_bit(
+    results: dict[str, list[dict[str, Any]]], dtype: str, layout: str
+) -> None:
+    for rank in results[layout]:
+        result = rank[dtype]
+        assert result["step"] == 2 and result["kept"] == ["step=000002"]
+        assert result["metrics"][0] == result["metrics"][1]
+        for key in ("weights", "optimizer"):
+            straight, resumed = result[key]
+            assert straight.keys() == resumed.keys()
+            assert all(torch.equal(straight[name], resumed[name]) for name in straight)

@@ -1,0 +1,136 @@
+"""Jobs on this machine: they outlive the flow, are found again, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm.jobs import JobError, State
+from slurm.local import LocalStageJob
+from slurm.submit import Site, attach_or_submit, find
+from slurm.watch import wait
+from specrl.config import Config
+from specrl.keys import code_digest, run_keys
+from specrl.stages.context import StageContext
+from tests.slurm.conftest import ROOT, FlowProcess
+
+StartFlow = Callable[..., FlowProcess]
+MakeRun = Callable[..., Config]
+ENTRY = "tests.slurm.dummy_stage:main"
+
+
+def submit(config: Config) -> tuple[StageContext, LocalStageJob]:
+    key = run_keys(config, code_digest(ROOT / "specrl"))["prepare"]
+    context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
+    job = attach_or_submit(context, ENTRY, ROOT)
+    assert isinstance(job, LocalStageJob)
+    return context, job
+
+
+def ranks_of(context: StageContext, count: int = 2) -> list[int]:
+    """Process ids of the ranks, once all have started."""
+    deadline = time.monotonic() + 30
+    while len(files := list(context.stage_dir.glob("starts-*"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(path.read_text().split()[-1]) for path in files]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def nothing(state: State, progress: object) -> None:
+    return
+
+
+def test_a_killed_flow_finds_its_local_job_again(make_run: MakeRun, start_flow: StartFlow) -> None:
+    config = make_run("local")
+    first = start_flow(config, DUMMY_PREPARE="10")
+    started = first.wait_for("stages/prepare-*/starts-0")
+    first.kill(signal.SIGKILL)
+    output = start_flow(config, DUMMY_PREPARE="10").finish()
+    assert "prepare    attached to local job" in output
+    assert len(started.read_text().splitlines()) == 1
+    assert len(list(config.run_dir.glob("stages/*/result.json"))) == 3
+
+
+def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlow) -> None:
+    config = make_run("local")
+    flow = start_flow(config, DUMMY_PREPARE="100")
+    pid = int(flow.wait_for("stages/prepare-*/starts-0").read_text())
+    assert "cancelled local job" in flow.kill(signal.SIGINT)
+    assert not alive(pid)
+
+
+def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "2")
+    context, job = submit(make_run("local"))
+    again = attach_or_submit(context, ENTRY, ROOT)
+    assert again is not None
+    assert (again.job_id, again.attached) == (job.job_id, True)
+    wait(again, context, nothing)
+    assert attach_or_submit(context, ENTRY, ROOT) is None
+
+
+def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    config = make_run("local")
+    context, job = submit(config)
+    pids = ranks_of(context)
+    os.kill(int(job.job_id), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert find(Site(config, context.key)) is None
+    with pytest.raises(JobError, match="its controller was killed"):
+        wait(job, context, nothing)
+    monkeypatch.setenv("DUMMY_PREPARE", "0")
+    context, job = submit(config)
+    wait(job, context, nothing)
+
+
+def test_a_rank_that_dies_ends_the_job_and_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "exit")
+    context, job = submit(make_run("local"))
+    with pytest.raises(JobError, match=r"rank 1 exited with 7\): no Python error; the log of rank 1 ends"):
+        wait(job, context, nothing)
+
+
+class WaitingJob:
+    """A Slurm job that waits in the queue for ever."""
+
+    backend = "slurm"
+    job_id = "1"
+    attached = False
+    folder = Path()
+    cancelled = False
+
+    def state(self) -> State:
+        return State("pending", "PENDING")
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_job_that_never_starts_is_given_up(make_run: MakeRun) -> None:
+    config = make_run("local")
+    stage_dir = config.run_dir / "stages" / "prepare-0"
+    stage_dir.mkdir(parents=True)
+    context = StageContext(config, "prepare", "prepare-0", stage_dir, {}, "")
+    minutes = iter(range(0, 10**6, 600))
+    job = WaitingJob()
+    with pytest.raises(JobError, match=r"waited in the queue for longer than cluster.queue_minutes = 1440"):
+        wait(job, context, nothing, clock=lambda: 60.0 * next(minutes))
+    assert job.cancelled

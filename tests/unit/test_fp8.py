@@ -1,0 +1,280 @@
+"""Emulated FP8: its arithmetic, its gradients, and that it is never silently off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specrl.config import PolicyConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.precision.blocks import (
+    ALONG_ROWS,
+    ALONG_TOKENS,
+    E4M3_MAX,
+    SQUARE,
+    block_amax,
+    dequantise,
+    fake_quantise,
+    quantise,
+)
+from specrl.precision.fp8 import LinearPrecision, NotQuantisedError, layer_names
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.policy import Policy
+
+BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
+E4M3_EPSILON = 2.0**-4
+"""Largest relative rounding error of a normal e4m3 value."""
+
+
+def spread(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values over many orders of magnitude, so that subnormals occur."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = torch.exp(4 * torch.randn(rows, columns, generator=generator))
+    return (torch.randn(rows, columns, generator=generator) * magnitudes).to(dtype)
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 700),
+    st.sampled_from(BLOCKS),
+    st.booleans(),
+    st.sampled_from(["bfloat16", "float32"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_fast_rounding_equals_the_real_cast(
+    rows: int, columns: int, block: tuple[int, int], power_of_two: bool, dtype: str
+) -> None:
+    values = spread(rows, columns, rows * 1000 + columns, getattr(torch, dtype))
+    quantised, scales = quantise(values, block, power_of_two=power_of_two)
+    assert quantised.dtype == torch.float8_e4m3fn
+    assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
+    expected = dequantise(quantised, scales, block, values.dtype)
+    assert torch.equal(fake_quantise(values, block, power_of_two=power_of_two), expected)
+
+
+def test_every_e4m3_value_and_every_tie_rounds_as_the_cast_does() -> None:
+    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    grid = grid[grid.isfinite()].sort().values
+    ties = (grid[1:] + grid[:-1]) / 2
+    values = torch.cat((grid, ties, ties * 1.0001, ties * 0.9999)).clamp(-E4M3_MAX, E4M3_MAX)
+    blocks = torch.cat((values[:, None], torch.full((len(values), 1), E4M3_MAX)), 1)  # so that the scale is 1
+    assert torch.equal(fake_quantise(blocks, ALONG_ROWS)[:, 0], values.to(torch.float8_e4m3fn).float())
+
+
+def test_an_outlier_costs_only_its_own_block() -> None:
+    values = torch.randn(256, 576, generator=torch.Generator().manual_seed(1))
+    clean = fake_quantise(values, SQUARE)
+    values[3, 5] = 1e6
+    dirty = fake_quantise(values, SQUARE)
+    assert torch.equal(clean[:, 128:], dirty[:, 128:])
+    assert torch.equal(clean[128:], dirty[128:])
+    assert not torch.equal(clean[:128, :128], dirty[:128, :128])
+
+
+def test_normal_values_keep_their_relative_error() -> None:
+    values = torch.randn(200, 576, generator=torch.Generator().manual_seed(2))
+    normal = values.abs() > block_amax(values, ALONG_ROWS).max() * 2.0**-6 / E4M3_MAX
+    error = (fake_quantise(values, ALONG_ROWS) - values).abs() / values.abs()
+    assert float(error[normal].max()) <= E4M3_EPSILON * (1 + 1e-5)
+
+
+def test_power_of_two_scales_are_powers_of_two_that_do_not_overflow() -> None:
+    values = spread(130, 300, seed=3)
+    _, scales = quantise(values, ALONG_ROWS, power_of_two=True)
+    assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
+    ratio = block_amax(values, ALONG_ROWS) / scales
+    assert float(ratio.max()) <= E4M3_MAX < 2.01 * float(ratio.min())
+
+
+def test_zeros_stay_zero_and_nan_is_not_hidden() -> None:
+    values = torch.zeros(3, 200)
+    assert torch.equal(fake_quantise(values, ALONG_ROWS), values)
+    values[1, 150] = float("nan")
+    assert fake_quantise(values, ALONG_ROWS)[1, 150].isnan()
+
+
+# In a policy
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that 128 does not divide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=192,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def make_policy(
+    model_dir: Path, ranks: Ranks, fp8: LinearPrecision | None, *, dtype: str = "bfloat16", trainable: bool = True
+) -> Policy:
+    config = PolicyConfig(lr=1e-3)
+    return Policy(model_dir, config, dtype=dtype, ranks=ranks, seed=1, fp8=fp8, trainable=trainable)
+
+
+def make_batches() -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(4)
+    sequences = [
+        Sequence(torch.randint(0, 64, (length,), generator=generator).tolist(), 3, index)
+        for index, length in enumerate((20, 31, 26, 17))
+    ]
+    return pack(sequences, tokens_per_micro_batch=64)
+
+
+def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs[batch.mask].sum() / 80, {}
+
+
+def test_an_fp8_policy_quantises_every_linear_layer(model_dir: Path, ranks: Ranks) -> None:
+    precision = LinearPrecision()
+    assert precision.mode == "off"
+    policy = make_policy(model_dir, ranks, precision)
+    assert precision.mode == "emulated"
+    assert set(precision.linears) == set(layer_names(3))
+    batches = make_batches()
+    quantised = policy.logprobs(batches)
+    precision.assert_quantised()
+    plain = make_policy(model_dir, ranks, None).logprobs(batches)
+    difference = torch.cat([(a - b).abs().flatten() for a, b in zip(quantised, plain, strict=True)])
+    assert 0.0 < float(difference.mean()) < 0.5
+
+
+def test_the_output_is_that_of_layers_computed_by_hand(model_dir: Path, ranks: Ranks) -> None:
+    precision = LinearPrecision()
+    policy = make_policy(model_dir, ranks, precision, trainable=False)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, linear in precision.linears.items():
+        linear.module.register_forward_hook(
+            lambda module, args, output, name=name: seen.update(
+                {name: (args[0].flatten(0, 1).clone(), output[0].flatten(0, 1).clone())}
+            )
+        )
+    policy.logprobs(make_batches())
+    assert set(seen) == set(layer_names(3))
+    for name, (x, y) in seen.items():
+        weight = precision.linears[name].module.weight
+        values, scales = quantise(weight, SQUARE)
+        inputs, input_scales = quantise(x, ALONG_ROWS)
+        expected = (
+            dequantise(inputs, input_scales, ALONG_ROWS, x.dtype) @ dequantise(values, scales, SQUARE, x.dtype).t()
+        )
+        torch.testing.assert_close(y, expected)
+
+
+def test_layers_kept_in_bf16_compute_as_before(model_dir: Path, ranks: Ranks) -> None:
+    batches = make_batches()
+    plain = make_policy(model_dir, ranks, None, trainable=False).logprobs(batches)
+    precision = LinearPrecision(layer_names(3))
+    kept = make_policy(model_dir, ranks, precision, trainable=False).logprobs(batches)
+    assert precision.mode == "off"
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+def test_weights_are_quantised_once_per_update_and_never_stale(model_dir: Path, ranks: Ranks) -> None:
+    precision = LinearPrecision(["layers.1.linear_fc1"])
+    policy = make_policy(model_dir, ranks, precision)
+    batches = make_batches()
+    assert len(batches) > 1
+    for update in range(3):
+        policy.train_step(batches, mean_loss)
+        counts = {linear.num_weight_quantisations for linear in precision.linears.values()}
+        assert counts == {update + 1}
+    policy.logprobs(batches)
+    precision.assert_quantised(trained=True)
+    for linear in precision.linears.values():
+        assert linear.num_weight_quantisations == 4
+        assert torch.equal(linear.quantised_weight(), fake_quantise(linear.module.weight.detach(), SQUARE))
+
+
+def test_fp8_training_learns_as_bf16_does(model_dir: Path, ranks: Ranks) -> None:
+    losses = {}
+    for name, precision in (("bf16", None), ("fp8", LinearPrecision())):
+        policy = make_policy(model_dir, ranks, precision)
+        losses[name] = [policy.train_step(make_batches(), mean_loss)[0]["loss"] for _ in range(12)]
+    assert losses["fp8"][-1] < 0.7 * losses["fp8"][0]
+    assert losses["fp8"][:2] == pytest.approx(losses["bf16"][:2], rel=0.05)
+    assert losses["fp8"] != losses["bf16"]
+
+
+def test_gradients_are_those_of_quantised_operands(model_dir: Path, ranks: Ranks) -> None:
+    precision = LinearPrecision()
+    make_policy(model_dir, ranks, precision, dtype="float32")
+    linear = precision.linears["layers.0.linear_fc2"]
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(37, 5, 160, generator=generator, requires_grad=True)
+    grad = 1e-7 * torch.randn(37, 5, 192, generator=generator)
+    weight = linear.module.weight.detach().clone().requires_grad_()
+    linear(x, weight).backward(grad)
+    flat, flat_grad = x.detach().flatten(0, 1), grad.flatten(0, 1)
+    assert x.grad is not None and weight.grad is not None
+    by_rows = fake_quantise(flat_grad, ALONG_ROWS) @ fake_quantise(weight.detach(), SQUARE)
+    by_tokens = fake_quantise(flat_grad, ALONG_TOKENS).t() @ fake_quantise(flat, ALONG_TOKENS)
+    torch.testing.assert_close(x.grad.flatten(0, 1), by_rows)
+    torch.testing.assert_close(weight.grad, by_tokens)
+    exact = flat_grad @ weight.detach()
+    error = float((by_rows - exact).norm() / exact.norm())
+    assert 0.005 < error < 0.08
+
+
+def test_a_layer_that_was_not_quantised_is_an_error_with_its_name(model_dir: Path, ranks: Ranks) -> None:
+    with pytest.raises(NotQuantisedError, match="no policy has taken"):
+        LinearPrecision().assert_quantised()
+    precision = LinearPrecision()
+    policy = make_policy(model_dir, ranks, precision, trainable=False)
+    with pytest.raises(NotQuantisedError, match=r"layers\.0\.linear_fc1 has run no forward"):
+        precision.assert_quantised()
+    policy.logprobs(make_batches())
+    precision.assert_quantised()
+    with pytest.raises(NotQuantisedError, match="has run no backward"):
+        precision.assert_quantised(trained=True)
+    linear = precision.linears["layers.2.linear_proj"]
+    del linear.module._forward_impl  # Megatron's own is back
+    with pytest.raises(NotQuantisedError, match=r"layers\.2\.linear_proj computes in the model's own precision"):
+        precision.assert_quantised()
+
+
+def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"does not have: layers\.3\.linear_qkv"):
+        make_policy(model_dir, ranks, LinearPrecision(["layers.3.linear_qkv"]), trainable=False)
+    precision = LinearPrecision()
+    make_policy(model_dir, ranks, precision, trainable=False)
+    layer = precision.linears["layers.0.linear_fc1"].module
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = layer.config
+            self.decoder = torch.nn.Module()
+            block = torch.nn.Module()
+            block.layer_number = 1  # type: ignore[assignment]
+            block.mlp, block.self_attention = torch.nn.Module(), torch.nn.Module()
+            block.mlp.linear_fc1 = block.mlp.linear_fc2 = layer
+            block.self_attention.linear_qkv = block.self_attention.linear_proj = torch.nn.Linear(4, 4)
+            self.decoder.layers = [block]  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"cannot be emulated in layers\.0\.linear_qkv, a Linear"):
+        LinearPrecision().attach(Model())

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrl.config import Config, ConfigError, GeneratorConfig, parse_config
+from specrl.data.generators import make_generator
+from specrl.data.prompts import PromptSource
+from specrl.data.tiny import character_tokenizer
+from specrl.data.worked_sums import WorkedSums, worked_sum
+
+TOKENIZER = character_tokenizer(2048)
+CHAIN_SUM = {"name": "chain_sum", "parameters": {"max_terms": 3, "max_digits": 2}}
+
+
+def make_config(data: dict[str, Any] | None = None, **sections: Any) -> Config:
+    model = {"source": "tiny", "max_length": 512}
+    return parse_config({"name": "test", "model": model, "data": data or {}, **sections})
+
+
+def source(data: dict[str, Any] | None = None, **sections: Any) -> PromptSource:
+    return PromptSource(make_config(data, **sections), TOKENIZER)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbered_rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"question {number}", "answer": number} for number in range(count)]
+
+
+@pytest.mark.parametrize("data", [None, {"generators": [{"name": "worked_sums"}, CHAIN_SUM]}], ids=["sums", "mixture"])
+def test_a_batch_depends_on_seed_and_step_alone(data: dict[str, Any] | None) -> None:
+    first, other = source(data), source(data)
+    other.held_out(5)
+    other.batch(7)
+    assert first.batch(3) == other.batch(3)
+    assert first.batch(3) != first.batch(4)
+    assert first.batch(3) != source(data, seed=1).batch(3)
+
+
+def test_prompts_end_in_the_question_and_carry_their_tokens_and_answer() -> None:
+    for prompt in source().batch(0):
+        assert TOKENIZER.decode(prompt.tokens) == prompt.text
+        assert sum(prompt.metadata["entry"]["terms"]) == int(prompt.answer)
+
+
+def test_prompt_ids_are_63_bit_and_unique_within_a_batch_even_for_repeated_problems() -> None:
+    few = {"generators": [{"name": "worked_sums", "parameters": {"terms": [2], "high": 3, "large_share": 0}}]}
+    batch = source(few, train={"prompts_per_step": 32}).batch(0)
+    assert len({prompt.text for prompt in batch}) <= 9
+    assert len({prompt.id for prompt in batch}) == 32
+    assert all(0 <= prompt.id < 2**63 for prompt in batch)
+
+
+def test_held_out_problems_never_appear_in_another_stream() -> None:
+    small = {
+        "generators": [{"name": "worked_sums", "parameters": {"terms": [2], "high": 9, "large_share": 0}}],
+        "validation_fraction": 0.3,
+    }
+    prompts = source(small)
+    held_out = {prompt.text for prompt in prompts.held_out(15)}
+    seen = [prompt.text for step in range(20) for prompt in prompts.batch(step)]
+    seen += [prompt.text for prompt in prompts.pretraining(100)]
+    seen += [prompt.text for prompt, _ in prompts.demonstrations(100)]
+    assert len(held_out) == 15
+    assert held_out.isdisjoint(seen)
+
+
+def test_fewer_held_out_prompts_are_a_prefix_of_more() -> None:
+    assert source().held_out(20)[:5] == source().held_out(5)
+
+
+def test_streams_draw_different_prompts() -> None:
+    prompts = source()
+    pretraining = {prompt.text for prompt in prompts.pretraining(16)}
+    assert pretraining != {prompt.text for prompt in prompts.batch(0)}
+    assert pretraining != {prompt.text for prompt, _ in prompts.demonstrations(16)}
+
+
+def test_asking_for_more_held_out_problems_than_there_are_is_one_clear_line() -> None:
+    few = {"generators": [{"name": "worked_sums", "parameters": {"terms": [2], "high": 3, "large_share": 0}}]}
+    with pytest.raises(ConfigError, match=r"distinct held-out problems of the 50 asked for"):
+        source(few).held_out(50)
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=12))
+def test_worked_steps_lead_to_the_sum_and_earn_full_reward(terms: list[int]) -> None:
+    problem = worked_sum(terms)
+    steps = problem.demonstration.split(". ")[0].split(", ")
+    for step in steps:
+        left, right = step.split(" = ")
+        assert sum(map(int, left.split(" + "))) == int(right)
+    assert WorkedSums().score(problem.demonstration, problem.answer, problem.entry) == 1.0
+
+
+def test_response_lengths_of_worked_sums_have_a_long_tail() -> None:
+    lengths = sorted(len(problem.demonstration) for problem in islice(WorkedSums().problems(0), 2000))
+    assert lengths[1800] > 2.5 * lengths[1000]
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "list_functions", "acre", "word_ladder", "gcd", "letter_counting"])
+def test_reasoning_gym_generators_are_a_function_of_the_seed_and_score_their_own_answer(name: str) -> None:
+    generator = make_generator(GeneratorConfig(name=name))
+    problems = list(islice(generator.problems(5), 3))
+    assert problems == list(islice(generator.problems(5), 3))
+    assert problems != list(islice(generator.problems(6), 3))
+    for problem in problems:
+        assert generator.score(problem.demonstration, problem.answer, problem.entry) == 1.0
+
+
+def test_a_mixture_follows_its_weights() -> None:
+    data = {"generators": [{"name": "worked_sums", "weight": 3.0}, CHAIN_SUM]}
+    prompts = source(data, train={"prompts_per_step": 400}).batch(0)
+    share = sum(prompt.metadata["generator"] == 0 for prompt in prompts) / 400
+    assert 0.65 < share < 0.85
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ({"name": "chain_sun"}, "unknown generator 'chain_sun'; did you mean chain_sum"),
+        (
+            {"name": "chain_sum", "parameters": {"terms": 3}},
+            "unknown parameter 'terms'; parameters: min_terms, max_terms",
+        ),
+        ({"name": "chain_sum", "parameters": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"name": "worked_sums", "parameters": {"max": 3}}, "worked_sums: max: .*parameters: terms, low, high"),
+        ({"name": "worked_sums", "parameters": {"low": 30}}, "low must not exceed high"),
+    ],
+)
+def test_a_wrong_generator_is_one_line_that_names_what_is_allowed(generator: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        source({"generators": [generator]})
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_longer_than_the_context_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"prompt 'Q: .* has \d+ tokens, but .* leaves room for 4"):
+        source(sampling={"max_response_tokens": 508}).batch(0)
+
+
+@pytest.mark.parametrize("template", ["no field", "{prompt} {other}", "{prompt", "{}"])
+def test_a_template_without_the_prompt_alone_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.template"):
+        source({"template": template})
+
+
+def test_the_chat_template_of_the_tokenizer_is_applied() -> None:
+    tokenizer = character_tokenizer(2048)
+    config = make_config({"template": "chat"})
+    with pytest.raises(ConfigError, match="no chat template"):
+        PromptSource(config, tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    prompt = PromptSource(config, tokenizer).batch(0)[0]
+    assert prompt.text == f"[{prompt.metadata['question']}]>"
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
+    rows = numbered_rows(40)
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = {"source": "file", "reward": "exact_match"}
+    one = source({**data, "path": str(jsonl)}, train={"prompts_per_step": 8})
+    two = source({**data, "path": str(tmp_path / "rows.parquet")}, train={"prompts_per_step": 8})
+    assert one.batch(2) == two.batch(2)
+    assert one.fingerprint != two.fingerprint
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.integers(2, 30), per_step=st.integers(1, 12))
+def test_a_file_is_gone_through_once_per_epoch(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, per_step: int
+) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", numbered_rows(rows))
+    prompts = source({"source": "file", "path": str(path)}, train={"prompts_per_step": per_step})
+    size = rows - max(1, round(rows * 0.1))
+    drawn = [prompt.text for step in range(-(-2 * size // per_step)) for prompt in prompts.batch(step)]
+    assert len(set(drawn[:size])) == size
+    assert set(drawn[size : 2 * size]) == set(drawn[:size])
+    assert set(drawn).isdisjoint(prompt.text for prompt in prompts.held_out(rows - size))
+
+
+def test_a_held_out_row_that_is_also_a_training_row_is_not_trained_on(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", numbered_rows(10))
+    held_out = write_jsonl(tmp_path / "held.jsonl", numbered_rows(3))
+    data = {"source": "file", "path": str(path), "validation_path": str(held_out)}
+    prompts = source(data, train={"prompts_per_step": 7})
+    assert {prompt.text for prompt in prompts.batch(0)} == {f"question {number}" for number in range(3, 10)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n', "no column 'answer' .data.answer_column.; it has prompt"),
+        ('{"prompt": "a", "answer": 1}\nnot json\n', "line 2 is not JSON"),
+        ("[1]\n", "line 1 must be a JSON object"),
+        ("", "is empty"),
+        ('{"prompt": "", "answer": 1}\n', "row 1: prompt must be text"),
+        ('{"prompt": "a", "answer": 1}\n', "no row left to train on"),
+    ],
+)
+def test_an_unusable_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        source({"source": "file", "path": str(path)})
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_fingerprint_follows_contents_and_parameters(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", numbered_rows(10))
+    data = {"source": "file", "path": str(path)}
+    before = source(data).fingerprint
+    assert source(data).fingerprint == before
+    write_jsonl(path, numbered_rows(11))
+    assert source(data).fingerprint != before
+    wider = {"generators": [{"name": "worked_sums", "parameters": {"high": 30}}]}
+    assert source().fingerprint != source(wider).fingerprint

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrl.config import ConfigError, DataConfig, GeneratorConfig
+from specrl.data.answers import stated_answer
+from specrl.data.generators import make_generator
+from specrl.data.prompts import Prompt
+from specrl.data.rewards import make_reward
+
+
+def prompt(answer: str, entry: dict[str, Any] | None = None) -> Prompt:
+    return Prompt(0, "Q", [1], answer, {"question": "Q", "generator": 0, "entry": entry or {}})
+
+
+def file_reward(name: str) -> DataConfig:
+    return DataConfig(source="file", path=Path("rows.jsonl"), reward=name)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (" 3 + 5 = 8. Answer: 8", 1.0),
+        (" 3 + 5 = 8. Answer: 08", 1.0),
+        (" 3 + 5 = 8. Answer: 9", 0.0),
+        (" 3 + 5 = 8. Answer: 80", 0.0),
+        (" 8", 0.0),
+        (" Answer: 8\nQ: 1 + 1\nA: 1 + 1 = 2. Answer: 2", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_worked_sums_reward_the_last_stated_sum(response: str, expected: float) -> None:
+    assert make_reward(DataConfig())(prompt("8"), response) == expected
+
+
+def test_a_sum_of_zero_can_be_stated() -> None:
+    assert make_reward(DataConfig())(prompt("0"), " 0 + 0 = 0. Answer: 0") == 1.0
+
+
+def test_the_task_reward_is_the_generators_own_scorer() -> None:
+    config = DataConfig(generators=(GeneratorConfig(name="chain_sum"),))
+    problem = next(iter(make_generator(config.generators[0]).problems(1)))
+    reward = make_reward(config)
+    item = prompt(problem.answer, problem.entry)
+    assert reward(item, f"I add them up. Answer: {problem.answer}.0") == 1.0
+    assert reward(item, f"<answer>{problem.answer}</answer>") == 1.0
+    assert reward(item, "Answer: 123456789") < 0.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "expected"),
+    [
+        ("Paris", "It is in France. Answer: paris.", 1.0),
+        ("1234", "the answer is: 1,234", 1.0),
+        ("a  b", "<answer>A b</answer>", 1.0),
+        ("Paris", "Lyon", 0.0),
+        ("12", "Answer: 1,2", 0.0),
+    ],
+)
+def test_exact_match_forgives_case_spacing_and_separators(answer: str, response: str, expected: float) -> None:
+    assert make_reward(file_reward("exact_match"))(prompt(answer), response) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "expected"),
+    [
+        ("1/2", "Answer: 0.5", 1.0),
+        ("\\frac{1}{2}", "so we get $\\boxed{\\frac{2}{4}}$", 1.0),
+        ("3", "Answer: 4", 0.0),
+        ("3", "", 0.0),
+    ],
+)
+def test_math_verify_compares_values_not_strings(answer: str, response: str, expected: float) -> None:
+    assert make_reward(file_reward("math_verify"))(prompt(answer), response) == expected
+
+
+def test_math_verify_also_works_outside_the_main_thread() -> None:
+    rewards: list[float] = []
+    reward = make_reward(file_reward("math_verify"))
+    thread = threading.Thread(target=lambda: rewards.append(reward(prompt("1/2"), "Answer: 0.5")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
+    name = f"own_reward_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_an_imported_reward_gets_prompt_response_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "def score(prompt, response, answer):\n    return len(prompt) + len(response) / 10 + len(answer) / 100\n"
+    name = write_module(tmp_path, monkeypatch, body)
+    assert make_reward(file_reward(f"{name}:score"))(prompt("abc"), "xy") == pytest.approx(1.23)
+
+
+def test_an_imported_reward_that_fails_or_is_not_finite_counts_as_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = "def score(prompt, response, answer):\n    return float(response)\n"
+    reward = make_reward(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
+    assert [reward(prompt("1"), text) for text in ("0.5", "weird", "nan", "inf", "other")] == [0.5, 0, 0, 0, 0]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("exact", "must be task, math_verify, exact_match or package.module:function"),
+        ("no.such.module:score", "cannot be imported"),
+        ("math:no_such_function", "cannot be imported"),
+        ("math:pi", r"does not take \(prompt, response, answer\)"),
+        ("math:sqrt", r"does not take \(prompt, response, answer\)"),
+    ],
+)
+def test_a_wrong_import_path_is_refused_before_anything_runs(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_reward(file_reward(path))
+
+
+def test_the_task_reward_needs_a_generator() -> None:
+    with pytest.raises(ConfigError, match="generator's own scorer"):
+        make_reward(file_reward("task"))
+
+
+@given(st.text(max_size=60).filter(lambda text: "answer" not in text.casefold()))
+def test_a_response_without_a_label_is_its_own_answer(text: str) -> None:
+    assert stated_answer(text) == text.strip()
+
+
+REWARDS = [
+    make_reward(DataConfig()),
+    make_reward(DataConfig(generators=(GeneratorConfig(name="fraction_simplification"),))),
+    make_reward(file_reward("exact_match")),
+    make_reward(file_reward("math_verify")),
+]
+PIECES = st.sampled_from(
+    ["Answer: ", "\\frac{", "}", "1/0", "$", "9" * 400, "<answer>", "</answer>", "nan", "\ud800", "**"]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(PIECES | st.text(max_size=5), max_size=8).map("".join), st.sampled_from(range(len(REWARDS))))
+def test_no_response_makes_a_reward_raise(response: str, which: int) -> None:
+    entry = {"answer": "$\\frac{1}{3}$", "metadata": {"simplified_numerator": 1, "simplified_denominator": 3}}
+    assert 0.0 <= REWARDS[which](prompt("3", entry), response) <= 1.0
