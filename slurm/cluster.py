@@ -34,14 +34,14 @@ class SlurmStageJob:
     def state(self) -> State:
         """squeue knows what lives and what ended a moment ago, and is there on every cluster; sacct knows the rest."""
         try:
-            word = _ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T").strip()
+            answer = _ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T %r").strip()
         except SilentSchedulerError as error:
             if "Invalid job id" not in str(error):
                 raise
-            word = ""
-        word = word or self._accounting_state()
+            answer = ""
+        word, _, reason = answer.partition(" ") if answer else (self._accounting_state(), "", "")
         if word in PENDING:
-            return State("pending", word)
+            return State("pending", f"{word}, {reason}")
         return State("running" if word in RUNNING else "ended", word)
 
     def cancel(self) -> None:

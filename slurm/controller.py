@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJobEnvironment
+from submitit.local.local import Controller, LocalJobEnvironment
 
 from slurm.records import Record, start_ticks, write_record
 from specrl.artifacts import write_json
@@ -26,12 +26,13 @@ LOCK_SECONDS = 3
 
 
 class LocalController(Controller):
-    """submitit's controller, which starts the ranks; ends all of them when one fails, and notes how they ended."""
+    """submitit's controller, which starts the ranks; ends all of them when one fails, and notes how."""
 
     timed_out = False
     exit_codes: Sequence[int | None] = ()
 
     def wait(self, freq: int = 10) -> Sequence[int | None]:
+        self.timed_out = False
         limit = time.monotonic() + self.timeout_s
         warn_at: float | None = limit - self.signal_delay_s
         give_up_at = limit
@@ -43,7 +44,7 @@ class LocalController(Controller):
             if now > give_up_at:
                 self.timed_out = now > limit
                 return codes
-            if any(code not in (None, 0, LOCAL_REQUEUE_RETURN_CODE) for code in codes):
+            if any(codes):  # one failed, or left to be started anew
                 give_up_at = min(give_up_at, now + FAILURE_GRACE_SECONDS)
             if warn_at is not None and now > warn_at:
                 warn_at = None

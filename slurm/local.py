@@ -113,7 +113,10 @@ def submit(
         setup=setup,
         max_timeouts=max_timeouts,
     )
-    executor.update_parameters(**parameters)
+    try:
+        executor.update_parameters(**parameters)
+    except ValueError as error:  # fewer GPUs are visible than asked for
+        raise JobError(str(error)) from error
     with submitit.helpers.clean_env():
         executor.submit(callable_)
     assert executor.process is not None

@@ -60,8 +60,6 @@ def slurm_parameters(
         "setup": [*cluster.setup, *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())],
         # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
         "srun_args": [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"],
-        # Should two flows submit the same stage in the same instant, the second job waits and finds the stage done.
-        "dependency": "singleton",
         "additional_parameters": {"requeue": True},
         **{key: value for key, value in optional.items() if value is not None},
     }

@@ -29,9 +29,7 @@ OVERTIME_MINUTES = 10
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
-def wait(
-    job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic
-) -> None:
+def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> None:
     """Return when the stage's result is there and its job has ended.
 
     Raises:

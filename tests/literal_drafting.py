@@ -36,7 +36,7 @@ class LiteralDrafter:
         return w["lm_head.weight"] @ self._norm(hidden, "norm"), hidden
 
     def draft(self, tokens: list[int], features: Tensor, start: int, k: int, draft_tokens: Tensor) -> list[int]:
-        """k greedy drafts after `tokens[: start + 2]`, of whose tokens up to `start` the policy's features are known."""
+        """k greedy drafts after `tokens[: start + 2]`; the policy's features are known up to token `start`."""
         _, logits, hidden = self.prefill(tokens, features, start)
         drafts = [int(draft_tokens[logits.argmax()])]
         for step in range(1, k):

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
-from specrl.config import STAGES
+from specrl.config import STAGES, Config
 from specrl.report.tables import print_line, print_table
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
@@ -48,12 +48,13 @@ def show(
 
 def ui(runs_dir: RunsDir = Path("runs"), port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
     """Open MLflow's pages on this machine's loopback interface, until Ctrl-C."""
-    from specrl.tracking import default_uri
+    from specrl.mlflow_store import tracking_uri
 
+    store = tracking_uri(Config(name="ui", runs_dir=runs_dir))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
     command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
     print(f"MLflow at http://127.0.0.1:{port}, until Ctrl-C", flush=True)
-    code = subprocess.run([*command, "--backend-store-uri", default_uri(runs_dir)], env=environment, check=False)
+    code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
     raise typer.Exit(code.returncode)
 
 

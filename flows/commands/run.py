@@ -67,7 +67,8 @@ def execute(config: Config) -> None:
     console = Console(soft_wrap=True)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
         write_config(config)
-        from specrl.tracking import finish_parent_run, start_parent_run  # MLflow takes seconds to import: the server starts meanwhile
+        # MLflow takes seconds to import and to make its database; Prefect's server starts meanwhile.
+        from specrl.tracking import finish_parent_run, start_parent_run
 
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
         run_id = start_parent_run(config)
@@ -77,7 +78,7 @@ def execute(config: Config) -> None:
         except KeyboardInterrupt:
             finish_parent_run(config, run_id, "KILLED")
             raise
-        except Exception:  # a signal that ends the flow is no exception of this kind: its jobs go on, and so does the run
+        except Exception:  # not one: a signal that ends the flow; its jobs go on, and so does the run
             finish_parent_run(config, run_id, "FAILED")
             raise
         finish_parent_run(config, run_id, "FINISHED")

@@ -112,6 +112,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+EnforcePartLimits=ALL
 SlurmdTimeout=15
 KillWait=5
 MinJobAge=300

@@ -6,8 +6,10 @@ import importlib
 import inspect
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError, DataConfig
@@ -83,6 +85,8 @@ def import_reward(path: str) -> Callable[[str, str, str], Any]:
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f"data.reward = {path!r}: must be task, math_verify, exact_match or package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script does not look there, and users keep their rewards there
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:

@@ -9,7 +9,7 @@ from specrl.training.batches import MicroBatch, Sequence, pack
 
 KL_POSITIONS = 640
 """Response tokens, of all ranks, on which the output's divergence is measured, for the choice and held out."""
-PROBE_POSITIONS, PROBE_SEQUENCES = 96, 4
+PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 """Response tokens and responses passed once per linear layer; the beginnings of responses."""
 
 

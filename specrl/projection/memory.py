@@ -114,15 +114,16 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """Activations of one micro-batch of `longest_micro_batch` tokens.
 
     Saved per token and layer: 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and, divided
-    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (3 with the QK norm of Qwen3)
-    and 4 F for the SwiGLU; attention is fused and saves no scores. Recompute saves H per layer and one whole layer.
-    Pipeline stages hold as many micro-batches as there are stages, so the pipeline size cancels; without a backward
-    pass one layer is alive.
+    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with the QK norm of Qwen3),
+    3 F for the SwiGLU, and on a CPU, which has no fused backward pass of attention, heads x longest sequence for the
+    softmax. Recompute saves H per layer and one whole layer. Pipeline stages hold as many micro-batches as there are
+    stages, so the pipeline size cancels; without a backward pass one layer is alive.
     """
     shape, config = rank.shape, rank.config
-    heads_wide = (3 if shape.family == "qwen3" else 2) * (shape.query_size + shape.kv_size)
-    split = (heads_wide + 4 * shape.intermediate_size) / config.policy.tensor_parallel
-    layer = (4 * shape.hidden_size + split) * rank.dtype_bytes
+    split = (4 if shape.family == "qwen3" else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
+    if not rank.gpu:
+        split += shape.num_heads * config.model.max_length
+    layer = (4 * shape.hidden_size + split / config.policy.tensor_parallel) * rank.dtype_bytes
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")

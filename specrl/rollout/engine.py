@@ -177,6 +177,15 @@ class Engine:
             vllm_patch.set_draft_length(self._llm, k)
         self.k = k
 
+    @property
+    def speculates(self) -> bool:
+        """Whether it was started with a draft source."""
+        return self.max_k > 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prompts, so that the next generation prefills each anew."""
+        self._llm.reset_prefix_cache()
+
     def refit(self, policy_weights: Weights, drafter_weights: Weights | None, version: int) -> float:
         """Load new weights in place, by their on-disk names, and drop cached prefixes; returns seconds.
 
@@ -191,7 +200,7 @@ class Engine:
         refit_policy(self._llm.vllm_config, self._runner.model, policy_weights, self._policy_names, tied)
         if drafter_weights is not None and self._drafter is not None:
             refit_drafter(self._llm.vllm_config, self._drafter, drafter_weights, self._drafter_names)
-        self._llm.reset_prefix_cache()
+        self.reset_prefix_cache()
         self.version = version
         return time.perf_counter() - started
 
@@ -259,7 +268,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Free the engine; the process group stays."""
-        self._llm.engine_core.shutdown()
+        vllm_patch.stop(self._llm)
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams

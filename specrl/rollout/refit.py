@@ -41,6 +41,18 @@ def weight_names(directory: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a directory's safetensors files, and the head of a tied model, as a refit wants them."""
+    names = weight_names(directory)
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                tensor = file.get_tensor(name)
+                yield name, tensor
+                if name == EMBEDDINGS and HEAD not in names:
+                    yield HEAD, tensor
+
+
 def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: frozenset[str], tied: bool) -> None:
     """Load the policy. With tied embeddings an explicit head is compared with them and not loaded.
 

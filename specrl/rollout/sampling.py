@@ -48,7 +48,6 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     each other. Key: low and high word of the seed; counter: (position, 0, 0, 0); the first two words of the result
     make 64 bits, low word first, of which the upper 53 are the uniform, as NumPy makes doubles.
     """
-    seeds, positions = torch.broadcast_tensors(seeds, positions)
     zero = torch.zeros_like(positions)
     low, high, _, _ = philox((positions & LOW_32, zero, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
@@ -145,7 +144,7 @@ def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [rows] where `cumulative` [rows, n] is above `target` [rows], and the target less the value before it.
+    """First index [rows] where `cumulative` [rows, n] exceeds `target` [rows], and the target less the value before it.
 
     Rounding may put the target at or above the last value; it is held just below, so that the index exists and is that
     of a positive step.

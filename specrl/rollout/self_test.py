@@ -1,9 +1,9 @@
 """Start-up test of whatever samples inside the engine: crafted logits and drafts in, against a reference of its own.
 
 vLLM 0.32.0's own CPU sampler verifies drafts with uninitialised memory, and nothing tells. So an engine does not start
-before every token its installed sampler gives has been compared: plain rows, accepted and rejected drafts, greedy, top-k,
-top-p and temperatures mixed in one batch. The reference shares no code with `sampling`: Python integers, FP64, whole
-sorts and cumulative sums.
+before every token its installed sampler gives has been compared: plain rows, accepted and rejected drafts, greedy,
+top-k, top-p and temperatures mixed in one batch. The reference shares no code with `sampling`: Python integers, FP64,
+whole sorts and cumulative sums.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ here names attributes that vLLM does not promise to keep.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from specrl.rollout.acceptance import SpeculationStats, accepted_prefix
 from specrl.rollout.sampling import pick, uniforms
 
 VLLM_VERSION = "0.32.0"
+_live_engines: WeakSet[Any] = WeakSet()
+"""Engines of this process that share vLLM's process groups."""
 
 
 def require_version() -> None:
@@ -34,23 +38,47 @@ def require_version() -> None:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """An in-process `LLMEngine`. vLLM disables `torch.set_num_threads` for the whole process; that is taken back."""
+    """An in-process `LLMEngine`.
+
+    vLLM disables `torch.set_num_threads` for the whole process, and destroys the default process group, which is the
+    trainer's too, when an engine is garbage: both are taken back.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _mend_kernel_registration()
     set_num_threads = torch.set_num_threads
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     finally:
         torch.set_num_threads = set_num_threads
+    llm_engine.engine_core._finalizer.detach()
+    _live_engines.add(llm_engine)
+    return llm_engine
+
+
+def stop(llm_engine: Any) -> None:
+    """Free the engine, and with the last one vLLM's groups; the default process group stays."""
+    from vllm.distributed import parallel_state
+
+    core = llm_engine.engine_core.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    _live_engines.discard(llm_engine)
+    if not _live_engines:
+        parallel_state.destroy_model_parallel()
+    if not _live_engines and parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    gc.unfreeze()  # vLLM froze what it had allocated at its start
+    gc.collect()
 
 
 def _mend_kernel_registration() -> None:
     """Let engines start after llvmlite was imported (numba does, as vLLM itself), and more than one in a process.
 
-    On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which fails
-    at llvmlite's library handle: its `__dict__` is a foreign function. Once registered, kernels need not be again.
+    On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which
+    fails at llvmlite's library handle: its `__dict__` is a foreign function. Once registered is enough.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
@@ -108,7 +136,7 @@ def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[s
 
 
 def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What a linear layer or head of the engine computes through its packed weight, without bias: [n, in] -> [n, out]."""
+    """What a linear layer or head of the engine computes with its packed weight, no bias: [n, in] -> [n, out]."""
     method: Any = layer.quant_method
     with torch.inference_mode():
         output: Tensor = method.apply(layer, inputs, None)

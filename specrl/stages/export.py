@@ -75,6 +75,7 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
         Origin(derive_seed(config.seed, "validate"), step=0),
         lambda done, total: progress.update(done, total, unit="response", phase="trying out the exported drafter"),
     )
+    engine.shutdown()
     return generation.stats.acceptance_length
 
 

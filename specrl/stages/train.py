@@ -11,7 +11,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import Trainer, run_loop
-from specrl.precision.fp8 import load_precision
+from specrl.precision.fp8 import LinearPrecision
 from specrl.progress import Progress
 from specrl.rollout.engine import Engine
 from specrl.rollout.probe import RefitProbe, probe_sequences
@@ -31,6 +31,7 @@ def main(context: StageContext) -> None:
         first_step = restore(trainer)
         run_loop(trainer, first_step, progress)
         finish(context, trainer, time.monotonic() - started)
+        trainer.engine.shutdown()
     leave()
 
 
@@ -61,14 +62,14 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
 
 def build_policy(context: StageContext, prepared: PrepareResult, ranks: Ranks) -> Policy:
     config = context.config
-    scales = context.input("calibrate", CalibrateResult).scales_path
+    calibrated = context.input("calibrate", CalibrateResult)
     return Policy(
         prepared.policy_dir,
         config.policy,
         dtype=config.model.dtype,
         ranks=ranks,
         seed=config.seed,
-        fp8=load_precision(scales) if config.precision.training == "fp8" else None,
+        fp8=LinearPrecision(calibrated.bf16_layers) if config.precision.training == "fp8" else None,
         keep_reference=config.train.kl_coef > 0,
     )
 

@@ -47,6 +47,7 @@ def main(context: StageContext) -> None:
             )
             log(tracker, result)
             write_result(context.stage_dir, result)
+        engine.shutdown()
     leave()
 
 

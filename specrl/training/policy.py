@@ -106,19 +106,19 @@ class Policy:
         cuda = ranks.device.type == "cuda"
         megatron = transformer_config(self.hf_config, self.dtype, cuda=cuda, recompute=config.recompute)
         megatron.finalize_model_grads_func = _sum_gradients
-        self._model = build_model(self.hf_config, megatron, cuda=cuda)
+        self.model = build_model(self.hf_config, megatron, cuda=cuda)
         self._weights = weights.weight_map(
             self.hf_config,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
             fused_norms=cuda,
         )
-        weights.load(self._model, self._weights, model_dir)
-        self._reference = [p.detach().clone() for p in self._model.parameters()] if keep_reference else None
+        weights.load(self.model, self._weights, model_dir)
+        self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
         if fp8 is not None:
-            fp8.attach(self._model)
-        self._chain: Any = self._model.to(ranks.device)
+            fp8.attach(self.model)
+        self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
         self._optimizer: PolicyOptimizer | None = None
@@ -126,7 +126,7 @@ class Policy:
             self._chain = wrap(self._chain, megatron)
             self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, total_steps=total_steps)
         else:
-            self._model.eval().requires_grad_(False)
+            self.model.eval().requires_grad_(False)
 
     @property
     def dp_rank(self) -> int:
@@ -211,7 +211,7 @@ class Policy:
         `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
         view of the parameters, which the next `train_step` changes.
         """
-        return weights.export(self._model, self._weights)
+        return weights.export(self.model, self._weights)
 
     def save_pretrained(self, directory: Path) -> None:
         """*Write a Hugging Face directory that transformers and vLLM load; rank 0 writes. Tied models stay tied."""
@@ -237,7 +237,7 @@ class Policy:
     @torch.no_grad()
     def _swap_reference(self) -> None:
         assert self._reference is not None
-        for parameter, other in zip(self._model.parameters(), self._reference, strict=True):
+        for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(other)
             other.copy_(current)
@@ -253,7 +253,7 @@ class Policy:
         """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
         device = self.ranks.device
         batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch().to(device)]
-        inputs = LayerInputs(self._model, spec.layers if spec else ())
+        inputs = LayerInputs(self.model, spec.layers if spec else ())
         draft_tokens = spec.draft_tokens.to(device) if spec else None
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:

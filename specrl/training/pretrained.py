@@ -34,7 +34,7 @@ def write_pretrained(
             continue
         nbytes = tensor.numel() * tensor.element_size()
         if files[-1] and size + nbytes > FILE_BYTES:
-            _write(directory / f"part-{len(files)}.safetensors", files[-1])
+            _write(directory / f"part-{len(files)}.safetensors", files[-1], source / "config.json")
             files[-1] = dict.fromkeys(files[-1], torch.empty(0))
             files.append({})
             size = 0
@@ -42,7 +42,7 @@ def write_pretrained(
         size += nbytes
     if not writes:
         return
-    _write(directory / f"part-{len(files)}.safetensors", files[-1])
+    _write(directory / f"part-{len(files)}.safetensors", files[-1], source / "config.json")
     for number, content in enumerate(files, 1):
         final = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (directory / f"part-{number}.safetensors").replace(directory / final)
@@ -52,9 +52,10 @@ def write_pretrained(
     _write_rest(directory, source, dtype)
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, Tensor], like: Path) -> None:
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
+        shutil.copymode(like, temporary)  # safetensors writes files that only their owner may read
 
 
 def _write_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ class WeightMap:
         if parameter.split == "qkv":
             groups = self._groups(merged)
             sizes = [groups.shape[1] - 2 * self.head_dim, self.head_dim, self.head_dim]
-            return [part.flatten(0, 1).contiguous() for part in groups.split(sizes, 1)]
+            return [part.flatten(0, 1).contiguous() for part in torch.split(groups, sizes, 1)]
         if parameter.split == "gate_up":
             return list(merged.chunk(2))
         if parameter.split == "vocabulary":
@@ -198,7 +198,11 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
                 f"{', '.join(parameter.hf)} in {directory}: merged shape {tuple(merged.shape)}, "
                 f"but config.json says {parameter.shape}"
             )
-        own.pop(parameter.name).copy_(shard(parameter, merged, rank, size))
+        target = own.pop(parameter.name)
+        target.copy_(shard(parameter, merged, rank, size))
+        # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the
+        # gradient's norm counts one rank's part only.
+        target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
     assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
 
 

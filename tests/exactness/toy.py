@@ -18,7 +18,7 @@ NUM_LIKELY = 10
 """Tokens a..j; the others, the end token among them, are rare."""
 SHIFT = 3.0
 """Common first channel of all embeddings; through it the head tells likely tokens from rare ones."""
-RARE = -1.0
+RARE = -3.0
 
 
 def toy_config(method: str = "none", k: int = 0, *, max_length: int = 192, dtype: str = "float32") -> Config:

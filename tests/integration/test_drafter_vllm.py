@@ -58,15 +58,13 @@ def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Fea
     return Features(tokens, mask, hidden, logits, outputs.logits.argmax(-1))
 
 
-def test_vllm_drafts_what_the_module_drafts(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     vocabulary = choose_draft_vocabulary([], VOCAB, 100)
     drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), vocabulary, ranks)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB, (48, PROMPT), generator=generator)
-    drafter.update([greedy_features(policy_dir, prompts, drafter.feature_spec)] * 2, lr=3e-3, epochs=12)
+    drafter.update([greedy_features(policy_dir, prompts, drafter.feature_spec)], lr=3e-3, epochs=60)
     drafter.save(tmp_path / "drafter", policy_version=0)
     drafter = Drafter.load(tmp_path / "drafter", policy_dir, drafter.config, ranks)
     features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)

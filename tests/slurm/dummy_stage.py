@@ -1,5 +1,7 @@
-"""A small stage. What it does is set by the environment, which jobs inherit: `DUMMY_PREPARE=3` takes 3 s, `fail` raises
-in the last rank, `exit` ends that rank without a word, `join` joins the ranks.
+"""A small stage. What it does is set by the environment, which jobs inherit.
+
+`DUMMY_PREPARE=3` takes 3 s, and goes on from where it was when it is started again; `fail` raises in the last rank,
+`exit` ends that rank without a word, `join` joins the ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import time
 from pathlib import Path
 
 from specrl.artifacts import Artifact, write_result
-from specrl.progress import Progress
+from specrl.progress import Progress, read_progress
 from specrl.stages.context import StageContext
 
 
@@ -31,7 +33,8 @@ def main(context: StageContext) -> None:
         os._exit(7)
     seconds = float(behaviour) if behaviour.replace(".", "").isdigit() else 0.0
     with Progress(context.stage_dir, enabled=rank == 0) as progress:
-        for tick in range(int(10 * seconds)):
+        said = read_progress(context.stage_dir)
+        for tick in range(int(said.done) if said else 0, int(10 * seconds)):
             progress.update(tick, 10 * seconds, unit="tick")
             time.sleep(0.1)
     if behaviour in ("fail", "exit"):

@@ -101,6 +101,18 @@ def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
     wait(job, context, nothing)
 
 
+def test_a_job_told_of_its_time_limit_starts_anew_and_goes_on(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "3")
+    context, job = submit(make_run("local"))
+    ranks_of(context)
+    time.sleep(0.5)
+    os.kill(int((context.stage_dir / "starts-0").read_text()), signal.SIGUSR2)
+    wait(job, context, nothing)
+    assert len((context.stage_dir / "starts-0").read_text().splitlines()) == 2
+
+
 def test_a_rank_that_dies_ends_the_job_and_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "exit")
     context, job = submit(make_run("local"))

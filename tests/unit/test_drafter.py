@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
@@ -87,7 +86,9 @@ def enlarge(drafter: Drafter) -> None:
     """Weights far from their small initial values, so that attention and norms matter in every comparison."""
     with torch.no_grad():
         for parameter in drafter.model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 0.1) + (parameter.dim() == 1))
+            parameter.copy_(
+                torch.randn_like(parameter) * (0.3 if parameter.dim() == 2 else 0.1) + (parameter.dim() == 1)
+            )
 
 
 def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path) -> None:
@@ -96,7 +97,7 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
     enlarge(drafter)
     lengths = [(3, 9), (7, 4), (1, 6), (5, 2)]
     features = make_features(drafter, lengths)
-    batch, logits = unroll(drafter, features)
+    _, logits = unroll(drafter, features)
     expected: list[list[torch.Tensor]] = [[], [], [], []]
     literal = LiteralDrafter(drafter.model, drafter._embeddings)
     for row, (prompt, response) in enumerate(lengths):
@@ -322,15 +323,24 @@ def test_schedule_warms_up_and_decays() -> None:
     assert rates[-1] == pytest.approx(0.05, abs=0.01)
 
 
-@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config(head_dim=128)], ids=["qwen2", "qwen3"])
-def test_drafter_of_a_qwen_policy_is_llama_shaped(config: PreTrainedConfig) -> None:
-    config.update(
-        {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
-    )
-    shape = Eagle3Shape.from_policy(config, draft_vocab_size=32, intermediate_size=96)
-    names = eagle3.Eagle3(shape).state_dict().keys()
+@pytest.mark.parametrize(
+    "policy_class, config_class", [(Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)]
+)
+def test_drafter_of_a_qwen_policy_is_llama_shaped(policy_class: Any, config_class: Any, tmp_path: Path) -> None:
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8}
+    policy = policy_class(config_class(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    policy.save_pretrained(tmp_path)
+    drafter = make_drafter(tmp_path)
+    names = drafter.model.state_dict().keys()
     assert not [name for name in names if "bias" in name or "q_norm" in name or "k_norm" in name]
-    assert shape.head_dim == (128 if config.model_type == "qwen3" else 16)
-    with pytest.raises(ValueError, match="below the policy's 100"):
-        Eagle3Shape.from_policy(config, draft_vocab_size=100, intermediate_size=None)
-    assert json.dumps(shape.feature_layers) == "[2, 4, 5]"
+    assert drafter.shape.head_dim == (128 if config_class is Qwen3Config else 8)
+    assert torch.equal(drafter.model.lm_head.weight, policy.get_input_embeddings().weight[drafter.draft_tokens])
+    assert drafter.feature_spec.layers == (2, 4, 5)
+    with pytest.raises(ValueError, match="below the policy's 50"):
+        Eagle3Shape.from_policy(policy.config, draft_vocab_size=VOCAB, intermediate_size=None)
+
+
+def test_narrower_mlp_is_allowed_and_starts_random(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir, intermediate_size=16)
+    assert drafter.model.midlayer.mlp.gate_proj.weight.shape == (16, HIDDEN)
+    assert drafter.update([make_features(drafter, [(3, 9)])], lr=1e-3)["loss"] > 0

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,6 +111,7 @@ def test_zeros_stay_zero_and_nan_is_not_hidden() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     yield join()
+    parallel_state.destroy_model_parallel()
     leave()
 
 

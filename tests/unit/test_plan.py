@@ -16,7 +16,7 @@ from rich.console import Console
 from specrl.config import Config, ConfigError, load_config, parse_config
 from specrl.projection.memory import MemoryItem, peak_gib
 from specrl.projection.plan import Plan, plan, render
-from specrl.projection.shapes import KNOWN_SHAPES, TINY_VOCAB_SIZE, model_shape
+from specrl.projection.shapes import KNOWN_SHAPES, model_shape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -176,9 +176,3 @@ def test_planning_imports_neither_torch_nor_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_the_tiny_vocabulary_is_the_tokenizers() -> None:
-    from specrl.data.tiny import VOCAB_SIZE
-
-    assert VOCAB_SIZE == TINY_VOCAB_SIZE

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl.config import Config, ConfigError, GeneratorConfig, parse_config
+from specrl.data.check import check_data
 from specrl.data.generators import make_generator
 from specrl.data.prompts import PromptSource
 from specrl.data.tiny import character_tokenizer
@@ -141,7 +144,7 @@ def test_a_mixture_follows_its_weights() -> None:
 )
 def test_a_wrong_generator_is_one_line_that_names_what_is_allowed(generator: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        source({"generators": [generator]})
+        check_data(make_config({"generators": [generator]}))
     assert "\n" not in str(error.value)
 
 
@@ -230,3 +233,13 @@ def test_the_fingerprint_follows_contents_and_parameters(tmp_path: Path) -> None
     assert source(data).fingerprint != before
     wider = {"generators": [{"name": "worked_sums", "parameters": {"high": 30}}]}
     assert source().fingerprint != source(wider).fingerprint
+
+
+def test_the_data_section_is_checked_without_torch() -> None:
+    code = (
+        "import sys; from specrl.config import parse_config; from specrl.data.check import check_data;"
+        "data = {'generators': [{'name': 'worked_sums'}, {'name': 'chain_sum'}]};"
+        "check_data(parse_config({'name': 'x', 'data': data}));"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

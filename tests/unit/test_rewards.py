@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def test_an_imported_reward_that_fails_or_is_not_finite_counts_as_zero(
 def test_a_wrong_import_path_is_refused_before_anything_runs(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_reward(file_reward(path))
+
+
+def test_a_reward_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward_beside_the_config.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert make_reward(file_reward("reward_beside_the_config:score"))(prompt("1"), "") == 1.0
 
 
 def test_the_task_reward_needs_a_generator() -> None:

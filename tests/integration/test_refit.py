@@ -1,0 +1,184 @@
+"""Refit in place, tied and untied: the engine follows the trainer, and every way in which it might not has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine
+from specrl.rollout.parity import DrafterCollapseError, DrafterGuard, PolicyParityError, RefitError, check_policy
+from tests.exactness.engines import mixed_requests, running
+from tests.exactness.toy import (
+    NUM_LIKELY,
+    drafter_weights,
+    likely_tokens,
+    llama_config,
+    policy_weights,
+    toy_config,
+    write_drafter,
+    write_policy,
+)
+
+SEQUENCES = [likely_tokens() * 4, likely_tokens()[::-1] * 3, [5, 9, 40, 60, 80, 100, 120]]
+DTYPE = "bfloat16"
+TOLERANCE = 0.05
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass
+class Case:
+    """An engine and what the trainer says about it."""
+
+    engine: Engine
+    tied: bool
+    seed: int = 0
+    drafter: dict[str, Tensor] = field(default_factory=lambda: drafter_weights(1, DTYPE))
+
+    def policy(self, seed: int) -> dict[str, Tensor]:
+        return {name: tensor.bfloat16() for name, tensor in policy_weights(seed, tied=self.tied).items()}
+
+    def check(self, trainer: dict[str, Tensor]) -> float:
+        return check_policy(
+            self.engine.sequence_logprobs(SEQUENCES), trainer_logprobs(trainer, self.tied), TOLERANCE
+        ).mean
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    root = tmp_path_factory.mktemp("refit")
+    policy = write_policy(root / "policy", policy_weights(0, tied=request.param), tied=request.param, dtype=DTYPE)
+    drafter = write_drafter(root / "drafter", drafter_weights(1, DTYPE), DTYPE)
+    with running(policy, drafter, toy_config("eagle3", 3, dtype=DTYPE)) as engine:
+        yield Case(engine, request.param)
+
+
+def trainer_logprobs(weights: dict[str, Tensor], tied: bool) -> list[list[float]]:
+    model = LlamaForCausalLM(llama_config(tied))
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    rows = []
+    for tokens in SEQUENCES:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        rows.append(logprobs.gather(-1, torch.tensor(tokens)[1:, None])[:, 0].tolist())
+    return rows
+
+
+def changed(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """A copy with one tensor's rows in another order."""
+    return weights | {name: weights[name].roll(1, 0)}
+
+
+@pytest.mark.engine
+def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
+    for version in (1, 2, 3):
+        policy, drafter = case.policy(version), drafter_weights(10 + version, DTYPE)
+        with pytest.raises(PolicyParityError, match=r"mean .* maximum"):
+            case.check(policy)
+        with pytest.raises(DrafterCollapseError):
+            case.engine.verify_drafter(drafter.items())
+        assert case.engine.refit(policy.items(), drafter.items(), version) < 1.5
+        assert case.engine.version == version
+        case.check(policy)
+        case.engine.verify_policy(policy.items())
+        case.engine.verify_drafter(drafter.items())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight", EMBEDDINGS]
+)
+def test_a_policy_tensor_corrupted_on_its_way_is_an_error_with_a_name(case: Case, name: str) -> None:
+    policy = case.policy(4)
+    sent = changed(policy, name)
+    if case.tied and name == EMBEDDINGS:
+        sent[HEAD] = sent[EMBEDDINGS]
+    case.engine.refit(sent.items(), None, 4)
+    with pytest.raises(PolicyParityError, match=name):
+        case.engine.verify_policy(policy.items())
+    if name == EMBEDDINGS:
+        with pytest.raises(PolicyParityError, match="disagree after the refit"):
+            case.check(policy)
+        with pytest.raises(DrafterCollapseError, match="embed_tokens"):
+            case.engine.verify_drafter([(EMBEDDINGS.removeprefix("model."), policy[EMBEDDINGS])])
+
+
+@pytest.mark.engine
+def test_a_corrupted_head_is_an_error_with_a_name(case: Case) -> None:
+    policy = case.policy(5)
+    sent = changed(policy, HEAD)
+    with pytest.raises(PolicyParityError):
+        case.engine.refit(sent.items(), None, 5)
+        case.check(policy)
+
+
+@pytest.mark.engine
+def test_a_missing_or_unknown_tensor_is_an_error_with_its_name(case: Case) -> None:
+    policy = case.policy(6)
+    name = "model.layers.1.mlp.up_proj.weight"
+    incomplete = {key: tensor for key, tensor in policy.items() if key != name}
+    with pytest.raises(RefitError, match=name):
+        case.engine.refit(incomplete.items(), None, 6)
+    with pytest.raises(RefitError, match="not have"):
+        case.engine.refit([*policy.items(), ("model.layers.9.mlp.up_proj.weight", policy[name])], None, 6)
+    without_mapping = {key: tensor for key, tensor in case.drafter.items() if key != "d2t"}
+    with pytest.raises(RefitError, match="d2t"):
+        case.engine.refit(policy.items(), without_mapping.items(), 6)
+    case.engine.refit(policy.items(), case.drafter.items(), 7)
+    case.check(policy)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "name", ["fc.weight", "midlayer.self_attn.v_proj.weight", "norm.weight", "lm_head.weight", "d2t"]
+)
+def test_a_corrupted_drafter_tensor_is_an_error_with_its_name_and_changes_no_token(case: Case, name: str) -> None:
+    policy, requests = case.policy(8), mixed_requests(14)
+    case.engine.refit(policy.items(), case.drafter.items(), 8)
+    case.engine.set_k(0)
+    plain = [response.tokens for response in case.engine.generate(requests).responses]
+    case.engine.set_k(3)
+    case.engine.refit(policy.items(), changed(case.drafter, name).items(), 9)
+    with pytest.raises(DrafterCollapseError, match=name):
+        case.engine.verify_drafter(case.drafter.items())
+    speculative = [response.tokens for response in case.engine.generate(requests).responses]
+    assert sum(a != b for a, b in zip(plain, speculative, strict=True)) <= 1  # BF16: a near-tie may fall the other way
+
+
+@pytest.mark.engine
+def test_acceptance_that_collapses_on_the_probe_is_an_error_with_a_name(case: Case) -> None:
+    if case.tied:
+        pytest.skip("the tied toy policy is nearly uniform, so its drafts are hardly ever accepted")
+    policy = case.policy(8)
+    guard = DrafterGuard(lambda: case.engine.generate(mixed_requests(32)).stats)
+    case.engine.refit(policy.items(), case.drafter.items(), 10)
+    rate = guard.check(10)
+    assert rate > 0.05
+    case.engine.refit(policy.items(), (case.drafter | {"d2t": torch.arange(NUM_LIKELY)}).items(), 11)
+    with pytest.raises(DrafterCollapseError, match="version 11"):
+        guard.check(11)
+    case.engine.refit(policy.items(), case.drafter.items(), 12)
+    assert guard.check(12) == pytest.approx(rate)
+
+
+def test_a_slow_drift_or_a_noisy_probe_is_no_collapse() -> None:
+    rates = iter([40, 35, 30, 26, 22, 18])
+    guard = DrafterGuard(lambda: SpeculationStats(50, 100, next(rates), (), 50))
+    assert [guard.check(version) for version in range(6)] == [0.40, 0.35, 0.30, 0.26, 0.22, 0.18]
+    noisy = iter([3, 1])
+    guard = DrafterGuard(lambda: SpeculationStats(5, 10, next(noisy), (), 5))
+    guard.check(0)
+    guard.check(1)
+
+
+def test_parity_counts_missing_numbers_as_disagreement() -> None:
+    assert check_policy([[-1.0, -2.0]], [[-1.1, -2.1]], 0.2).mean == pytest.approx(0.1)
+    with pytest.raises(PolicyParityError):
+        check_policy([[-1.0, float("nan")]], [[-1.0, -2.0]], 0.2)
+    with pytest.raises(ValueError, match="same sequences"):
+        check_policy([[-1.0]], [[-1.0, -2.0]], 0.2)

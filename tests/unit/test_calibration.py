@@ -1,0 +1,312 @@
+"""Calibration: its statistics, its choice of layers, and the files it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specrl.config import Config, ModelConfig, PolicyConfig, PrecisionConfig, SamplingConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, quantise
+from specrl.precision.calibration import (
+    Calibration,
+    SwitchableLinears,
+    calibrate,
+    grown_prefix,
+    layer_statistics,
+    load_precision,
+    smallest_prefix,
+    write_layers,
+    write_scales,
+)
+from specrl.precision.calibration_data import calibration_data
+from specrl.precision.divergence import Divergence
+from specrl.precision.fp8 import layer_names
+from specrl.precision.plots import plot_errors, plot_kl
+from specrl.precision.statistics import LayerStatistics, merge
+from specrl.schemas import Rollout
+from specrl.training.policy import Policy
+
+VOCAB = 64
+CONFIG = Config(
+    name="calibration",
+    model=ModelConfig(max_length=64),
+    sampling=SamplingConfig(max_response_tokens=40),
+    policy=PolicyConfig(tokens_per_micro_batch=96),
+    precision=PrecisionConfig(calibration_tokens=600),
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer has outliers: some input channels of a down projection are a thousand times larger."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=160,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[7] *= 1000
+        model.model.layers[1].mlp.down_proj.weight[:, 7] /= 1000
+    directory = tmp_path_factory.mktemp("model")
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def make_rollouts(num_prompts: int = 12, samples: int = 2) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return [int(token) for token in torch.randint(0, VOCAB, (length,), generator=generator)]
+
+    return [
+        Rollout(
+            0,
+            0,
+            prompt,
+            sample,
+            0,
+            0,
+            0,
+            tokens(4, 9),
+            response := tokens(8, 30),
+            [0.0] * len(response),
+            "",
+            "",
+            "stop",
+        )
+        for prompt in range(num_prompts)
+        for sample in range(samples)
+    ]
+
+
+@pytest.fixture(scope="module")
+def calibrated(model_dir: Path, ranks: Ranks) -> tuple[Calibration, Policy, SwitchableLinears]:
+    switch = SwitchableLinears()
+    policy = make_policy(model_dir, ranks, switch)
+    data = calibration_data(make_rollouts(), CONFIG, 0, 1)
+    reference = Divergence(policy, switch, data.held_out, ranks).kl(layer_names(4))
+    return calibrate(policy, switch, data, 0.3 * reference, ranks), policy, switch
+
+
+def make_policy(model_dir: Path, ranks: Ranks, switch: SwitchableLinears) -> Policy:
+    return Policy(model_dir, CONFIG.policy, dtype="bfloat16", ranks=ranks, seed=0, trainable=False, fp8=switch)
+
+
+def test_the_choice_holds_the_budget_on_held_out_prompts(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+) -> None:
+    found, policy, switch = calibrated
+    assert 0 < found.kl_chosen <= 0.3 * found.kl_all_fp8
+    assert 0 < len(found.bf16_layers) < 16
+    assert 0 < found.bf16_flop_fraction < 1
+    data = calibration_data(make_rollouts(), CONFIG, 0, 1)
+    fp8 = [name for name in layer_names(4) if name not in found.bf16_layers]
+    assert Divergence(policy, switch, data.held_out, ranks).kl(fp8) == pytest.approx(found.kl_chosen, rel=1e-6)
+
+
+def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, SwitchableLinears]) -> None:
+    found, _, _ = calibrated
+    assert {row.name for row in found.rows} == set(layer_names(4))
+    assert all(0.005 < row.relative_error < 0.1 for row in found.rows)
+    assert all(row.activation_amax_median <= row.activation_amax_p999 <= row.activation_amax_max for row in found.rows)
+    ratio = {row.name: row.outlier_ratio for row in found.rows}
+    assert max(ratio, key=lambda name: ratio[name]) == "layers.1.linear_fc2"
+    assert ratio["layers.1.linear_fc2"] > 30
+    kept = [row.name for row in found.rows if row.precision == "bf16"]
+    assert kept == found.bf16_layers
+
+
+def test_divergence_is_zero_in_bf16_and_grows_with_fp8_layers(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+) -> None:
+    _, policy, switch = calibrated
+    divergence = Divergence(policy, switch, calibration_data(make_rollouts(), CONFIG, 0, 1).selection, ranks)
+    assert divergence.kl([]) == 0.0
+    one, some, every = (divergence.kl(layer_names(layers)) for layers in (1, 2, 4))
+    assert 0 < min(one, some) < every
+
+
+def test_divergence_is_the_kl_of_the_output_distributions(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, ranks: Ranks
+) -> None:
+    """The log-probs of sampled tokens, averaged over every token with its probability, give the same."""
+    _, policy, switch = calibrated
+    data = calibration_data(make_rollouts(2, 1), CONFIG, 0, 1)
+    (batch,) = data.selection
+    expected = 0.0
+    for token in range(VOCAB):
+        tokens = batch.tokens.clone()
+        at = int(batch.mask[0].nonzero()[3])
+        tokens[0, at + 1] = token
+        changed = type(batch)(tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
+        changed.mask[0, at] = True
+        found = []
+        for names in ([], layer_names(4)):
+            switch.set_fp8(names)
+            found.append(float(policy.logprobs([changed])[0][0, at]))
+        expected += 2.718281828459045 ** found[0] * (found[0] - found[1])
+    only = type(batch)(batch.tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
+    only.mask[0, at] = True
+    assert Divergence(policy, switch, [only], ranks).kl(layer_names(4)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_layer_error_is_that_of_the_product_by_hand(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+) -> None:
+    _, policy, switch = calibrated
+    batches = calibration_data(make_rollouts(2, 1), CONFIG, 0, 1).statistics
+    (batch,) = batches
+    name = "layers.2.linear_fc1"
+    module = switch.linears[name].module
+    seen = []
+    handle = module.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    found = layer_statistics(policy, switch, batches, ranks)[name]
+    handle.remove()
+    valid = torch.cat([seen[0][:length, row] for row, length in enumerate(batch.lengths.tolist())])
+    plain = valid @ module.weight.t()
+    rounded = fake_quantise(valid, ALONG_ROWS) @ fake_quantise(module.weight, SQUARE).t()
+    expected = float((rounded - plain).float().norm() / plain.float().norm())
+    assert found.relative_error == pytest.approx(expected, rel=1e-3)
+    assert found.amax == float(valid.abs().max())
+    assert found.flops_per_token == {0: 2 * 384 * 160}
+    assert int(found.amax_counts.sum()) == len(valid) * 2  # 160 channels are two blocks
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=400), st.sampled_from([0.5, 0.9, 0.999]))
+@settings(max_examples=50, deadline=None)
+def test_quantiles_of_the_histogram_are_right_to_a_bin(values: list[float], share: float) -> None:
+    statistics = LayerStatistics(amax=max(values))
+    exponents = torch.tensor(values, dtype=torch.float64).log2()
+    statistics.amax_counts += torch.bincount(((exponents + 40) * 16).long(), minlength=1280)
+    ordered = sorted(values)
+    exact = ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    assert exact * 0.999 <= statistics.amax_quantile(share) <= exact * 2 ** (1 / 16) * 1.001
+
+
+def test_ranks_add_up() -> None:
+    one = {"a": LayerStatistics(error_squares=1.0, output_squares=4.0, amax=2.0, flops_per_token={0: 10})}
+    two = {
+        "a": LayerStatistics(error_squares=3.0, output_squares=12.0, amax=5.0, flops_per_token={1: 10}),
+        "b": LayerStatistics(),
+    }
+    merged = merge([one, two])
+    assert merged["a"].relative_error == 0.5
+    assert (merged["a"].amax, merged["a"].flops_per_token) == (5.0, {0: 10, 1: 10})
+    assert set(merged) == {"a", "b"}
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.floats(1e-6, 1))
+@settings(deadline=None)
+def test_bisection_finds_the_fewest_layers(values: list[float], budget: float) -> None:
+    curve = [*sorted(values, reverse=True), 0.0]
+    calls: list[int] = []
+
+    def kl_of(count: int) -> float:
+        calls.append(count)
+        return curve[count]
+
+    found = smallest_prefix(len(values), kl_of, budget)
+    assert curve[found] <= budget
+    assert found == 0 or curve[found - 1] > budget
+    assert len(calls) <= len(values).bit_length() + 1
+
+
+def test_the_set_grows_until_other_prompts_agree() -> None:
+    curve = [0.1] * 40 + [0.01] * 60 + [0.0]
+    assert curve[grown_prefix(20, 100, curve.__getitem__, 0.02)] <= 0.02
+    assert grown_prefix(20, 100, lambda count: 1.0, 0.02) == 100
+    assert grown_prefix(50, 100, curve.__getitem__, 0.02) == 50
+
+
+def test_held_out_prompts_are_other_prompts() -> None:
+    rollouts = make_rollouts()
+    data = calibration_data(rollouts, CONFIG, 0, 1)
+    selection, held_out, probe = (
+        {tuple(batch.tokens[row, :4].tolist()) for batch in batches for row in range(len(batch.tokens))}
+        for batches in (data.selection, data.held_out, data.probe)
+    )
+    assert selection
+    assert held_out
+    assert not selection & held_out
+    assert probe <= selection
+    assert sum(int(batch.lengths.sum()) for batch in data.statistics) <= CONFIG.precision.calibration_tokens
+    assert sum(batch.num_tokens for batch in data.probe) <= 64
+
+
+def test_ranks_share_the_rollouts() -> None:
+    whole = calibration_data(make_rollouts(), CONFIG, 0, 1)
+    parts = [calibration_data(make_rollouts(), CONFIG, rank, 3) for rank in range(3)]
+    for name in ("statistics", "probe", "selection", "held_out"):
+        tokens = [sum(batch.num_tokens for batch in getattr(data, name)) for data in (whole, *parts)]
+        assert tokens[0] == sum(tokens[1:])
+
+
+def test_one_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^precision\.calibration_tokens = 600 covers 1 prompt"):
+        calibration_data(make_rollouts(1, 5), CONFIG, 0, 1)
+
+
+def test_scales_are_those_of_the_weights_and_belong_to_one_model(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, tmp_path: Path
+) -> None:
+    found, _, switch = calibrated
+    path = tmp_path / "scales.json"
+    write_scales(path, found, model_dir, power_of_two=False)
+    value = json.loads(path.read_text())
+    weight = switch.linears["layers.3.linear_fc2"].module.weight
+    (scales,) = value["layers"]["layers.3.linear_fc2"]["weight_scales"]
+    torch.testing.assert_close(torch.tensor(scales), quantise(weight, SQUARE)[1])
+    assert load_precision(path, model_dir).bf16_layers == frozenset(found.bf16_layers)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (other / file).write_bytes((model_dir / file).read_bytes())
+    assert load_precision(path, other).bf16_layers == frozenset(found.bf16_layers)
+    with (other / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"\x7f")
+    with pytest.raises(ValueError, match="calibrated for another model"):
+        load_precision(path, other)
+
+
+def test_table_and_plots(calibrated: tuple[Calibration, Policy, SwitchableLinears], tmp_path: Path) -> None:
+    found, _, _ = calibrated
+    write_layers(tmp_path / "layers.arrow", found.rows)
+    with pa.memory_map(str(tmp_path / "layers.arrow")) as source:
+        table = pa.ipc.open_file(source).read_all()
+    assert table.num_rows == 16
+    assert {"name", "relative_error", "activation_amax_p999", "kl_alone", "precision"} <= set(table.column_names)
+    for name, figure in (("errors", plot_errors(found.rows)), ("kl", plot_kl(found, 0.005))):
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from flows.cli import invoke
+from flows.folder import anchor, only_flow, write_config
+from flows.preflight import check_disk, check_tracking
+from slurm.failures import last_error
+from slurm.snapshot import snapshot_code
+from specrl.config import Config, parse_config
+
+BASE = """
+name = "run"
+[model]
+source = "tiny"
+max_length = 128
+[sampling]
+max_response_tokens = 64
+[drafter]
+draft_vocab_size = 64
+"""
+
+
+def write(folder: Path, more: str = "") -> str:
+    path = folder / "run.toml"
+    path.write_text(BASE + more)
+    return str(path)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line a command line is refused with."""
+    assert invoke(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("specrl: ")
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.steps=3", "train.steps: unknown key"),
+        ("train.num_steps=many", "train.num_steps = 'many'"),
+        ("model.source=./nowhere", "nowhere"),
+        ("speculation.k=0", "speculation.k = 0"),
+        ("sampling.max_response_tokens=500", "sampling.max_response_tokens = 500"),
+        ("stage_resources.train.ranks_per_node=3", "3 engines"),
+        ("train.keep_checkpoints=100000000000", "no free disk"),
+        ("tracking.uri=http://user:secret@127.0.0.1:9", "no MLflow server at http://127.0.0.1:9"),
+        ('data={source="file",path="missing.jsonl"}', "missing.jsonl: there is no such file"),
+        ("data.reward=nowhere.module:function", 'data.reward = "nowhere.module:function"'),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complaint(capsys, "run", write(tmp_path), "--set", override)
+    assert words in line
+    assert "secret" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "Missing argument"),
+        (["run", "nowhere.toml"], "no configuration file at nowhere.toml"),
+        (["run", "x.toml", "--fast"], "No such option"),
+        (["walk"], "No such command"),
+        (["resume", "nobody"], "no run nobody"),
+        (["show", "nobody"], "no run nobody"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in complaint(capsys, *arguments)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["run", write(tmp_path), "--dry-run", "--cluster", "slurm"]) == 0
+    output = capsys.readouterr().out
+    assert all(stage in output for stage in ("prepare", "pretrain", "calibrate", "train", "validate", "export"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["ls"]) == 0
+    assert "no runs in" in capsys.readouterr().out
+    config = a_run(tmp_path)
+    (config.run_dir / "stages" / "prepare-0").mkdir(parents=True)
+    (config.run_dir / "stages" / "prepare-0" / "result.json").write_text("{}")
+    assert invoke(["ls"]) == 0
+    row = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert row[:4] == ["run", "stopped", "1/6", "tiny"]
+
+
+def test_two_flows_do_not_work_on_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = a_run(tmp_path)
+    with only_flow(config.run_dir):
+        line = complaint(capsys, "run", write(tmp_path))
+        assert "run run is being worked on already, by process" in line
+        assert invoke(["ls"]) == 0
+        assert "running" in capsys.readouterr().out
+
+
+def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    config = anchor(
+        parse_config({"name": "run", "model": {"source": "model"}, "data": {"source": "file", "path": "x.jsonl"}})
+    )
+    assert config.runs_dir == tmp_path / "runs"
+    assert config.model.source == str(tmp_path / "model")
+    assert config.data.path == tmp_path / "x.jsonl"
+
+
+def test_a_server_that_answers_is_accepted(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Healthy)
+    Thread(target=server.serve_forever, daemon=True).start()
+    config = parse_config({"name": "run", "tracking": {"uri": f"http://127.0.0.1:{server.server_port}"}})
+    assert check_tracking(config) == []
+    server.shutdown()
+    server.server_close()
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+def test_disk_is_looked_at_where_the_runs_will_lie(tmp_path: Path) -> None:
+    config = parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(tmp_path / "a" / "b")})
+    assert check_disk(config) == []
+
+
+def test_a_snapshot_holds_the_sources_and_is_made_once(tmp_path: Path) -> None:
+    code = snapshot_code(tmp_path)
+    assert (code / "specrl" / "config.py").is_file()
+    assert (code / "slurm" / "entry.py").is_file()
+    assert not list(code.rglob("__pycache__"))
+    assert snapshot_code(tmp_path) == code
+    assert len(list(code.parent.iterdir())) == 1
+
+
+def test_the_last_error_of_a_traceback_is_one_line() -> None:
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: first\nsecond\n'
+    assert last_error(trace) == "ValueError: first second"
+    assert last_error("Killed") == "Killed"
+
+
+def test_importing_the_flows_imports_neither_torch_nor_vllm() -> None:
+    script = (
+        "import sys, flows.cli, flows.pipeline, flows.commands.run, slurm.entry, specrl.tracking\n"
+        "print([name for name in ('torch', 'vllm', 'mlflow', 'transformers', 'megatron') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def a_run(folder: Path) -> Config:
+    config = anchor(parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(folder / "runs")}))
+    write_config(config)
+    return config
