@@ -15,8 +15,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
 from flows.display import make_reporter
+from specrl.report.html import write_report
 from specrl.report.results import StageRecord
-from specrl.report.summary import write_summary
+from specrl.report.summary import SUMMARY_FILE, write_summary
 from tasks.calibrate import calibrate
 from tasks.export import export
 from tasks.prepare import prepare
@@ -40,6 +41,7 @@ def pipeline(run_dir: str) -> list[Finished]:
     """
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
+        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may tell of another configuration
         policy = prepare(run)
         drafter = pretrain(run, policy)
         scales = calibrate(run, policy, drafter)
@@ -50,11 +52,12 @@ def pipeline(run_dir: str) -> list[Finished]:
 
 
 def record(run: Run, stages: list[Finished]) -> list[Finished]:
-    """Write `summary.json` and Prefect's table of stages."""
+    """Write `summary.json`, `report.html` and Prefect's table of stages."""
     records: dict[str, StageRecord] = {
         done.stage: StageRecord(done.key, done.folder, done.seconds, done.job_id) for done in stages
     }
     write_summary(run.config.run_dir, records, run.mlflow_run_id or None)
+    write_report(run.config.run_dir)
     rows = [
         {"stage": done.stage, "seconds": round(done.seconds, 1), "job": done.job_id, "cached": done.cached}
         for done in stages

@@ -110,9 +110,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -145,7 +145,7 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
     try:
         return kind.model_validate_json(path.read_text())
     except ValidationError as error:
-        raise ValueError(f"{path} does not read as {kind.__name__}; remove the folder to run the stage again") from error
+        raise ValueError(f"{path} is no {kind.__name__}; remove the folder to run the stage again") from error
 
 
 def digest(value: Any) -> str:

@@ -123,7 +123,8 @@ def update_drafter(trainer: Trainer, features: list[Features]) -> dict[str, floa
 
 def within_budget(features: list[Features], max_tokens: int) -> list[Features]:
     """The first micro-batches whose padded area stays within `max_tokens`; they come longest sequences first."""
-    kept, total = [], 0
+    kept: list[Features] = []
+    total = 0
     for item in features:
         total += item.tokens.numel()
         if total > max_tokens and kept:

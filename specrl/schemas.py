@@ -90,9 +90,12 @@ def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
 def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
     """Write an Arrow IPC file, readable with `pyarrow.dataset.dataset(folder, format="ipc")`."""
     table = to_table(rollouts)
-    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink:
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+    with (
+        atomic_path(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:

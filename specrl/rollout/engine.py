@@ -237,7 +237,11 @@ class Engine:
         if any(len(tokens) > self.max_length for tokens in sequences):
             raise ValueError(f"a sequence is longer than model.max_length = {self.max_length}")
         params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **vllm_patch.seed_argument(0),
         )
         running = {name: (i, key) for i, (name, key) in enumerate(self._add(tokens, params) for tokens in sequences)}
         results: dict[int, list[float]] = {}
@@ -284,7 +288,7 @@ class Engine:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            seed=request.seed,
+            **vllm_patch.seed_argument(request.seed),
             max_tokens=min(request.max_tokens, room),
             stop_token_ids=self._stop_tokens,
             ignore_eos=True,

@@ -60,8 +60,9 @@ def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: fr
         RefitError: a tensor is missing or unknown.
         PolicyParityError: the head of a tied policy differs from its embeddings.
     """
-    required = names - {HEAD} if tied else names | {HEAD}
-    vllm_patch.reload_weights(vllm_config, model, _untied(_complete(weights, required, names | {HEAD}), tied))
+    delivery = Delivery(names - {HEAD} if tied else names | {HEAD}, names | {HEAD}, tied)
+    vllm_patch.reload_weights(vllm_config, model, delivery.through(weights))
+    delivery.check()
 
 
 def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names: frozenset[str]) -> None:
@@ -70,35 +71,41 @@ def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names:
     Raises:
         RefitError: a tensor is missing or unknown.
     """
-    vllm_patch.reload_weights(vllm_config, drafter, _complete(weights, names - NOT_LOADED, names | NOT_LOADED))
+    delivery = Delivery(names - NOT_LOADED, names | NOT_LOADED, tied=False)
+    vllm_patch.reload_weights(vllm_config, drafter, delivery.through(weights))
+    delivery.check()
 
 
-def _complete(weights: Weights, required: frozenset[str], known: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    missing = set(required)
-    for name, tensor in weights:
-        if name not in known:
-            raise RefitError(f"refit was sent {name}, which the model on disk does not have")
-        missing.discard(name)
-        yield name, tensor
-    if missing:
-        raise RefitError(f"refit was not sent {', '.join(sorted(missing))}; the engine would keep the old values")
+class Delivery:
+    """Passes weights on and notes what is wrong with them.
 
+    Errors are raised after loading: a reload that breaks off in the middle leaves layers which cannot be loaded again.
+    """
 
-def _untied(weights: Weights, tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """Without the head where it is tied, after comparing it."""
-    embeddings: Tensor | None = None
-    head: Tensor | None = None
-    for name, tensor in weights:
-        if tied and name == HEAD:
-            head = tensor
-        else:
-            yield name, tensor
-        if tied and name == EMBEDDINGS:
-            embeddings = tensor
-        if embeddings is not None and head is not None:
-            if not torch.equal(embeddings, head):
-                raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
-            embeddings = head = None
+    def __init__(self, required: frozenset[str], known: frozenset[str], tied: bool) -> None:
+        self.missing = set(required)
+        self.known = known
+        self.tied = tied
+        self.unknown: list[str] = []
+        self.heads: dict[str, Tensor] = {}
+
+    def through(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.missing.discard(name)
+            if self.tied and name in {HEAD, EMBEDDINGS}:
+                self.heads[name] = tensor
+            if name not in self.known:
+                self.unknown.append(name)
+            elif not (self.tied and name == HEAD):
+                yield name, tensor
+
+    def check(self) -> None:
+        if self.unknown:
+            raise RefitError(f"refit was sent {', '.join(self.unknown)}, which the model on disk does not have")
+        if self.missing:
+            raise RefitError(f"refit was not sent {', '.join(sorted(self.missing))}; the engine lacks current values")
+        if len(self.heads) == 2 and not torch.equal(self.heads[HEAD], self.heads[EMBEDDINGS]):
+            raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
 def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.vllm_patch import request_seed
 
 NUM_TOKENS = 20
 """Tokens generated per request."""
@@ -116,7 +117,7 @@ class CraftedInputs:
     def _expected(self, params: Any, position: int) -> list[int]:
         """Tokens that may be picked: one, or the two beside a near-tie."""
         kept, cdf, _ = reference_distribution(position, params.temperature, max(params.top_k, 0), params.top_p)
-        u = reference_uniform(params.seed, position)
+        u = reference_uniform(request_seed(params), position)
         around = [int(np.searchsorted(cdf, value, side="right")) for value in (u - NEAR_TIE, u, u + NEAR_TIE)]
         return sorted({self.support[kept[min(index, len(kept) - 1)]] for index in around})
 

@@ -22,6 +22,7 @@ from specrl.rollout.acceptance import SpeculationStats, accepted_prefix
 from specrl.rollout.sampling import pick, uniforms
 
 VLLM_VERSION = "0.32.0"
+SEED = "specrl_seed"
 _live_engines: WeakSet[Any] = WeakSet()
 """Engines of this process that share vLLM's process groups."""
 
@@ -143,6 +144,22 @@ def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
     return output
 
 
+def seed_argument(seed: int) -> dict[str, Any]:
+    """Keyword of `SamplingParams` that carries a request's seed to the sampler.
+
+    Not vLLM's own `seed`: that makes a torch generator per request, which nobody draws from, and which on CPUs cannot
+    be rewound, so that a prompt prefilled in chunks would end in an error.
+    """
+    return {"extra_args": {SEED: seed}}
+
+
+def request_seed(params: Any) -> int:
+    """The seed that `seed_argument` put into a request; ValueError for a request without one."""
+    if SEED not in (params.extra_args or {}):
+        raise ValueError("a request reached the sampler without a seed; every request must be given one")
+    return int(params.extra_args[SEED])
+
+
 @dataclass
 class RequestRecord:
     """What the sampler keeps of one running request."""
@@ -202,11 +219,8 @@ class InvariantSampler:
         if not new:
             return
         states = [self.runner.requests[request_id] for request_id in new]
-        for state in states:
-            if state.sampling_params.seed is None:
-                raise ValueError(f"request {state.req_id} has no seed; every request must be given one")
         longest = max(state.sampling_params.max_tokens for state in states) + self.k + 1
-        seeds = torch.tensor([[state.sampling_params.seed] for state in states])
+        seeds = torch.tensor([[request_seed(state.sampling_params)] for state in states])
         positions = torch.tensor([[state.num_prompt_tokens] for state in states]) + torch.arange(longest)
         table = uniforms(seeds, positions).numpy()
         for request_id, state, row in zip(new, states, table, strict=True):

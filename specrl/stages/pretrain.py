@@ -21,6 +21,7 @@ from specrl.tracking import Tracker, stage_run
 from specrl.training.batches import Sequence, pack
 from specrl.training.drafter import Drafter, choose_draft_vocabulary
 from specrl.training.policy import Policy
+from specrl.training.update import share_of
 
 
 def main(context: StageContext) -> None:
@@ -85,15 +86,19 @@ def pretrain_drafter(
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)
-    responses = [tokens for share in ranks.gather([r.response_tokens for r in rollouts]) for tokens in share]
-    draft_tokens = choose_draft_vocabulary(responses, policy.vocab_size, config.drafter.draft_vocab_size)
+    everyone = [rollout for share in ranks.gather(rollouts) for rollout in share]
+    draft_tokens = choose_draft_vocabulary(
+        [rollout.response_tokens for rollout in everyone], policy.vocab_size, config.drafter.draft_vocab_size
+    )
     drafter = Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
     sequences = [
         Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
-        for index, rollout in enumerate(rollouts)
+        for index, rollout in enumerate(everyone)
     ]
+    own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
+    batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
-    features = policy.forward_features(pack(sequences, config.drafter.tokens_per_micro_batch), drafter.feature_spec)
+    features = policy.forward_features(batches, drafter.feature_spec)
     metrics = drafter.update(
         features,
         lr=config.drafter.lr,

@@ -77,7 +77,7 @@ def accuracy(
 def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progress: Progress) -> list[SpeedPair]:
     """One matched pair per batch size of `validate.speed_batches`."""
     origin = Origin(derive_seed(config.seed, "speed"), step=0)
-    pairs = []
+    pairs: list[SpeedPair] = []
     for batch in config.validate_.speed_batches:
         progress.update(len(pairs), len(config.validate_.speed_batches), phase=f"speed at batch {batch}")
         count = max(batch, config.validate_.speed_prompts)

@@ -40,7 +40,9 @@ def test_tokens_outside_the_mask_do_nothing() -> None:
     assert metrics["entropy"].item() == 2.0
 
 
-@pytest.mark.parametrize(("advantage", "ratio", "moves"), [(1, 1.27, True), (1, 1.29, False), (-1, 0.79, False), (-1, 1.5, True)])
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "moves"), [(1, 1.27, True), (1, 1.29, False), (-1, 0.79, False), (-1, 1.5, True)]
+)
 def test_clip_is_higher_above_than_below(advantage: float, ratio: float, moves: bool) -> None:
     lp = logprobs(-1.0 + math.log(ratio), -1.0, -1.0)
     loss, metrics = policy_loss(lp, ENTROPY, MASK, targets(advantage, old=[-1.0, -1.0, -1.0]), TrainConfig())
