@@ -52,7 +52,18 @@ def check_data(config: Config) -> list[str]:
     if reward not in BUILTIN_REWARDS and reward_source(reward) is None:
         known = ", ".join(BUILTIN_REWARDS)
         lines.append(f'data.reward = "{reward}": not found; allowed: {known}, or package.module:function from here')
-    return lines
+    return lines or _check_contents(config)
+
+
+def _check_contents(config: Config) -> list[str]:
+    """What only opening the files and making the generators tells."""
+    from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
+
+    try:
+        check_contents(config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def check_disk(config: Config) -> list[str]:

@@ -139,7 +139,7 @@ def refit(trainer: Trainer, version: int) -> ParityReport:
     trainer.engine.refit(
         weights_for_engine(trainer), drafter.named_weights() if drafter is not None else None, version=version
     )
-    return trainer.probe.check(trainer.engine, trainer.policy)
+    return trainer.probe.check(trainer.engine, trainer.policy, drafter)
 
 
 def weights_for_engine(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

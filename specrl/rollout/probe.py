@@ -9,6 +9,7 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.parity import ParityReport, check_policy
 from specrl.schemas import read_rollouts
 from specrl.training.batches import Sequence, pack
+from specrl.training.drafter import Drafter
 from specrl.training.policy import Policy
 
 NUM_SEQUENCES = 4
@@ -28,13 +29,20 @@ class RefitProbe:
     def __init__(self, sequences: list[list[int]], config: Config) -> None:
         self._sequences = sequences
         self._tolerance = config.engine.parity_tolerance
+        self._whole_engines = config.engine.tensor_parallel == 1
 
-    def check(self, engine: Engine, policy: Policy) -> ParityReport:
-        """Compare log-probs of every probe token after the first; collective over the policy's ranks.
+    def check(self, engine: Engine, policy: Policy, drafter: Drafter | None) -> ParityReport:
+        """Compare log-probs of every probe token after the first, and the drafter's tensors; collective over the ranks.
+
+        The drafter is compared tensor by tensor rather than by its acceptance: cheaper, and without noise. An engine split
+        over ranks holds shards, which only the policy's log-probs can be checked through.
 
         Raises:
-            PolicyParityError: they differ by more than `engine.parity_tolerance` on average.
+            PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average.
+            DrafterCollapseError: the drafter inside the engine is not the one that was sent.
         """
+        if drafter is not None and self._whole_engines:
+            engine.verify_drafter(drafter.named_weights())
         batches = pack([Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)], MAX_TOKENS)
         trainer: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):

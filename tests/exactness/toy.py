@@ -19,6 +19,8 @@ NUM_LIKELY = 10
 SHIFT = 3.0
 """Common first channel of all embeddings; through it the head tells likely tokens from rare ones."""
 RARE = -3.0
+SLOPE = -0.1
+"""Through the same channel each likely token is less likely than the one before it, in policy and drafter alike."""
 
 
 def toy_config(method: str = "none", k: int = 0, *, max_length: int = 192, dtype: str = "float32") -> Config:
@@ -50,7 +52,7 @@ def policy_weights(seed: int, *, tied: bool = False) -> dict[str, Tensor]:
         weights["model.embed_tokens.weight"][:, 0] = SHIFT
         weights["lm_head.weight"] *= 2
         weights["lm_head.weight"][:, 0] = RARE
-        weights["lm_head.weight"][likely_tokens(), 0] = 0
+        weights["lm_head.weight"][likely_tokens(), 0] = SLOPE * torch.arange(NUM_LIKELY)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] if tied else weights["lm_head.weight"]
     return weights
 
@@ -101,8 +103,11 @@ def drafter_weights(seed: int, dtype: str = "float32") -> dict[str, Tensor]:
         "midlayer.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
         "lm_head.weight": (NUM_LIKELY, HIDDEN),
     }
+    first_channel = torch.zeros(3 * HIDDEN).index_fill(0, torch.tensor([0, HIDDEN, 2 * HIDDEN]), 1.0)
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+    weights["fc.weight"][0] = first_channel
+    weights["lm_head.weight"][:, 0] = SLOPE * torch.arange(NUM_LIKELY)
     weights |= {f"midlayer.{name}.weight": torch.rand(HIDDEN, generator=generator) + 0.5 for name in norms}
     weights["norm.weight"] = torch.rand(HIDDEN, generator=generator) + 0.5
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}

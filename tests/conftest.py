@@ -1,0 +1,24 @@
+"""What tests of several folders share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from slurm.devcluster import DevCluster
+from slurm.devcluster.daemons import missing_programs
+
+
+@pytest.fixture(scope="session")
+def devcluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    """A real Slurm with two virtual nodes; the tests' processes talk to it."""
+    if missing_programs() and os.environ.get("CI") != "true":
+        pytest.skip("Slurm is not installed; `specrl devcluster up` names the packages")
+    cluster = DevCluster(tmp_path_factory.mktemp("devcluster"))
+    cluster.up(2)
+    os.environ["SLURM_CONF"] = str(cluster.slurm_conf)
+    yield cluster
+    del os.environ["SLURM_CONF"]
+    cluster.down()

@@ -1,0 +1,152 @@
+"""The whole pipeline on a tiny model: the contract of its results, and that no kill changes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors import safe_open
+
+from slurm.devcluster import DevCluster
+from specrl.config import STAGES
+from tests.integration.pipeline_runs import (
+    assert_same_result,
+    finish,
+    kill,
+    rollouts,
+    run_smoke,
+    specrl,
+    wait_for,
+)
+
+pytestmark = pytest.mark.pipeline
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; its folder."""
+    runs_dir = tmp_path_factory.mktemp("pipeline") / "runs"
+    output = finish(run_smoke(runs_dir))
+    assert "vllm serve" in output
+    return runs_dir / "smoke"
+
+
+def test_summary_holds_the_contract(undisturbed: Path) -> None:
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert set(summary) == {
+        *("run", "mlflow_run_id", "stages", "validation", "speculation"),
+        *("train", "mismatch", "refit", "export"),
+    }
+    assert set(summary["stages"]) == set(STAGES)
+    assert summary["validation"]["num_prompts"] == 16
+    assert summary["train"]["steps"] == 3
+    assert summary["refit"] == {**summary["refit"], "checks": 4, "failures": 0}
+    assert set(summary["speculation"]["generation_speedup"]) == {"1", "4"}
+    assert summary["export"]["vllm_acceptance_length"] == pytest.approx(
+        summary["speculation"]["acceptance_length"], rel=0.05
+    )
+
+
+def test_rollouts_are_one_arrow_data_set_of_scored_groups(undisturbed: Path) -> None:
+    rows = rollouts(undisturbed)
+    assert len(rows) == 3 * 8 * 4
+    assert len({row["seed"] for row in rows}) == len(rows)
+    for start in range(0, len(rows), 4):
+        group = rows[start : start + 4]
+        assert len({row["prompt_id"] for row in group}) == 1
+        assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
+
+
+def test_plain_and_speculative_generation_give_the_same_tokens(undisturbed: Path) -> None:
+    result = json.loads(next(undisturbed.glob("stages/validate-*/result.json")).read_text())
+    assert [pair["tokens_equal"] for pair in result["speed"]] == [1.0, 1.0]
+
+
+def test_export_holds_a_drafter_in_both_formats(undisturbed: Path) -> None:
+    assert (undisturbed / "export" / "drafter" / "README.md").read_text().startswith("# EAGLE-3 drafter of run smoke")
+    with safe_open(undisturbed / "export" / "drafter-speculators" / "model.safetensors", framework="pt") as file:
+        assert "layers.0.self_attn.q_proj.weight" in file.keys()  # noqa: SIM118  (not a dict)
+
+
+def test_mlflow_has_a_child_run_per_stage(undisturbed: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{undisturbed.parent / 'mlflow.db'}")
+    parent = client.get_run((undisturbed / "mlflow_run_id").read_text().strip())
+    children = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    assert parent.info.status == "FINISHED"
+    assert sorted(child.info.run_name for child in children) == sorted(STAGES)
+    assert {child.info.status for child in children} == {"FINISHED"}
+    train = next(child for child in children if child.info.run_name == "train")
+    assert len(client.get_metric_history(train.info.run_id, "reward/mean")) == 3
+
+
+def test_a_finished_run_runs_nothing_again(undisturbed: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.glob("stages/*/result.json")}
+    finish(specrl("resume", str(undisturbed)))
+    assert {path: path.stat().st_mtime_ns for path in undisturbed.glob("stages/*/result.json")} == before
+
+
+def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = copy_without_train(undisturbed, tmp_path)
+    process = specrl("resume", str(run_dir))
+    wait_for(run_dir, "checkpoints/train-*/step=000001/manifest.json")
+    os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert not list(run_dir.glob("stages/train-*/result.json"))
+    finish(specrl("resume", str(run_dir)))
+    assert_same_result(undisturbed, run_dir)
+
+
+@pytest.mark.slurm
+def test_slurm_runs_one_job_per_stage_though_the_flow_is_killed_twice(
+    undisturbed: Path, devcluster: DevCluster, tmp_path: Path
+) -> None:
+    two_nodes = ["--set", "stage_resources.train={nodes=2, ranks_per_node=1, cpus_per_rank=1}"]
+    process = run_smoke(tmp_path, "--cluster", "slurm", *two_nodes)
+    run_dir = tmp_path / "smoke"
+    wait_for(run_dir, "stages/pretrain-*/progress.json")
+    kill(process)
+    process = specrl("resume", str(run_dir))
+    wait_for(run_dir, "stages/train-*/steps/step=000000.json")
+    kill(process)
+    finish(specrl("resume", str(run_dir)))
+    assert jobs_per_stage() == dict.fromkeys(STAGES, 1)
+    assert_same_result(undisturbed, run_dir)
+
+
+def copy_without_train(source: Path, target: Path) -> Path:
+    """The run as it was before `train`, in a runs folder of its own with the same MLflow database."""
+    run_dir = target / source.name
+    shutil.copytree(source, run_dir, symlinks=True)
+    shutil.copy(source.parent / "mlflow.db", target)
+    for pattern in ("stages/train-*", "stages/validate-*", "stages/export-*", "checkpoints", "rollouts", "export"):
+        for path in run_dir.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in run_dir.glob("jobs/*.json"):
+        path.unlink()
+    return run_dir
+
+
+def ranks_of(run_dir: Path) -> list[int]:
+    """Process ids of the ranks that work for a run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if "slurm.entry" in (line := " ".join(process.info["cmdline"] or [])) and str(run_dir) in line
+    ]
+
+
+def jobs_per_stage() -> dict[str, int]:
+    text = subprocess.run(["sacct", "-nPX", "-o", "JobName"], capture_output=True, text=True, check=True).stdout
+    names = [line.partition("-")[0] for line in text.splitlines()]
+    return {stage: names.count(stage) for stage in STAGES}
