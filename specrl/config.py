@@ -170,12 +170,13 @@ class DrafterConfig(Section):
     num_prompts: PositiveInt = 160
     """Prompts answered for pretraining."""
     samples_per_prompt: PositiveInt = 2
-    epochs: PositiveInt = 10
+    epochs: PositiveInt = 6
     lr: PositiveFloat = 1e-3
     online_lr: NonNegativeFloat = 1e-4
     """Learning rate of the update in each RL step; 0 freezes the drafter."""
     clip_grad: PositiveFloat = 0.5
-    tokens_per_micro_batch: PositiveInt = 2048
+    tokens_per_micro_batch: PositiveInt = 512
+    """Padded tokens per rank and optimizer step of the pretraining."""
     max_tokens_per_step: PositiveInt = 32768
     """Features of at most this many tokens per rank are kept for the online update."""
 

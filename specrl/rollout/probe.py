@@ -34,7 +34,7 @@ class RefitProbe:
     def check(self, engine: Engine, policy: Policy, drafter: Drafter | None) -> ParityReport:
         """Compare log-probs of every probe token after the first, and the drafter's tensors; collective over the ranks.
 
-        The drafter is compared tensor by tensor rather than by its acceptance: cheaper, and without noise. An engine split
+        The drafter is compared tensor by tensor rather than by its acceptance: cheaper, without noise. An engine split
         over ranks holds shards, which only the policy's log-probs can be checked through.
 
         Raises:

@@ -20,13 +20,15 @@ SETTINGS = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.6, 0.9, 0), (0.0, 1.
 
 @contextmanager
 def running(policy_dir: Path, drafter_dir: Path | None, config: Config, **overrides: Any) -> Iterator[Engine]:
-    """An engine, and afterwards the process as it was, without a process group."""
+    """An engine, and afterwards the process as it was: without a process group, unless another engine still uses it."""
+    alone = not dist.is_initialized()
     engine = Engine(policy_dir, drafter_dir, config=config, seed=0, overrides=overrides)
     try:
         yield engine
     finally:
         engine.shutdown()
-        dist.destroy_process_group()
+        if alone:
+            dist.destroy_process_group()
 
 
 def mixed_requests(count: int, *, longest_prompt: int = 100, max_tokens: int = 48, seed: int = 0) -> list[Request]:

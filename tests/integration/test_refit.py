@@ -155,10 +155,10 @@ def test_acceptance_that_collapses_on_the_probe_is_an_error_with_a_name(case: Ca
     if case.tied:
         pytest.skip("the tied toy policy is nearly uniform, so its drafts are hardly ever accepted")
     policy = case.policy(8)
-    guard = DrafterGuard(lambda: case.engine.generate(mixed_requests(32)).stats)
+    guard = DrafterGuard(lambda: case.engine.generate(mixed_requests(64)).stats)
     case.engine.refit(policy.items(), case.drafter.items(), 10)
     rate = guard.check(10)
-    assert rate > 0.05
+    assert rate > 0.02
     case.engine.refit(policy.items(), (case.drafter | {"d2t": torch.arange(NUM_LIKELY)}).items(), 11)
     with pytest.raises(DrafterCollapseError, match="version 11"):
         guard.check(11)
