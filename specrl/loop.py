@@ -17,6 +17,7 @@ from torch import Tensor
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
+from specrl.precision.fp8 import LinearPrecision
 from specrl.progress import Progress
 from specrl.rollout.acceptance import SpeculationStats, over_engines
 from specrl.rollout.collect import Origin, Reward, collect
@@ -54,6 +55,8 @@ class Trainer:
     config: Config
     ranks: Ranks
     policy: Policy
+    precision: LinearPrecision | None
+    """FP8 in the trainer; none in BF16."""
     drafter: Drafter | None
     engine: Engine
     source: PromptSource
@@ -67,7 +70,7 @@ class Trainer:
 
 def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
     """Run the steps from `first_step` on; what a kill interrupts is redone by the next call, with the same result."""
-    config, policy = trainer.config, trainer.policy
+    config = trainer.config
     refit(trainer, version=first_step)
     for step in range(first_step, config.train.num_steps):
         timer = Timer()
@@ -75,8 +78,7 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
             with timer("generation"):
                 rollouts, speculation = generate(trainer, step)
             with timer("policy_update"):
-                spec = trainer.drafter.feature_spec if trainer.drafter else None
-                policy_metrics, features = update_policy(policy, rollouts, config, spec)
+                policy_metrics, features = update(trainer, rollouts, is_first=step == first_step)
             with timer("drafter_update"):
                 drafter_metrics = update_drafter(trainer, features)
             with timer("refit"):
@@ -111,6 +113,15 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         rollout.advantage = advantage
     return rollouts, over_engines([stats for _, stats in shares])
+
+
+def update(trainer: Trainer, rollouts: list[Rollout], *, is_first: bool) -> tuple[dict[str, float], list[Features]]:
+    """Train the policy on the step's rollouts; what its forward pass shows of it is kept for the drafter."""
+    spec = trainer.drafter.feature_spec if trainer.drafter else None
+    metrics, features = update_policy(trainer.policy, rollouts, trainer.config, spec)
+    if is_first and trainer.precision is not None and metrics["num_tokens"]:
+        trainer.precision.assert_quantised(trained=True)  # FP8 that is silently off would go unnoticed for ever
+    return metrics, features
 
 
 def update_drafter(trainer: Trainer, features: list[Features]) -> dict[str, float]:
@@ -164,6 +175,7 @@ def log(trainer: Trainer, step: int, record: StepRecord, progress: Progress) -> 
     if trainer.ranks.is_first:
         write_step(trainer.steps_dir, record)
     trainer.tracker.log_metrics(record.metrics, step)
+    trainer.tracker.flush()
     text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
     progress.update(
         step + 1, trainer.config.train.num_steps, message=text.format(**record.metrics), unit="step", phase="RL"

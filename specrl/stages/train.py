@@ -11,6 +11,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import Trainer, run_loop
+from specrl.precision.calibration import load_precision
 from specrl.precision.fp8 import LinearPrecision
 from specrl.progress import Progress
 from specrl.rollout.engine import Engine
@@ -40,7 +41,16 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     config = context.config
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
-    policy = build_policy(context, prepared, ranks)
+    precision = training_precision(context, prepared)
+    policy = Policy(
+        prepared.policy_dir,
+        config.policy,
+        dtype=config.model.dtype,
+        ranks=ranks,
+        seed=config.seed,
+        fp8=precision,
+        keep_reference=config.train.kl_coef > 0,
+    )
     drafter = None
     if pretrained.drafter_dir is not None:
         drafter = Drafter.load(pretrained.drafter_dir, prepared.policy_dir, config.drafter, ranks, seed=config.seed)
@@ -48,6 +58,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         config=config,
         ranks=ranks,
         policy=policy,
+        precision=precision,
         drafter=drafter,
         engine=Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed),
         source=PromptSource(config, load_tokenizer(prepared.policy_dir)),
@@ -60,18 +71,11 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     )
 
 
-def build_policy(context: StageContext, prepared: PrepareResult, ranks: Ranks) -> Policy:
-    config = context.config
-    calibrated = context.input("calibrate", CalibrateResult)
-    return Policy(
-        prepared.policy_dir,
-        config.policy,
-        dtype=config.model.dtype,
-        ranks=ranks,
-        seed=config.seed,
-        fp8=LinearPrecision(calibrated.bf16_layers) if config.precision.training == "fp8" else None,
-        keep_reference=config.train.kl_coef > 0,
-    )
+def training_precision(context: StageContext, prepared: PrepareResult) -> LinearPrecision | None:
+    """The calibrated FP8 recipe of this policy; none in BF16."""
+    if context.config.precision.training == "bf16":
+        return None
+    return load_precision(context.input("calibrate", CalibrateResult).scales_path, prepared.policy_dir)
 
 
 def restore(trainer: Trainer) -> int:

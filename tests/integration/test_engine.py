@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from specrl.data.tiny import CHARACTERS, SPECIAL
 from specrl.rollout.engine import Engine, Request, response_seed
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
 END_TOKEN = 2
+CHARACTER_TOKENS = range(len(SPECIAL), len(SPECIAL) + len(CHARACTERS))
 NUM_RANKS = 2
 
 
@@ -78,7 +80,8 @@ def test_responses_come_in_order_with_text_reason_and_times(engine: Engine) -> N
         assert (response.finish_reason == "stop") == stopped
         assert stopped or len(response.tokens) == request.max_tokens
         assert END_TOKEN not in response.tokens[:-1]
-        assert len(response.text) == len(response.tokens) - stopped
+        # One character per token, but for the end token and the vocabulary's unused ids.
+        assert len(response.text) == sum(token in CHARACTER_TOKENS for token in response.tokens)
         assert len(response.logprobs) == len(response.tokens)
         assert response.started_at <= response.finished_at
     assert generation.num_tokens == sum(len(response.tokens) for response in generation.responses)

@@ -79,9 +79,7 @@ def test_mlflow_has_a_child_run_per_stage(undisturbed: Path) -> None:
 
     client = MlflowClient(f"sqlite:///{undisturbed.parent / 'mlflow.db'}")
     parent = client.get_run((undisturbed / "mlflow_run_id").read_text().strip())
-    children = client.search_runs(
-        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
-    )
+    children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert parent.info.status == "FINISHED"
     assert sorted(child.info.run_name for child in children) == sorted(STAGES)
     assert {child.info.status for child in children} == {"FINISHED"}

@@ -12,9 +12,7 @@ MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
 
 
-def targets(
-    advantage: float, old: list[float] | None = None, generated: list[float] | None = None
-) -> TokenTargets:
+def targets(advantage: float, old: list[float] | None = None, generated: list[float] | None = None) -> TokenTargets:
     return TokenTargets(
         advantages=torch.full((1, 3), advantage),
         generation_logprobs=torch.tensor([generated or [-1.0, -1.0, -1.0]]),
