@@ -38,7 +38,7 @@ class TinyModelConfig(Section):
 
     family: Literal["llama", "qwen2", "qwen3"] = "llama"
     num_layers: Annotated[int, Field(ge=6)] = 6
-    """At least 6, so that the three EAGLE-3 feature layers (2, n//2, n-3) differ."""
+    """At least 6, so that three EAGLE-3 feature layers that differ can be chosen."""
     hidden_size: PositiveInt = 128
     """The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels (`hidden_size / num_heads`)."""
     intermediate_size: PositiveInt = 256

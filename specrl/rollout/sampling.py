@@ -18,7 +18,7 @@ LOW_32 = 0xFFFFFFFF
 BLOCK = 64
 """Tokens per block of the two-level search; FP32 sums within a block, FP64 across blocks."""
 CACHE_ELEMENTS = 1 << 19
-"""Logits worked on at once on a CPU: 2 MiB in FP32, so that passes over them stay in the cache."""
+"""Logits worked on at once on a CPU, 2 MiB in FP32: fresh memory in larger pieces costs more than the work itself."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -67,18 +67,21 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         Tokens [rows] int64 and their log-probs [rows] FP32 under the distribution sampled from (0 where greedy), on
         the logits' device.
     """
-    chunk = max(1, CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
-    if logits.shape[0] > chunk:
-        parts = [
-            pick(logits[part], temperature[part], top_k[part], top_p[part], u[part])
-            for part in (slice(start, start + chunk) for start in range(0, logits.shape[0], chunk))
-        ]
-        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    plain = bool(((temperature == 1) & (top_k == 0) & (top_p == 1)).all())
     greedy = temperature == 0
-    if bool(greedy.all()):
+    if not plain and bool(greedy.all()):
         return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
-    tokens, logprobs = _inverse_cdf(probabilities(logits, temperature, top_k, top_p), u)
-    if bool(greedy.any()):
+    size = max(1, CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
+    picked = []
+    for start in range(0, logits.shape[0], size):
+        part = slice(start, start + size)
+        if plain:
+            probs = torch.softmax(logits[part].float(), -1)
+        else:
+            probs = probabilities(logits[part], temperature[part], top_k[part], top_p[part])
+        picked.append(_inverse_cdf(probs, u[part]))
+    tokens, logprobs = (torch.cat(column) for column in zip(*picked, strict=True))
+    if not plain and bool(greedy.any()):
         greedy = greedy.to(logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)

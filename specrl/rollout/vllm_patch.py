@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -232,14 +231,14 @@ class InvariantSampler:
     def _pick(
         self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]
     ) -> tuple[list[int], list[float]]:
-        repeats = torch.tensor(counts) + 1
+        repeats = np.array(counts) + 1
         u = np.concatenate([r.uniforms[s : s + n + 1] for r, s, n in zip(records, starts, counts, strict=True)])
         settings = (
-            torch.tensor([record.temperature for record in records], dtype=torch.float32),
-            torch.tensor([record.top_k for record in records], dtype=torch.int64),
-            torch.tensor([record.top_p for record in records], dtype=torch.float32),
+            np.array([record.temperature for record in records], dtype=np.float32),
+            np.array([record.top_k for record in records], dtype=np.int64),
+            np.array([record.top_p for record in records], dtype=np.float32),
         )
-        temperature, top_k, top_p = (setting.repeat_interleave(repeats) for setting in settings)
+        temperature, top_k, top_p = (torch.from_numpy(setting.repeat(repeats)) for setting in settings)
         tokens, logprobs = pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))
         return tokens.tolist(), logprobs.tolist()
 
@@ -258,7 +257,8 @@ class InvariantSampler:
         """
         discarded = self.runner.discard_request_mask.np
         rows: list[list[int]] = []
-        counters: list[SpeculationStats] = []
+        per_pos = [0] * max(counts)
+        num_drafts = num_draft_tokens = 0
         decoding = False
         first = first_draft = 0
         for index, (request_id, start, count) in enumerate(zip(ids, starts, counts, strict=True)):
@@ -275,6 +275,9 @@ class InvariantSampler:
                 record.num_drafts += 1
                 record.num_draft_tokens += count
                 record.num_accepted_tokens += accepted
-                counters.append(SpeculationStats(1, count, accepted, tuple(int(i < accepted) for i in range(count))))
-        self.stats = SpeculationStats.merge(chain((self.stats, SpeculationStats(decode_steps=int(decoding))), counters))
+                num_drafts += 1
+                num_draft_tokens += count
+                for position in range(accepted):
+                    per_pos[position] += 1
+        self.stats += SpeculationStats(num_drafts, num_draft_tokens, sum(per_pos), tuple(per_pos), int(decoding))
         return rows

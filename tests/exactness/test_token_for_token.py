@@ -107,11 +107,11 @@ def test_preemption_chunked_prefill_and_no_prefix_cache_change_no_token(
         "enable_prefix_caching": False,
         "max_num_batched_tokens": 200,
         "block_size": 32,
-        "kv_cache_memory_bytes": 6 * 2**20,
+        "kv_cache_memory_bytes": 3 * 2**20,
     }
     with running(*directories, toy_config("eagle3", 3), **tight) as engine:
         counted = count_preemptions(engine)
-        assert_same(engine.generate(REQUESTS).responses, plain)
+        assert_same(engine.generate(REQUESTS[:49]).responses, plain)
         assert len(counted) > 5
 
 

@@ -69,7 +69,7 @@ def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, mo
     drafter = Drafter.load(tmp_path / "drafter", policy_dir, drafter.config, ranks)
     features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)
 
-    proposals, acceptance_length = vllm_proposals(policy_dir, tmp_path / "drafter", features.tokens, monkeypatch)
+    proposals, alone, together = vllm_proposals(policy_dir, tmp_path / "drafter", features.tokens, monkeypatch)
     literal = LiteralDrafter(drafter.model, drafter._embeddings)
     compared = 0
     for row, by_start in enumerate(proposals):
@@ -81,13 +81,18 @@ def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, mo
     assert compared > 20
     expected = drafter.update([features], lr=0.0)["acceptance_length"]
     assert expected > 1.3, "a drafter that is never right would test little"
-    assert acceptance_length == pytest.approx(expected, rel=0.02)
+    assert 1 + sum(alone[1:]) / alone[0] == pytest.approx(expected, rel=0.02)
+    assert together == alone, "running requests together must not change what is drafted and accepted"
 
 
 def vllm_proposals(
     policy_dir: Path, drafter_dir: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[dict[int, list[int]]], float]:
-    """Decode greedily one request after another: drafts by starting slot for each, and the acceptance length."""
+) -> tuple[list[dict[int, list[int]]], list[int], list[int]]:
+    """Decode greedily, one request after another and then all at once.
+
+    Returns:
+        Drafts by starting slot for each request; `[drafts, accepted at position 0, 1, 2]` of each of the two ways.
+    """
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -125,6 +130,14 @@ def vllm_proposals(
         proposals.append({})
         output = engine.generate({"prompt_token_ids": row[:PROMPT]}, parameters, use_tqdm=False)[0]
         assert list(output.outputs[0].token_ids) == row[PROMPT:]
-    counters = {m.name.rsplit("spec_decode_", 1)[-1]: m for m in engine.get_metrics() if "spec_decode" in m.name}
-    accepted, drafts = (counters[f"num_{name}"].value for name in ("accepted_tokens", "drafts"))
-    return proposals, 1 + accepted / drafts
+    alone = counters(engine)
+    proposer.propose = propose
+    prompts = [{"prompt_token_ids": row[:PROMPT]} for row in tokens.tolist()]
+    engine.generate(prompts, parameters, use_tqdm=False)
+    together = [after - before for after, before in zip(counters(engine), alone, strict=True)]
+    return proposals, alone, together
+
+
+def counters(engine: Any) -> list[int]:
+    metrics = {metric.name.rsplit("spec_decode_", 1)[-1]: metric for metric in engine.get_metrics()}
+    return [metrics["num_drafts"].value, *metrics["num_accepted_tokens_per_pos"].values]
