@@ -113,8 +113,8 @@ def finish(context: StageContext, trainer: Trainer, seconds: float) -> None:
         acceptance_length=stats.acceptance_length,
         acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
         mismatch=mean_of(records, "mismatch"),
-        refit_checks=len(records) + 1,
-        refit_failures=0,
+        refit_checks=len(records) + 1,  # one at the start, one after each step
+        refit_failures=0,  # a failed check raises: a run that gets here had none
         refit_max_abs_logprob_diff=max(record.metrics["refit/max_abs_logprob_diff"] for record in records),
         seconds=seconds,
     )
