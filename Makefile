@@ -1,6 +1,9 @@
 # make quickstart: environment and the main job.   make test: environment and the tests.   make check: what CI checks first.
 PYTHON ?= python3.11
 UV_VERSION := 0.13.8
+TEST_WORKERS ?= 2
+# Whole files to two workers; folder by folder, so that engines and process groups of one end before the next.
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin
 
@@ -24,7 +27,9 @@ quickstart: env
 	$(BIN)/specrl run configs/quickstart.toml
 
 test: env
-	$(BIN)/python -m pytest
+	$(PYTEST) tests/exactness
+	$(PYTEST) tests/integration tests/slurm tests/gpu
+	$(PYTEST) tests/unit
 
 check: env
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from flows.commands import devcluster, inspect, run
+from flows.commands import bench, devcluster, inspect, project, run, serve
 from flows.server import ServerError
 from slurm.devcluster import DevClusterError
 from slurm.jobs import JobError
@@ -21,6 +21,9 @@ app = typer.Typer(
 )
 run.register(app)
 inspect.register(app)
+bench.register(app)
+serve.register(app)
+project.register(app)
 devcluster.register(app)
 
 EXIT_FAILED = 1

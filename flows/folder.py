@@ -29,10 +29,15 @@ def anchor(config: Config) -> Config:
             if (path := getattr(config.data, key)) is not None
         }
     )
+    speculation = config.speculation
+    if speculation.draft_model is not None:
+        draft_model = speculation.draft_model.expanduser().absolute()
+        speculation = speculation.model_copy(update={"draft_model": draft_model})
     source = Path(config.model.source).expanduser()
     model = config.model.model_copy(update={"source": str(source.absolute())}) if source.is_dir() else config.model
     runs_dir = config.runs_dir.expanduser().absolute()
-    return config.model_copy(update={"runs_dir": runs_dir, "data": data, "model": model})
+    changed = {"runs_dir": runs_dir, "data": data, "model": model, "speculation": speculation}
+    return config.model_copy(update=changed)
 
 
 def find_run(name: str, runs_dir: Path) -> Path:

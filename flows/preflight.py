@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import urllib.error
@@ -11,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specrl.config import Config, ConfigError
-from specrl.data.models import check_source
+from specrl.data.models import check_directory, check_method, check_source
 from specrl.keys import reward_source
 from specrl.projection.plan import plan
 from specrl.projection.shapes import KNOWN_SHAPES, model_shape
@@ -38,11 +39,39 @@ def check_model(config: Config) -> list[str]:
     """The source exists; and, where its shape is known without the hub, parallel sizes and memory fit it."""
     try:
         check_source(config.model)
+        check_method(config)
         if _shape_is_known(config):
             plan(config)
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def check_draft_model(config: Config) -> list[str]:
+    """The directory of `speculation.draft_model` is a model with the policy's vocabulary."""
+    directory = config.speculation.draft_model
+    if directory is None:
+        return []
+    try:
+        hf_config = check_directory(directory, config.model.max_length)
+    except ConfigError as error:
+        return [f"speculation.draft_model: {error}"]
+    if not _shape_is_known(config):
+        return []
+    own, wanted = hf_config["vocab_size"], model_shape(config.model).vocab_size
+    source = Path(config.model.source).expanduser()
+    if own != wanted or (source.is_dir() and _vocabulary(source) != _vocabulary(directory)):
+        return [
+            f"speculation.draft_model = {directory}: its vocabulary ({own} tokens) is not the policy's ({wanted}); "
+            "take a smaller model of the same family"
+        ]
+    return []
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Token ids by token; none where the tokenizer has another format."""
+    path = directory / "tokenizer.json"
+    return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
 
 
 def check_data(config: Config) -> list[str]:
@@ -113,7 +142,14 @@ def check_cluster(config: Config) -> list[str]:
     return []
 
 
-CHECKS: tuple[Callable[[Config], list[str]], ...] = (check_model, check_data, check_disk, check_tracking, check_cluster)
+CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+    check_model,
+    check_draft_model,
+    check_data,
+    check_disk,
+    check_tracking,
+    check_cluster,
+)
 
 
 def _shape_is_known(config: Config) -> bool:

@@ -33,7 +33,7 @@ class PrepareResult(Artifact):
 
 class PretrainResult(Artifact):
     drafter_dir: Path | None
-    """EAGLE-3 directory; none when the method needs no drafter."""
+    """EAGLE-3 directory, or for `mtp` the policy's with its layer as trained; none when nothing is trained."""
     rollouts_dir: Path
     num_responses: int
     reward_mean: float
@@ -52,9 +52,24 @@ class CalibrateResult(Artifact):
     seconds: float
 
 
+class PrecisionReport(Artifact):
+    """What was asked of each engine, and what it did: `native` or `emulated` FP8, or `off`."""
+
+    generation: str = "bf16"
+    generation_mode: str = "off"
+    training: str = "bf16"
+    training_mode: str = "off"
+    kv_cache: str = "bf16"
+    fp8_layers: int = 0
+    """Linear layers in FP8, where an engine computes in FP8."""
+    bf16_layers: list[str] = []
+    """Linear layers that the calibration keeps in BF16."""
+
+
 class TrainResult(Artifact):
     policy_dir: Path
     drafter_dir: Path | None
+    """`policy_dir` for `mtp`, whose layer belongs to the policy."""
     steps: int
     step_seconds_median: float
     timing_share: dict[str, float]
@@ -63,9 +78,12 @@ class TrainResult(Artifact):
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     mismatch: dict[str, float]
+    precision: PrecisionReport = PrecisionReport()
     refit_checks: int
     refit_failures: int
     refit_max_abs_logprob_diff: float
+    drafter_events: list[str] = []
+    """Drafters that collapsed after a refit, and what was done about it."""
     seconds: float
 
 
@@ -84,6 +102,32 @@ class SpeedPair(Artifact):
     """Share of responses that are the same, token for token, on both sides."""
 
 
+class ParityCounts(Artifact):
+    """Plain against speculative responses with the same seeds."""
+
+    num_responses: int
+    num_tokens: int
+    num_differences: int
+    """Responses that part; tokens after a first difference follow from it."""
+    num_unexplained: int
+    """Differences that are no near-tie; gated to be 0."""
+    cdf_noise: float
+    logprob_gap_noise: float
+    """Nats."""
+
+
+class ExactnessResult(Artifact):
+    """Speculation against plain decoding on held-out prompts."""
+
+    chi_squared: float | None
+    degrees_of_freedom: int
+    num_samples: int
+    p_value: float | None
+    """Of first tokens against exact probabilities; none for greedy runs."""
+    sampled: ParityCounts
+    greedy: ParityCounts
+
+
 class ValidateResult(Artifact):
     accuracy_before: float
     accuracy_after: float
@@ -91,12 +135,15 @@ class ValidateResult(Artifact):
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]
+    exactness: ExactnessResult | None = None
+    """None when nothing is speculated."""
     seconds: float
 
 
 class ExportResult(Artifact):
     policy_dir: Path
     drafter_dir: Path | None
+    """`policy_dir` for `mtp`."""
     vllm_acceptance_length: float | None
     """Acceptance length of the exported directory, loaded on its own in a fresh vLLM."""
     model_version: str | None

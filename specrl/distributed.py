@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -32,6 +33,13 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def store(self) -> Store:
+        """The key-value store through which the process group was formed: words that need no collective."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store: Store = _get_default_store()
+        return store
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -34,10 +34,10 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
     "calibrate": ("seed", "model", "policy", "precision"),
     "train": (
         *("seed", "model", "data", "sampling", "speculation"),
-        *("engine", "policy", "drafter", "train", "precision"),
+        *("bubbles", "engine", "policy", "drafter", "train", "precision"),
     ),
-    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "validate"),
-    "export": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "validate"),
+    "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
 }
 """The parts of the configuration that each stage reads itself; what its inputs read comes in through their keys."""
 
@@ -45,8 +45,8 @@ NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tr
 """Where and how a stage runs, not what it computes."""
 
 
-NO_STAGE_CODE = ("report", "projection")
-"""Subpackages that no stage imports: a change in how results are shown does not make them old."""
+NO_STAGE_CODE = ("bench", "report", "projection")
+"""Subpackages that no stage imports: a change in how results are measured or shown does not make them old."""
 
 
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:
@@ -61,6 +61,8 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     sections = {section: values[section] for section in SECTIONS[stage]}
     if "data" in sections:
         sections["data"] = _with_files(config, sections["data"])
+    if "speculation" in sections and config.speculation.draft_model is not None:
+        sections["speculation"]["draft_model"] = _model_fingerprint(str(config.speculation.draft_model))
     if stage == "prepare":
         sections["model"]["source"] = _model_fingerprint(config.model.source)
     elif "model" in sections:  # what the source gave is in the key of `prepare`

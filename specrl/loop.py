@@ -8,44 +8,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
+from specrl.gantt import gantt
 from specrl.precision.fp8 import LinearPrecision
+from specrl.precision.gate import check_agreement
+from specrl.precision.kv_scales import KvObserver
+from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.acceptance import SpeculationStats, over_engines
+from specrl.rollout.balance import ExpectedLengths, deal
+from specrl.rollout.bubbles import Bubbles
 from specrl.rollout.collect import Origin, Reward, collect
 from specrl.rollout.engine import Engine
+from specrl.rollout.guard import DrafterGuard, GuardReport
 from specrl.rollout.parity import ParityReport
 from specrl.rollout.probe import RefitProbe
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.steps import StepRecord, step_metrics, write_step
+from specrl.steps import StepRecord, controller_metrics, mismatch_of, step_metrics, write_step
+from specrl.timeline import Bubble, Pace, RankTimeline, Timer, bubble_metrics, rank_spans
 from specrl.tracking import Tracker
 from specrl.training import checkpoint
 from specrl.training.advantages import group_advantages
 from specrl.training.drafter import Drafter
 from specrl.training.features import Features
 from specrl.training.policy import Policy
+from specrl.training.spot import SpotTraining
 from specrl.training.update import update_policy
-
-
-@dataclass
-class Timer:
-    """Wall time of the named parts of a step, seconds."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,20 @@ class Trainer:
     policy: Policy
     precision: LinearPrecision | None
     """FP8 in the trainer; none in BF16."""
+    kv_observer: KvObserver | None
+    """Measures the scales of an FP8 KV cache; none with a BF16 one."""
+    layers_path: Path
+    """The calibration's table of layers, for whoever must see where the engines disagree."""
     drafter: Drafter | None
     engine: Engine
     source: PromptSource
+    expected: ExpectedLengths
+    bubbles: Bubbles
+    spot: SpotTraining | None
+    """Where idle ranks train the drafter."""
     reward: Reward
     probe: RefitProbe
+    guard: DrafterGuard
     tracker: Tracker
     rollouts_dir: Path
     steps_dir: Path
@@ -76,35 +81,54 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
         timer = Timer()
         with timer("step"):
             with timer("generation"):
-                rollouts, speculation = generate(trainer, step)
+                rollouts, speculation, bubbles = generate(trainer, step)
             with timer("policy_update"):
                 policy_metrics, features = update(trainer, rollouts, is_first=step == first_step)
+                kv_scales = measure_kv_scales(trainer, timer)
+            mismatch = agreement(trainer, rollouts)
             with timer("drafter_update"):
                 drafter_metrics = update_drafter(trainer, features)
             with timer("refit"):
-                parity = refit(trainer, version=step + 1)
+                parity, guard = refit(trainer, version=step + 1, kv_scales=kv_scales)
             with timer("checkpoint"):
                 store(trainer, step, rollouts)
-        cap = config.train.importance_cap
-        record = step_metrics(step, rollouts, speculation, policy_metrics, drafter_metrics, parity, timer.seconds, cap)
+        parts = (policy_metrics, drafter_metrics, mismatch, bubble_metrics(bubbles))
+        metrics = step_metrics(rollouts, speculation, *parts, parity, guard, timer.seconds)
+        record = StepRecord.of(
+            step, metrics, speculation, timelines(trainer, bubbles, timer), trainer.guard.take_events()
+        )
         log(trainer, step, record, progress)
 
 
-def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationStats]:
+def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationStats, list[Bubble]]:
     """The step's rollouts, all ranks' of them on every rank in prompt order, with rewards and advantages."""
     config, ranks = trainer.config, trainer.ranks
-    prompts = trainer.source.batch(step)
     size = config.engine.tensor_parallel
-    engine, engines = ranks.rank // size, ranks.world_size // size
+    prompts = trainer.source.batch(step)
+    share = deal(prompts, trainer.expected, ranks.world_size // size)[ranks.rank // size]
+    trainer.bubbles.open(share)
     origin = Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step)
+    started_at, samples = time.time(), config.train.samples_per_prompt
+    pace = Pace(len(share) * samples, config.engine.max_num_seqs)
     own, generation = collect(
-        trainer.engine, prompts[engine::engines], config.train.samples_per_prompt, config, trainer.reward, origin
+        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, pace.iteration
     )
-    shares = ranks.gather((own, generation.stats))[::size]
+    bubble, texts = trainer.bubbles.spend(step, started_at, generation, pace.rows())
+    parts = ranks.gather((own, generation.stats, bubble, texts))
+    stats = over_engines([stats for _, stats, _, _ in parts[::size]])
+    bubbles = [bubble for _, _, bubble, _ in parts]
+    trainer.bubbles.close(bubbles, [texts for *_, texts in parts], stats)
     order = {prompt.id: place for place, prompt in enumerate(prompts)}
     rollouts = sorted(
-        (rollout for share, _ in shares for rollout in share), key=lambda item: (order[item.prompt_id], item.sample)
+        (rollout for own, *_ in parts[::size] for rollout in own), key=lambda item: (order[item.prompt_id], item.sample)
     )
+    trainer.expected.learn(prompts, ((rollout.prompt_id, len(rollout.response_tokens)) for rollout in rollouts))
+    score(rollouts, config)
+    return rollouts, stats, bubbles
+
+
+def score(rollouts: list[Rollout], config: Config) -> None:
+    """Group-relative advantages from the rewards."""
     advantages = group_advantages(
         [rollout.reward for rollout in rollouts],
         [rollout.prompt_id for rollout in rollouts],
@@ -112,24 +136,50 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
     )
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         rollout.advantage = advantage
-    return rollouts, over_engines([stats for _, stats in shares])
 
 
 def update(trainer: Trainer, rollouts: list[Rollout], *, is_first: bool) -> tuple[dict[str, float], list[Features]]:
     """Train the policy on the step's rollouts; what its forward pass shows of it is kept for the drafter."""
     spec = trainer.drafter.feature_spec if trainer.drafter else None
     metrics, features = update_policy(trainer.policy, rollouts, trainer.config, spec)
-    if is_first and trainer.precision is not None and metrics["num_tokens"]:
-        trainer.precision.assert_quantised(trained=True)  # FP8 that is silently off would go unnoticed for ever
+    if is_first:  # FP8 that is silently off would go unnoticed for ever
+        trainer.engine.assert_quantised()
+        if trainer.precision is not None and metrics["num_tokens"]:
+            trainer.precision.assert_quantised(trained=True)
     return metrics, features
 
 
+def measure_kv_scales(trainer: Trainer, timer: Timer) -> KvScales | None:
+    """Of the step's own tokens; none with a BF16 KV cache, or where nothing was trained on: the old ones stay."""
+    found = trainer.kv_observer.take(trainer.ranks) if trainer.kv_observer is not None else None
+    if found is None:
+        return None
+    scales, timer.seconds["kv_scales"] = found
+    return scales
+
+
+def agreement(trainer: Trainer, rollouts: list[Rollout]) -> dict[str, float]:
+    """How far generation and training agree about the tokens trained on; a run that lost its agreement ends here."""
+    metrics = mismatch_of(rollouts, trainer.config.train.importance_cap)
+    limit = trainer.config.precision.max_token_mult_prob_error
+    check_agreement(metrics, limit, trainer.layers_path)
+    return metrics
+
+
 def update_drafter(trainer: Trainer, features: list[Features]) -> dict[str, float]:
-    """Train the drafter on the features of the policy's own forward pass; they carry no gradient (invariant 3)."""
-    drafter, config = trainer.drafter, trainer.config.drafter
+    """Train the drafter on the features of the policy's own forward pass; they carry no gradient (invariant 3).
+
+    Where idle ranks train it, what they learnt is brought together instead; all train now when none was idle.
+    """
+    drafter, config, spot = trainer.drafter, trainer.config.drafter, trainer.spot
     if drafter is None:
         return {}
-    return drafter.update(within_budget(features, config.max_tokens_per_step), lr=config.online_lr)
+    metrics = spot.merge() if spot is not None else {}
+    if not metrics:
+        metrics = drafter.update(within_budget(features, config.max_tokens_per_step), lr=config.online_lr)
+    if spot is not None:
+        spot.remember(features)
+    return metrics
 
 
 def within_budget(features: list[Features], max_tokens: int) -> list[Features]:
@@ -144,20 +194,22 @@ def within_budget(features: list[Features], max_tokens: int) -> list[Features]:
     return kept
 
 
-def refit(trainer: Trainer, version: int) -> ParityReport:
-    """Give the engine the new policy and drafter, then check that it has them (invariant 4)."""
+def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> tuple[ParityReport, GuardReport]:
+    """Give the engine the new policy and drafter, then check that it has them (invariant 4).
+
+    A policy that did not arrive ends the run; a drafter that did not, or that is no longer accepted, is replaced.
+    """
     drafter = trainer.drafter
-    trainer.engine.refit(
-        weights_for_engine(trainer), drafter.named_weights() if drafter is not None else None, version=version
-    )
-    return trainer.probe.check(trainer.engine, trainer.policy, drafter)
+    drafter_weights = drafter.named_weights() if drafter is not None else None
+    trainer.engine.refit(weights_for_engine(trainer), drafter_weights, version=version, kv_scales=kv_scales)
+    return trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)
 
 
 def weights_for_engine(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """The policy's tensors; on their way the drafter, too, gets the embeddings that it shares with the policy."""
+    """The policy's tensors; on their way the drafter, too, gets those that it shares with the policy."""
     for name, tensor in trainer.policy.hf_weights():
-        if name == "model.embed_tokens.weight" and trainer.drafter is not None:
-            trainer.drafter.set_embeddings(tensor)
+        if trainer.drafter is not None:
+            trainer.drafter.share(name, tensor)
         yield name, tensor
 
 
@@ -170,13 +222,23 @@ def store(trainer: Trainer, step: int, rollouts: list[Rollout]) -> None:
         checkpoint.save(trainer.checkpoint_dir, trainer.policy, trainer.drafter, step + 1, keep=config.keep_checkpoints)
 
 
+def timelines(trainer: Trainer, bubbles: list[Bubble], timer: Timer) -> list[RankTimeline]:
+    """What every rank did in this step, and when."""
+    spans = trainer.ranks.gather(timer.spans)
+    return [RankTimeline(bubble, rank_spans(bubble, own)) for bubble, own in zip(bubbles, spans, strict=True)]
+
+
 def log(trainer: Trainer, step: int, record: StepRecord, progress: Progress) -> None:
     """One file per step, so that a restarted stage knows its past; MLflow; and the line that people watch."""
+    if trainer.engine.controller is not None:
+        record.metrics.update(controller_metrics(trainer.engine.controller))
     if trainer.ranks.is_first:
         write_step(trainer.steps_dir, record)
+        picture = trainer.steps_dir / f"step={step:06d}.svg"
+        write_text(picture, gantt(record.ranks))
+        trainer.tracker.log_artifact(picture, "gantt")
     trainer.tracker.log_metrics(record.metrics, step)
     trainer.tracker.flush()
     text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
-    progress.update(
-        step + 1, trainer.config.train.num_steps, message=text.format(**record.metrics), unit="step", phase="RL"
-    )
+    message = "; ".join([text.format(**record.metrics), *record.events])
+    progress.update(step + 1, trainer.config.train.num_steps, message=message, unit="step", phase="RL")

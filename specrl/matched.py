@@ -8,13 +8,15 @@ from specrl.artifacts import SpeedPair
 from specrl.rollout.engine import Engine, Generation, Request
 
 
-def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int, repeats: int) -> SpeedPair:
+def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int | None, repeats: int) -> SpeedPair:
     """Generate `requests`, `batch` at a time, plain and with k draft tokens in turn, `repeats` times each.
 
+    With `k = None` the controller chooses; it has learned before, or learns on measured time.
+
     Invariant 1 makes both sides the same work: the same seeds give the same tokens. The order of the two alternates, so
-    that a machine that slows down or speeds up does not favour one. Leaves the engine drafting k tokens.
+    that a machine that slows down or speeds up does not favour one. Leaves the engine drafting so.
     """
-    runs: dict[int, list[list[Generation]]] = {0: [], k: []}
+    runs: dict[int | None, list[list[Generation]]] = {0: [], k: []}
     for repeat in range(repeats):
         for length in (0, k) if repeat % 2 == 0 else (k, 0):
             engine.set_k(length)

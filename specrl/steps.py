@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median, pstdev
+from typing import Any
 
 import torch
 
 from specrl.artifacts import write_json
 from specrl.precision.mismatch import mismatch_metrics
-from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.acceptance import REPLAY, SourceCounts, SpeculationStats
+from specrl.rollout.guard import GuardReport
 from specrl.rollout.parity import ParityReport
+from specrl.rollout.speculation import Controller
 from specrl.schemas import Rollout
+from specrl.timeline import RankTimeline, timeline_from
 from specrl.training.advantages import zero_signal_fraction
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "checkpoint")
@@ -28,18 +32,45 @@ class StepRecord:
     """MLflow names, see `specrl/metrics.py`."""
     num_drafts: int
     accepted_per_pos: list[int]
+    drafted_per_pos: list[int]
+    by_source: dict[str, SourceCounts]
+    ranks: list[RankTimeline]
+    """What each rank did when."""
+    events: list[str] = field(default_factory=list)
+    """Drafters that collapsed, and what was done."""
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        metrics: dict[str, float],
+        stats: SpeculationStats,
+        ranks: list[RankTimeline],
+        events: list[str],
+    ) -> StepRecord:
+        return cls(
+            step,
+            metrics,
+            stats.num_drafts,
+            list(stats.accepted_per_pos),
+            list(stats.drafted_per_pos),
+            dict(stats.by_source),
+            ranks,
+            events,
+        )
 
 
 def step_metrics(
-    step: int,
     rollouts: list[Rollout],
     stats: SpeculationStats,
     policy: Mapping[str, float],
     drafter: Mapping[str, float],
+    mismatch: Mapping[str, float],
+    bubbles: Mapping[str, float],
     parity: ParityReport,
+    guard: GuardReport,
     seconds: Mapping[str, float],
-    importance_cap: float,
-) -> StepRecord:
+) -> dict[str, float]:
     """Everything a step is judged by, under the names of the design.
 
     Args:
@@ -64,8 +95,7 @@ def step_metrics(
     }
     metrics |= {f"policy/{name}": value for name, value in policy.items() if name != "num_tokens"}
     metrics |= {f"drafter/{name}": value for name, value in drafter.items()}
-    metrics |= speculation_metrics(stats) | _mismatch(rollouts, importance_cap)
-    return StepRecord(step, metrics, stats.num_drafts, list(stats.accepted_per_pos))
+    return {**metrics, **speculation_metrics(stats), **guard.metrics(), **mismatch, **bubbles}
 
 
 def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
@@ -77,12 +107,26 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
         "acceptance_length": stats.acceptance_length,
         "decode_steps": stats.decode_steps,
     }
+    if replayed := stats.by_source.get(REPLAY):
+        counters |= {"replay_draft_tokens": replayed.num_draft_tokens}
+        counters |= {"replay_accepted_tokens": replayed.num_accepted_tokens}
     per_position = {f"acceptance_rate_pos_{i}": rate for i, rate in enumerate(stats.acceptance_rate_per_pos, start=1)}
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 
 
-def _mismatch(rollouts: list[Rollout], importance_cap: float) -> dict[str, float]:
-    """Disagreement between the engine that sampled and the trainer, over the rollouts trained on."""
+def controller_metrics(controller: Controller) -> dict[str, float]:
+    """What this rank's controller did in the step, and what it has settled on by running batch size."""
+    mean = controller.take_mean_length()
+    metrics = {"spec/k": mean} if mean is not None else {}
+    for point in controller.curve():
+        if point.chosen:
+            chosen = {"k": float(point.k), "replay_k": float(point.replay_k), "tokens_per_s": point.tokens_per_s}
+            metrics |= {f"spec/chosen_{name}_batch_{point.batch}": value for name, value in chosen.items()}
+    return metrics
+
+
+def mismatch_of(rollouts: list[Rollout], importance_cap: float) -> dict[str, float]:
+    """Disagreement between the engine that sampled and the trainer, over the rollouts trained on; empty without any."""
     pairs = [(r.policy_logprobs, r.generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
     if not pairs:
         return {}
@@ -96,7 +140,11 @@ def write_step(steps_dir: Path, record: StepRecord) -> None:
 
 
 def read_steps(steps_dir: Path) -> list[StepRecord]:
-    return [StepRecord(**json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
+    return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
+
+
+def _record(data: dict[str, Any]) -> StepRecord:
+    return StepRecord(**{**data, "ranks": [timeline_from(rank) for rank in data["ranks"]]})
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
@@ -126,6 +174,8 @@ def total_stats(records: list[StepRecord]) -> SpeculationStats:
             num_accepted_tokens=int(record.metrics["spec/num_accepted_tokens"]),
             accepted_per_pos=tuple(record.accepted_per_pos),
             decode_steps=int(record.metrics["spec/decode_steps"]),
+            drafted_per_pos=tuple(record.drafted_per_pos),
+            by_source={source: SourceCounts(*counts) for source, counts in record.by_source.items()},
         )
         for record in records
     )

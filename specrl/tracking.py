@@ -75,7 +75,7 @@ class Tracker(Protocol):
         """Write what waits. Call it when a step is complete, so that a killed job has lost nothing."""
 
 
-class _Silent:
+class Silent:
     """Tracker of the ranks that do not log."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
@@ -220,7 +220,7 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     A stage that was killed continues its child, whose id lies in the stage's folder.
     """
     if not ranks.is_first:
-        yield _Silent()
+        yield Silent()
         return
     client = connect(context.config)
     tracker = _MlflowTracker(client, _child(client, context), context.mlflow_run_id)

@@ -10,6 +10,14 @@ import pytest
 from slurm.devcluster import DevCluster
 from slurm.devcluster.daemons import missing_programs
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores, and ranks of their own: more threads crawl
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that need the cluster take longest: with two workers, which take file after file, they must come first."""
+    with_cluster = {item.path for item in items if "devcluster" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in with_cluster)
+
 
 @pytest.fixture(scope="session")
 def devcluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:

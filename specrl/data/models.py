@@ -9,9 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specrl.config import ConfigError, ModelConfig
+from specrl.artifacts import write_json
+from specrl.config import Config, ConfigError, ModelConfig
+from specrl.data import mtp
+from specrl.rollout.draft_sources import drafts_with_policy_layer
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", mtp.ARCHITECTURE)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
@@ -70,6 +73,8 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     names = config.get("architectures") or ["none"]
     if names[0] not in ARCHITECTURES:
         raise ConfigError(f"model directory {directory} is a {names[0]}; supported: {', '.join(ARCHITECTURES)}")
+    if mtp.has_mtp(config):
+        mtp.check_mtp(config, directory)
     for name in _weight_files(directory):
         if not (directory / name).is_file():
             raise ConfigError(f"model directory {directory} lacks {name}")
@@ -79,6 +84,32 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     if max_length > longest:
         raise ConfigError(f"model.max_length = {max_length}: the model in {directory} has {longest} positions")
     return config
+
+
+def check_method(config: Config, directory: Path | None = None) -> None:
+    """Whether the model can be drafted for by `speculation.method`, as far as it is known.
+
+    Args:
+        directory: the model, where it has been materialised.
+
+    Raises:
+        ConfigError: `mtp` for a model without a multi-token-prediction layer.
+    """
+    if not drafts_with_policy_layer(config):
+        return
+    model = config.model
+    if directory is None and _kind(model.source) == "directory":
+        directory = Path(model.source).expanduser()
+    if directory is not None:
+        found = mtp.has_mtp(check_directory(directory, model.max_length))
+    else:
+        found = model.tiny.family == "mimo" if model.source == "tiny" else _kind(model.source) == "hub"
+    if not found:
+        raise ConfigError(
+            f'speculation.method = "mtp": model.source = {model.source!r} has no multi-token-prediction layer; '
+            f"supported: directories with architecture {mtp.ARCHITECTURE}, and tiny with model.tiny.family = mimo; "
+            'other models take "eagle3"'
+        )
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -133,6 +164,9 @@ def _link(source: Path, directory: Path) -> None:
             (directory / file.name).symlink_to(file.resolve())
         elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
             shutil.copyfile(file, directory / file.name)
+    config = json.loads((source / "config.json").read_text())
+    if mtp.has_mtp(config):
+        write_json(directory / "config.json", mtp.as_qwen2(config))
 
 
 def _download(hub_id: str) -> Path:

@@ -30,6 +30,15 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """`question` before the template; `generator` and `entry` for the generator's own scorer."""
 
+    @property
+    def difficulty(self) -> str:
+        """What is known beforehand of how long an answer takes: generator, and number of terms or length of the prompt.
+
+        reasoning-gym's own `difficulty` is the range its settings allow, the same for every problem."""
+        terms = (self.metadata.get("entry") or {}).get("terms")
+        measure = f"{len(terms)} terms" if terms else f"{len(self.tokens) // 8 * 8} tokens"
+        return f"{self.metadata.get('generator', 0)}: {measure}"
+
 
 class PromptSource:
     """All prompts of a run.

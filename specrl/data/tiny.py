@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from specrl.config import ModelConfig
+from specrl.data import mtp
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
@@ -32,6 +33,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mimo": (Qwen2Config, Qwen2ForCausalLM),
 }
 
 
@@ -40,7 +42,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     tiny = config.tiny
     tokenizer = character_tokenizer(config.max_length)
     config_class, model_class = FAMILIES[tiny.family]
-    extra = {"head_dim": tiny.hidden_size // tiny.num_heads} if tiny.family == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": tiny.hidden_size // tiny.num_heads} if tiny.family == "qwen3" else {}
     hf_config = config_class(
         architectures=[model_class.__name__],
         dtype=config.dtype,
@@ -50,7 +52,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
         num_hidden_layers=tiny.num_layers,
         num_attention_heads=tiny.num_heads,
         num_key_value_heads=tiny.num_kv_heads,
-        tie_word_embeddings=tiny.tie_embeddings,
+        tie_word_embeddings=tiny.tied,
         max_position_embeddings=config.max_length,
         initializer_range=INITIAL_STD,
         pad_token_id=tokenizer.pad_token_id,
@@ -60,13 +62,26 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(hf_config)
-    weights = {name: weight.to(getattr(torch, config.dtype)) for name, weight in model.state_dict().items()}
-    if tiny.tie_embeddings:
+        weights = model_class(hf_config).state_dict()
+        if tiny.family == "mimo":
+            weights |= mtp_weights(hf_config)
+            hf_config.update({"architectures": [mtp.ARCHITECTURE], "num_nextn_predict_layers": 1})
+    if tiny.tied:
         del weights["lm_head.weight"]
+    weights = {name: weight.to(getattr(torch, config.dtype)) for name, weight in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     hf_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def mtp_weights(hf_config: Qwen2Config) -> dict[str, torch.Tensor]:
+    """A random multi-token-prediction layer by its names on disk: a decoder layer, a projection before it, norms."""
+    one_layer = Qwen2ForCausalLM(Qwen2Config(**{**hf_config.to_dict(), "num_hidden_layers": 1, "layer_types": None}))
+    size = hf_config.hidden_size
+    weights = dict(one_layer.model.layers[0].state_dict())
+    weights["input_proj.weight"] = torch.randn(size, 2 * size) * INITIAL_STD
+    weights |= {f"{name}_layernorm.weight": torch.ones(size) for name in ("token", "hidden", "final")}
+    return {mtp.PREFIX + name: weight for name, weight in weights.items()}
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

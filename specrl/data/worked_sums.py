@@ -19,7 +19,8 @@ class WorkedSums(Section):
     """`Q: 7 + 15 + 4\\nA:` is answered by ` 7 + 15 = 22, 22 + 4 = 26. Answer: 26`."""
 
     terms: tuple[Annotated[int, Field(ge=2)], ...] = (2, 2, 3, 3, 4, 5, 6, 8, 12)
-    """Numbers of terms, one of which is drawn at random; repeat one to make it likelier."""
+    """Numbers of terms. Every block of as many problems has each once, in random order: batches are then alike in
+    difficulty, and their mean rewards can be compared. Repeat a number to make it likelier."""
     low: Annotated[int, Field(ge=0)] = 1
     """Smallest term."""
     high: PositiveInt = 20
@@ -38,7 +39,8 @@ class WorkedSums(Section):
     def problems(self, seed: int) -> Iterator[Problem]:
         rng = Random(seed)
         while True:
-            yield worked_sum([self._term(rng) for _ in range(rng.choice(self.terms))])
+            for size in rng.sample(self.terms, len(self.terms)):
+                yield worked_sum([self._term(rng) for _ in range(size)])
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
         """1 if the last `Answer: N` of the response states the sum, else 0."""

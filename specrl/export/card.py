@@ -1,8 +1,9 @@
-"""The model card of an exported drafter: what it belongs to, how good it was, how to serve it."""
+"""The model card of an exported drafter, or of a policy that is its own: whose it is, how good, how to serve it."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from specrl.artifacts import TrainResult, ValidateResult
@@ -10,9 +11,12 @@ from specrl.config import Config
 
 
 def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
-    """The `vllm serve` line that uses the drafter."""
-    speculative = {"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": k}
-    return f"vllm serve {policy_dir} --speculative-config '{json.dumps(speculative)}'"
+    """The `vllm serve` line that uses the drafter; in the policy's own directory that is its multi-token layer."""
+    if drafter_dir == policy_dir:
+        speculative: dict[str, str | int] = {"method": "mtp", "num_speculative_tokens": k}
+    else:
+        speculative = {"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": k}
+    return shlex.join(["vllm", "serve", str(policy_dir), "--speculative-config", json.dumps(speculative)])
 
 
 def model_card(
@@ -23,10 +27,7 @@ def model_card(
         f"| {pair.batch} | {pair.speedup:.2f} | {pair.speedup_min:.2f} - {pair.speedup_max:.2f} |"
         for pair in validated.speed
     )
-    return f"""# EAGLE-3 drafter of run {config.name}
-
-Trained together with its policy (`{config.model.source}`, version {trained.steps}) by specrl. It belongs to that policy
-version alone: another version accepts fewer of its drafts. Drafts never change what is sampled, only how fast.
+    return f"""# {_title(config, trained)}
 
 | measured at k = {config.speculation.k}, temperature {config.sampling.temperature:g}, held-out prompts | |
 |---|---|
@@ -39,3 +40,16 @@ version alone: another version accepts fewer of its drafts. Drafts never change 
 
     {command}
 """
+
+
+def _title(config: Config, trained: TrainResult) -> str:
+    if trained.drafter_dir == trained.policy_dir:
+        return f"""Policy of run {config.name}, with its multi-token-prediction layer
+
+`{config.model.source}` after {trained.steps} steps of reinforcement learning by specrl. Its multi-token-prediction
+layer was trained along, on the policy's own hidden states and without a gradient to the policy. Drafts never change
+what is sampled, only how fast."""
+    return f"""EAGLE-3 drafter of run {config.name}
+
+Trained together with its policy (`{config.model.source}`, version {trained.steps}) by specrl. It belongs to that policy
+version alone: another version accepts fewer of its drafts. Drafts never change what is sampled, only how fast."""

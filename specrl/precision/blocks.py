@@ -5,6 +5,8 @@ Sizes that no block divides are padded with zeros at the end (576 = 4.5 blocks o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,6 +62,26 @@ def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool 
         dequantised = blocks.mul_(scales).flatten(2, 3).flatten(0, 1)
         result[part] = dequantised[: part.stop - start, :columns]
     return result
+
+
+def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
+    """`fake_quantise` of a weight that holds several matrices below each other: blocks begin anew at each of them.
+
+    Args:
+        sizes: rows of each matrix, of this rank.
+    """
+    if all(size % BLOCK == 0 for size in sizes[:-1]):
+        return fake_quantise(weight, SQUARE, power_of_two=power_of_two)
+    return torch.cat(
+        [fake_quantise(part, SQUARE, power_of_two=power_of_two) for part in torch.split(weight, list(sizes))]
+    )
+
+
+def row_scales(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
+    """The scales of `fake_quantise_rows`, float32 [row blocks of all matrices, column blocks]."""
+    return torch.cat(
+        [quantise(part, SQUARE, power_of_two=power_of_two)[1] for part in torch.split(weight, list(sizes))]
+    )
 
 
 def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:

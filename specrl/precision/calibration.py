@@ -7,7 +7,6 @@ other prompts than those it is confirmed, or the set grows until it holds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 
 from specrl.artifacts import atomic_path
 from specrl.distributed import Ranks
-from specrl.keys import files_digest
 from specrl.precision.divergence import Divergence
-from specrl.precision.fp8 import EmulatedLinear, LinearPrecision, emulate
+from specrl.precision.fp8 import EmulatedLinear, emulate
+from specrl.precision.kv_scales import KvObserver
+from specrl.precision.recipe import KvScales, Recipe
 from specrl.precision.statistics import LayerObserver, LayerStatistics, merge, observing
 from specrl.training.batches import MicroBatch
 from specrl.training.policy import Policy
@@ -34,6 +34,8 @@ class SwitchableLinears:
 
     def __init__(self, *, power_of_two: bool = False) -> None:
         self.power_of_two = power_of_two
+        self.is_native = False
+        """Statistics and single layers need the emulation, on GPUs too."""
         self.model: Any = None
         self.linears: dict[str, EmulatedLinear] = {}
 
@@ -75,6 +77,7 @@ class Calibration:
     rows: list[LayerRow]
     weight_scales: dict[str, list[list[list[float]]]]
     """By layer: [tensor-parallel rank, row blocks, column blocks]."""
+    kv_scales: KvScales | None = None
 
     @property
     def bf16_flop_fraction(self) -> float:
@@ -101,21 +104,29 @@ def calibrate(
     max_kl: float,
     ranks: Ranks,
     on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    *,
+    always_bf16: Sequence[str] = (),
 ) -> Calibration:
     """Collective over the ranks. `policy` was built with `fp8=switch`.
 
     Args:
         max_kl: KL(bf16 || fp8) of the output distribution, nats per token, that the choice must hold.
+        always_bf16: layers that stay in BF16 whatever they cost.
         on_progress: called with what is done, the total and the name of the phase.
     """
+    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
+    policy.kv_observer = observer
     statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
+    found_scales = observer.take(ranks)
+    observer.detach()
+    policy.kv_observer = None
     names = sorted(statistics, key=_position)
     alone = _each_alone(Divergence(policy, switch, data.probe, ranks), names, on_progress)
     flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
-    order = sorted(names, key=lambda name: -alone[name] / flops[name])
+    order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
     selection = _Search(Divergence(policy, switch, data.selection, ranks), order, on_progress)
-    count = smallest_prefix(len(order), selection.kl, max_kl)
+    count = max(len(always_bf16), smallest_prefix(len(order), selection.kl, max_kl))
     held_out = _Search(Divergence(policy, switch, data.held_out, ranks), order, on_progress)
     count = grown_prefix(count, len(order), held_out.kl, max_kl)
     switch.set_fp8(names)
@@ -129,6 +140,7 @@ def calibrate(
         weight_scales={
             name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
         },
+        kv_scales=found_scales[0] if found_scales is not None else None,
     )
 
 
@@ -213,15 +225,13 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
     )
 
 
-def policy_digest(policy_dir: Path) -> str:
-    """Digest of the weights and the configuration: what scales belong to."""
-    paths = [*policy_dir.glob("*.safetensors"), policy_dir / "config.json"]
-    return files_digest((path, path.name) for path in paths)
+def recipe_from(calibration: Calibration, num_layers: int, *, power_of_two: bool) -> Recipe:
+    return Recipe(num_layers, frozenset(calibration.bf16_layers), power_of_two, calibration.kv_scales)
 
 
-def write_scales(path: Path, calibration: Calibration, policy_dir: Path, *, power_of_two: bool) -> None:
-    """JSON: the layers kept in BF16, and per layer the weights' block scales and the activations' maxima."""
-    layers = {
+def layer_details(calibration: Calibration) -> dict[str, Any]:
+    """By layer, for the JSON of the scales: the weights' block scales and the activations' maxima."""
+    return {
         row.name: {
             "precision": row.precision,
             "weight_scales": calibration.weight_scales[row.name],
@@ -230,29 +240,6 @@ def write_scales(path: Path, calibration: Calibration, policy_dir: Path, *, powe
         }
         for row in calibration.rows
     }
-    value = {
-        "format": "e4m3",
-        "policy_digest": policy_digest(policy_dir),
-        "power_of_two": power_of_two,
-        "bf16_layers": calibration.bf16_layers,
-        "layers": layers,
-    }
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value) + "\n")
-
-
-def load_precision(scales_path: Path, policy_dir: Path) -> LinearPrecision:
-    """The calibrated choice for training the policy in `policy_dir`.
-
-    Raises:
-        ValueError: the scales were calibrated for another model.
-    """
-    value = json.loads(scales_path.read_text())
-    if value["policy_digest"] != policy_digest(policy_dir):
-        raise ValueError(
-            f"{scales_path} was calibrated for another model than {policy_dir}: run the calibrate stage for it"
-        )
-    return LinearPrecision(value["bf16_layers"], power_of_two=value["power_of_two"])
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:

@@ -5,6 +5,9 @@ blocks of 128x128, one FP32 scale amax / 448 per block (rounded up to a power of
 dequantised values in the compute type and accumulate in it; embeddings, output layer and norms are left alone.
 (DeepSeek-V3, arXiv:2412.19437, section 3.3; Transformer Engine's `Float8BlockScaling`.)
 
+Blocks of a weight begin anew at each matrix that it holds: q, k, v, gate and up are quantised as they lie on disk, so
+that the engine, which fuses them in another order of rows, gets the same numbers.
+
 Megatron-core without Transformer Engine ignores `fp8=` without a word. Here nothing is silent: a layer that cannot be
 emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight or activation was not quantised.
 """
@@ -12,6 +15,7 @@ emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
@@ -22,22 +26,41 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, fake_quantise
+from specrl.precision import native
+from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fake_quantise_rows, row_scales
+from specrl.precision.recipe import LINEARS, Mode, NotQuantisedError, layer_names
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The linear layers of a transformer layer, as Megatron fuses them: q/k/v and gate/up are one each."""
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Where the matrices lie that one weight of this tensor-parallel rank holds."""
+
+    sizes: tuple[int, ...]
+    """Rows of each matrix, in the engine's order."""
+    order: Tensor | None = None
+    """Row of the weight at each place of the engine's order; none where the two orders are the same."""
 
 
-class NotQuantisedError(RuntimeError):
-    """A run that says FP8 computed something in another precision."""
+def fused_rows(linear: str, rows: int, config: Any) -> FusedRows:
+    """Of a weight with `rows` rows. Megatron keeps queries group by group, each followed by its key and its value."""
+    if linear == "linear_fc1":
+        return FusedRows((rows // 2, rows // 2))
+    if linear != "linear_qkv":
+        return FusedRows((rows,))
+    width = config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups * width
+    groups = torch.arange(rows).view(-1, queries + 2 * width)
+    parts = [part.flatten() for part in torch.split(groups, [queries, width, width], 1)]
+    return FusedRows(tuple(len(part) for part in parts), torch.cat(parts))
 
 
 class EmulatedLinear:
     """Stands in for `_forward_impl` of one Megatron linear layer: forward, dgrad and wgrad on quantised operands."""
 
-    def __init__(self, name: str, module: Any, *, power_of_two: bool) -> None:
+    def __init__(self, name: str, module: Any, rows: FusedRows, *, power_of_two: bool) -> None:
         self.name = name
         self.module = module
+        self.rows = rows
         self.power_of_two = power_of_two
         self.active = True
         """Without it the layer computes as if it had never been touched."""
@@ -79,10 +102,27 @@ class EmulatedLinear:
         weight: Tensor = self.module.weight.detach()
         if self._source is None or not torch.equal(_bits(weight), _bits(self._source)):
             self._source = weight.clone()
-            self._quantised = fake_quantise(weight, SQUARE, power_of_two=self.power_of_two)
+            self._quantised = self.quantise_weight()
             self.num_weight_quantisations += 1
         assert self._quantised is not None
         return self._quantised
+
+    @torch.no_grad()
+    def quantise_weight(self) -> Tensor:
+        """What `quantised_weight` must be now."""
+        quantised = fake_quantise_rows(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
+        if self.rows.order is None:
+            return quantised
+        return torch.empty_like(quantised).index_copy_(0, self.rows.order.to(quantised.device), quantised)
+
+    @torch.no_grad()
+    def weight_scales(self) -> Tensor:
+        """float32 [row blocks, column blocks], the matrices below each other as the engine has them."""
+        return row_scales(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
+
+    def _in_engine_order(self) -> Tensor:
+        weight: Tensor = self.module.weight.detach()
+        return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
 
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         return fake_quantise(values, block, power_of_two=self.power_of_two)
@@ -131,10 +171,6 @@ def linear_layers(model: Any) -> dict[str, Any]:
     return found
 
 
-def layer_names(num_layers: int) -> list[str]:
-    return [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS]
-
-
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
     """Make the linear layers of a Megatron `GPTModel` compute in emulated FP8, except those named in `exclude`.
 
@@ -152,7 +188,8 @@ def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = F
                 'without sequence parallelism; set precision.training = "bf16"'
             )
         if name not in exclude:
-            installed[name] = EmulatedLinear(name, module, power_of_two=power_of_two)
+            rows = fused_rows(name.rpartition(".")[2], module.weight.shape[0], model.config)
+            installed[name] = EmulatedLinear(name, module, rows, power_of_two=power_of_two)
             module._forward_impl = installed[name]
     return installed
 
@@ -166,18 +203,28 @@ class LinearPrecision:
     def __init__(self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False) -> None:
         self.bf16_layers = frozenset(bf16_layers)
         self.power_of_two = power_of_two
+        self.is_native = torch.cuda.is_available()
         self.linears: dict[str, EmulatedLinear] = {}
+        self._native: dict[str, Any] = {}
+        """All linear layers of this rank, where Transformer Engine computes them."""
         self._expected: frozenset[str] | None = None
 
     @property
-    def mode(self) -> str:
-        """What the trainer does: `emulated`, or `off` where every layer stays in BF16 or there is no policy yet."""
+    def mode(self) -> Mode:
+        """What the trainer does; `off` where every layer stays in BF16 or there is no policy yet."""
+        if self._native and self._expected:
+            return "native"
         return "emulated" if self.linears else "off"
 
     def attach(self, model: torch.nn.Module) -> None:
         """Called by the policy, before it is used."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
-        self._expected = frozenset(linear_layers(model)) - self.bf16_layers
+        layers = linear_layers(model)
+        self._expected = frozenset(layers) - self.bf16_layers
+        if self.is_native:
+            self._native = layers
+            native.keep_in_bf16(layers, self.bf16_layers)
+            return
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
 
     def assert_quantised(self, *, trained: bool = False) -> None:
@@ -190,6 +237,11 @@ class LinearPrecision:
         """
         if self._expected is None:
             raise NotQuantisedError("no policy has taken this LinearPrecision: nothing was quantised")
+        if self._native:
+            wrong = [n for n, module in self._native.items() if native.computes_in_fp8(module) != (n in self._expected)]
+            if wrong:
+                raise NotQuantisedError(f"{min(wrong)} does not compute in the precision that was calibrated")
+            return
         for name in sorted(self._expected):
             linear = self.linears.get(name)
             if linear is None or linear.module._forward_impl is not linear or not linear.active:
@@ -198,8 +250,7 @@ class LinearPrecision:
                 raise NotQuantisedError(
                     f"{name} has run no {'backward' if linear.num_forwards else 'forward'} pass in FP8"
                 )
-            fresh = fake_quantise(linear.module.weight.detach(), SQUARE, power_of_two=self.power_of_two)
-            if not torch.equal(linear.quantised_weight(), fresh):
+            if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
                 raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")
 
 

@@ -65,10 +65,16 @@ def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> floa
 
 def mismatch_metrics(training: Tensor, generation: Tensor, cap: float) -> dict[str, float]:
     """The `mismatch/...` metrics of `specrl.metrics`."""
+    quantiles = importance_ratio_quantiles(training, generation)
     return {
         "mismatch/token_mult_prob_error": token_mult_prob_error(training, generation),
         "mismatch/kl": kl(training, generation),
         "mismatch/js": js(training, generation),
-        "mismatch/importance_ratio_max": importance_ratio_quantiles(training, generation)[1.0],
+        **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
         "mismatch/truncated_fraction": truncated_fraction(training, generation, cap),
     }
+
+
+def _suffix(share: float) -> str:
+    """0.99 as `p99`, 1.0 as `max`."""
+    return "max" if share == 1.0 else "p" + f"{share:g}".removeprefix("0.").ljust(2, "0")

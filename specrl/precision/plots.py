@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from specrl.precision.calibration import Calibration, LayerRow
-from specrl.precision.fp8 import LINEARS
+from specrl.precision.recipe import LINEARS
 
 
 def plot_errors(rows: list[LayerRow]) -> Figure:

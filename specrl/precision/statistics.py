@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.precision.blocks import ALONG_ROWS, SQUARE, block_amax, quantise
+from specrl.precision.blocks import ALONG_ROWS, block_amax
 from specrl.precision.fp8 import EmulatedLinear
 
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 16, -40, 80
@@ -63,11 +63,10 @@ class LayerObserver:
 
     def __init__(self, linear: EmulatedLinear, tp_rank: int) -> None:
         weight: Tensor = linear.module.weight.detach()
-        _, scales = quantise(weight, SQUARE, power_of_two=linear.power_of_two)
         self._linear = linear
         self.statistics = LayerStatistics(
             weight_amax=float(weight.abs().max()),
-            weight_scales={tp_rank: scales.tolist()},
+            weight_scales={tp_rank: linear.weight_scales().tolist()},
             flops_per_token={tp_rank: 2 * weight.numel()},
         )
 

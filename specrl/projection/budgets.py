@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specrl.config import StageName
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
+from specrl.rollout.draft_sources import trains_drafter
 
 _TRAINER_MEND = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
@@ -57,7 +58,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
 def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     """What a stage's process holds beside the engine."""
     config = rank.config
-    drafts = config.speculation.method == "eagle3"
+    drafts = trains_drafter(config)
     if stage == "prepare":
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
     if stage == "pretrain" and drafts:

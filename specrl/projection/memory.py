@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from specrl.config import Config
 from specrl.projection.shapes import ModelShape
+from specrl.rollout.draft_sources import draft_lengths, drafts_with_policy_layer, trains_drafter
 
 GIB = 2**30
 FP32 = 4
@@ -81,9 +82,14 @@ class Rank:
 
     @property
     def drafter_parameters(self) -> int:
-        """EAGLE-3: `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary."""
+        """EAGLE-3: `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary.
+
+        A multi-token-prediction layer: a projection of 2H, one layer of the policy's, three more norms.
+        """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
+        if drafts_with_policy_layer(self.config):
+            return 2 * hidden * hidden + shape.parameters_per_layer + 3 * hidden
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         mlp = 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
         return 3 * hidden * hidden + attention + mlp + drafter.draft_vocab_size * hidden
@@ -149,27 +155,31 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
     Args:
         responses: sampled responses of all data-parallel ranks together, of any length up to `model.max_length`.
     """
-    shape, drafter = rank.shape, rank.config.drafter
-    count = rank.drafter_parameters
-    copy = shape.embedding_parameters * rank.dtype_bytes
+    shape, drafter, steps = rank.shape, rank.config.drafter, rank.config.drafter.ttt_steps
+    count, policy_layer = rank.drafter_parameters, drafts_with_policy_layer(rank.config)
+    # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
+    vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
+    features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + drafter.draft_vocab_size
+    copies = shape.embedding_parameters * (2 if policy_layer else 1)
     layer = 8 * shape.hidden_size + 2 * (shape.query_size + shape.kv_size)
-    layer += 4 * (drafter.intermediate_size or shape.intermediate_size)
-    per_token = drafter.ttt_steps * FP32 * (layer + 2 * drafter.draft_vocab_size)
-    scores = min(drafter.tokens_per_micro_batch * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
-    items = [
+    layer += 4 * (shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size)
+    batch = rank.longest_micro_batch if policy_layer else drafter.tokens_per_micro_batch
+    activations = batch * steps * FP32 * (layer + 2 * vocabulary)
+    scores = min(batch * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
+    longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
+    tokens, size = min(drafter.max_tokens_per_step, longest), features * rank.dtype_bytes
+    shared = "the policy's, whole, and its head" if policy_layer else "the policy's, whole"
+    return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
-        _item("drafter's embeddings", copy, "the policy's, whole"),
+        _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
         _item(
             "drafter's activations",
-            drafter.tokens_per_micro_batch * per_token + drafter.ttt_steps * scores * 3 * FP32,
-            f"{drafter.tokens_per_micro_batch} tokens x {drafter.ttt_steps} unrolled steps",
+            activations + steps * scores * 3 * FP32,
+            f"{batch} tokens x {steps} unrolled steps",
             "drafter",
         ),
+        _item("drafter's features", tokens * size, f"{tokens} tokens x {size / 1024:.1f} KiB"),
     ]
-    longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
-    tokens = min(drafter.max_tokens_per_step, longest)
-    features = (3 * shape.hidden_size + drafter.draft_vocab_size) * rank.dtype_bytes
-    return [*items, _item("drafter's features", tokens * features, f"{tokens} tokens x {features / 1024:.1f} KiB")]
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
@@ -178,11 +188,11 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
     parallel = config.engine.tensor_parallel
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
     items = [_item("engine weights", count * size, f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B")]
-    if speculate and config.speculation.method == "eagle3":
+    if speculate and trains_drafter(config):
         drafter = rank.drafter_parameters / parallel
         items.append(_item("engine's drafter", drafter * size, f"{drafter / 1e6:.1f} M parameters x {size} B"))
     batched = ENGINE_BATCHED_TOKENS[rank.gpu]
-    verified = config.engine.max_num_seqs * (config.speculation.k + 1 if speculate else 1)
+    verified = config.engine.max_num_seqs * (max(draft_lengths(config)) + 1 if speculate else 1)
     hidden = batched * (4 * shape.hidden_size + 3 * shape.intermediate_size / parallel) * size
     workspace = hidden + verified * shape.vocab_size * 3 * FP32
     return [
@@ -193,7 +203,7 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
 
 def kv_bytes_per_token(rank: Rank) -> float:
     """Keys and values of all layers and of the drafter's one; a rank has at least one KV head, however many ranks."""
-    layers = rank.shape.num_layers + (1 if rank.config.speculation.method == "eagle3" else 0)
+    layers = rank.shape.num_layers + (1 if trains_drafter(rank.config) else 0)
     heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
     return 2 * layers * heads * rank.shape.head_dim * rank.dtype_bytes
 

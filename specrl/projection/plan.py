@@ -14,6 +14,7 @@ from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import ModelShape, model_shape
 from specrl.report.tables import print_line, print_table
+from specrl.rollout.draft_sources import drafts_with_policy_layer, trains_drafter
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         problems.append(
             f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
         )
-    if config.speculation.method == "eagle3" and config.drafter.draft_vocab_size >= shape.vocab_size:
+    chooses = trains_drafter(config) and not drafts_with_policy_layer(config)
+    if chooses and config.drafter.draft_vocab_size >= shape.vocab_size:
         size = config.drafter.draft_vocab_size
         problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")
     return problems

@@ -8,6 +8,7 @@ from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
 from specrl.data.models import check_directory
+from specrl.data.mtp import has_mtp
 
 TINY_VOCAB_SIZE = 128
 """Of the character tokenizer of `model.source = "tiny"`; `specrl/data/tiny.py` has it too, but imports torch."""
@@ -88,7 +89,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 def _tiny_shape(model: ModelConfig) -> ModelShape:
     tiny = model.tiny
     return ModelShape(
-        family=tiny.family,
+        family="qwen2" if tiny.family == "mimo" else tiny.family,
         num_layers=tiny.num_layers,
         hidden_size=tiny.hidden_size,
         intermediate_size=tiny.intermediate_size,
@@ -96,7 +97,7 @@ def _tiny_shape(model: ModelConfig) -> ModelShape:
         num_kv_heads=tiny.num_kv_heads,
         head_dim=tiny.hidden_size // tiny.num_heads,
         vocab_size=TINY_VOCAB_SIZE,
-        tied=tiny.tie_embeddings,
+        tied=tiny.tied,
         max_positions=model.max_length,
     )
 
@@ -104,7 +105,7 @@ def _tiny_shape(model: ModelConfig) -> ModelShape:
 def _shape_of(hf: dict[str, Any]) -> ModelShape:
     heads = hf["num_attention_heads"]
     return ModelShape(
-        family=hf["model_type"],
+        family="qwen2" if has_mtp(hf) else hf["model_type"],
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         intermediate_size=hf["intermediate_size"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -13,9 +14,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from specrl.artifacts import TrainResult, ValidateResult, write_text
+from specrl.gantt import gantt
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.summary import render_summary
 from specrl.report.svg import histogram, line_chart, share_bar
+from specrl.timeline import timeline_from
 
 REPORT_FILE = "report.html"
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -61,12 +64,30 @@ def _result_sections(run_dir: Path) -> list[tuple[str, str]]:
     sections = []
     if train:
         sections.append(("Where a step's time goes", share_bar(train.timing_share)))
+    if "train" in stages:
+        sections += _bubble_sections(stages["train"].stage_dir / "steps")
     if validation and validation.speed:
         batches = [float(pair.batch) for pair in validation.speed]
         speedups = [pair.speedup for pair in validation.speed]
         title = "Speculative against plain generation, matched pairs"
         sections.append((title, line_chart(batches, speedups, "running batch", "tokens/s ratio")))
     return sections
+
+
+def _bubble_sections(steps_dir: Path) -> list[tuple[str, str]]:
+    """The first, the middle and the last step's Gantt picture, and how much of the ranks' waiting was put to use."""
+    records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
+    if not records or len(records[0].get("ranks", [])) < 2:
+        return []
+    shown = {0: "first", len(records) // 2: "middle", len(records) - 1: "last"}
+    pictures = [
+        (f"Step {records[index]['step']} ({name})", gantt([timeline_from(rank) for rank in records[index]["ranks"]]))
+        for index, name in shown.items()
+    ]
+    metrics = [record["metrics"] for record in records]
+    shares = [row["bubble/used_s"] / row["bubble/idle_s"] if row["bubble/idle_s"] else 0.0 for row in metrics]
+    steps = [float(record["step"]) for record in records]
+    return [*pictures, ("Waiting put to use", line_chart(steps, shares, "step", "used / idle"))]
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_json
 from specrl.config import STAGES, Config
+from specrl.export.card import serve_command
 from specrl.report.results import (
     CONFIG_FILE,
     StageRecord,
@@ -53,15 +53,17 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
             stage: {"key": record.key, "seconds": seconds_of(record), "job_id": job_id_of(run_dir, record)}
             for stage, record in stages.items()
         },
-        "validation": validation and _pick(validation, "accuracy_before", "accuracy_after", "num_prompts"),
+        "validation": validation and _pick(validation, "accuracy_before", "accuracy_after", "num_prompts", "exactness"),
         "speculation": validation and _speculation(config, validation),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
+        "precision": train and train.precision.model_dump(),
         "refit": train
         and {
             "checks": train.refit_checks,
             "failures": train.refit_failures,
             "max_abs_logprob_diff": train.refit_max_abs_logprob_diff,
+            "drafter_events": train.drafter_events,
         },
         "export": export and _pick(export, "drafter_dir", "vllm_acceptance_length", "model_version"),
     }
@@ -107,13 +109,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     export = finished(stages, "export", ExportResult)
     if export and export.drafter_dir:
         print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
-        print_line(console, "  " + serve_command(export, config.speculation.k))
-
-
-def serve_command(export: ExportResult, k: int) -> str:
-    """One line that serves the policy with its drafter."""
-    speculative = {"method": "eagle3", "model": str(export.drafter_dir), "num_speculative_tokens": k}
-    return shlex.join(["vllm", "serve", str(export.policy_dir), "--speculative-config", json.dumps(speculative)])
+        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k))
 
 
 def _results(
@@ -136,14 +132,32 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not validation:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
-    return [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({validation['num_prompts']} prompts)")]
+    rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({validation['num_prompts']} prompts)")]
+    return [*rows, *_exactness_rows(validation.get("exactness"))]
+
+
+def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What speculation changed, which must be nothing but near-ties."""
+    if not exactness:
+        return []
+    rows = []
+    if exactness["p_value"] is not None:
+        freedom = f"{exactness['degrees_of_freedom']} degrees of freedom, {exactness['num_samples']} samples"
+        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} (chi-squared, {freedom})"))
+    for name in ("sampled", "greedy"):
+        counts = exactness[name]
+        text = f"{counts['num_differences']} differences in {counts['num_tokens']} tokens, all near-ties"
+        rows.append((f"exactness, {name}", text))
+    return rows
 
 
 def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     train, refit = summary["train"], summary["refit"]
     if not train:
         return []
+    precision = summary.get("precision")  # runs of earlier versions have none
     return [
+        *([("precision", _precision_words(precision))] if precision else []),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({train['steps']} steps)"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
         (
@@ -151,7 +165,21 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{refit['checks']} checks, {refit['failures']} failures, "
             f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
         ),
+        *[("drafter", event) for event in refit.get("drafter_events", [])],
     ]
+
+
+def _precision_words(precision: Mapping[str, Any]) -> str:
+    """`generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`."""
+    engines = []
+    for engine in ("generation", "training"):
+        mode = precision[f"{engine}_mode"]
+        engines.append(f"{engine} {precision[engine]}" + ("" if precision[engine] == "bf16" else f" ({mode})"))
+    if "fp8" not in (precision["generation"], precision["training"], precision["kv_cache"]):
+        return ", ".join(engines)
+    total = precision["fp8_layers"] + len(precision["bf16_layers"])
+    layers = f"FP8 in {precision['fp8_layers']} of {total} linear layers"
+    return f"{', '.join(engines)}; {layers}, KV cache {precision['kv_cache']}"
 
 
 def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""Three small plots as inline SVG: a page of them needs neither scripts nor other files."""
+"""A few small plots as inline SVG: a page of them needs neither scripts nor other files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -19,6 +20,31 @@ def line_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: st
     dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{COLOURS[0]}"/>' for a, b in points)
     line = f'<polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>'
     return frame.svg(line + dots, x_label, y_label)
+
+
+def line_charts(
+    series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, log_x: bool = False
+) -> str:
+    """Several lines of (x, y) points in one frame, with a legend below; `log_x` spaces x by powers of two."""
+    placed = {name: [(math.log2(x) if log_x else x, y) for x, y in points] for name, points in series.items()}
+    xs, ys = ([point[axis] for points in placed.values() for point in points] for axis in (0, 1))
+    if not xs:
+        return share_bar({})
+    frame = _Frame((min(xs), max(xs)), (min(0.0, *ys), max(ys)))
+    parts = []
+    for index, (name, points) in enumerate(placed.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        dash = ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
+        places = [frame.place(x, y) for x, y in points]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
+        row, column = divmod(index, 3)
+        x, y = 10 + 180 * column, HEIGHT + 6 + 20 * row
+        parts.append(f'<rect x="{x}" y="{y}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y + 10}">{escape(name)}</text>')
+    ends = [f"{2**x if log_x else x:g}" for x in frame.x]
+    return frame.svg("".join(parts), x_label, y_label, ends=ends, extra=10 + 20 * -(-len(placed) // 3))
 
 
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
@@ -61,12 +87,16 @@ class _Frame:
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         return MARGIN + across * (WIDTH - MARGIN - 12), HEIGHT - MARGIN - up * (HEIGHT - MARGIN - 12)
 
-    def svg(self, content: str, x_label: str, y_label: str) -> str:
+    def svg(
+        self, content: str, x_label: str, y_label: str, *, ends: Sequence[str] | None = None, extra: int = 0
+    ) -> str:
+        """Axes around `content`; `ends` name the x range when it is not its numbers, `extra` is room for a legend."""
         bottom, right = HEIGHT - MARGIN, WIDTH - 12
+        first, last = ends or [f"{end:g}" for end in self.x]
         axes = f'<path d="M{MARGIN},12 V{bottom} H{right}" fill="none" stroke="#888"/>'
         texts = [
-            (MARGIN, bottom + 16, "start", f"{self.x[0]:g}"),
-            (right, bottom + 16, "end", f"{self.x[1]:g}"),
+            (MARGIN, bottom + 16, "start", first),
+            (right, bottom + 16, "end", last),
             ((MARGIN + right) / 2, bottom + 32, "middle", x_label),
             (MARGIN - 6, bottom, "end", f"{self.y[0]:.3g}"),
             (MARGIN - 6, 20, "end", f"{self.y[1]:.3g}"),
@@ -75,4 +105,5 @@ class _Frame:
         labels = "".join(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in texts
         )
-        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">{axes}{content}{labels}</svg>'
+        size = f'viewBox="0 0 {WIDTH} {HEIGHT + extra}" width="{WIDTH}"'
+        return f'<svg {size} role="img">{axes}{content}{labels}</svg>'

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 
 def accepted_prefix(drafts: Sequence[int], picked: Sequence[int]) -> int:
@@ -17,12 +18,37 @@ def accepted_prefix(drafts: Sequence[int], picked: Sequence[int]) -> int:
     return count
 
 
+DRAFTER, REPLAY = "drafter", "replay"
+"""Sources of drafts: the method's own proposals, and stored text."""
+
+
+class SourceCounts(NamedTuple):
+    """What became of one source's drafts."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def plus(self, other: SourceCounts) -> SourceCounts:
+        return SourceCounts(*map(sum, zip(self, other, strict=True)))
+
+
+class Outcome(NamedTuple):
+    """What became of one draft."""
+
+    source: str
+    """`DRAFTER` or `REPLAY`."""
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True)
 class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
     A draft is one proposal of up to k tokens for one request in one iteration. `accepted_per_pos[i]` counts drafts
-    whose token i was accepted. `decode_steps` counts engine iterations in which at least one request was decoding.
+    whose token i was accepted, `drafted_per_pos[i]` those that had one. `decode_steps` counts engine iterations in
+    which at least one request was decoding.
     """
 
     num_drafts: int = 0
@@ -30,15 +56,37 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     accepted_per_pos: tuple[int, ...] = ()
     decode_steps: int = 0
+    drafted_per_pos: tuple[int, ...] = ()
+    by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], decode_steps: int = 0) -> SpeculationStats:
+        """Counters of single drafts, each of at least one token."""
+        longest = max((outcome.drafted for outcome in outcomes), default=0)
+        by_source: dict[str, SourceCounts] = {}
+        for source, drafted, accepted in outcomes:
+            by_source[source] = by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
+        return cls(
+            num_drafts=len(outcomes),
+            num_draft_tokens=sum(outcome.drafted for outcome in outcomes),
+            num_accepted_tokens=sum(outcome.accepted for outcome in outcomes),
+            accepted_per_pos=tuple(sum(outcome.accepted > i for outcome in outcomes) for i in range(longest)),
+            decode_steps=decode_steps,
+            drafted_per_pos=tuple(sum(outcome.drafted > i for outcome in outcomes) for i in range(longest)),
+            by_source=by_source,
+        )
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        positions = zip_longest(self.accepted_per_pos, other.accepted_per_pos, fillvalue=0)
+        sources = dict.fromkeys([*self.by_source, *other.by_source])
+        none = SourceCounts()
         return SpeculationStats(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
-            tuple(a + b for a, b in positions),
+            _sum_per_pos(self.accepted_per_pos, other.accepted_per_pos),
             self.decode_steps + other.decode_steps,
+            _sum_per_pos(self.drafted_per_pos, other.drafted_per_pos),
+            {name: self.by_source.get(name, none).plus(other.by_source.get(name, none)) for name in sources},
         )
 
     @staticmethod
@@ -57,10 +105,16 @@ class SpeculationStats:
 
     @property
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:
-        """Unconditional: drafts accepted up to and including position i, over all drafts."""
-        return tuple(count / max(1, self.num_drafts) for count in self.accepted_per_pos)
+        """Unconditional: drafts accepted up to and including position i, over all drafts that are so long."""
+        return tuple(
+            accepted / drafted for accepted, drafted in zip(self.accepted_per_pos, self.drafted_per_pos, strict=True)
+        )
 
 
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
     """Counters of engines that ran side by side: sums, and the decode steps of the engine that took most."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
+
+
+def _sum_per_pos(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))

@@ -32,6 +32,7 @@ def collect(
     reward: Reward,
     origin: Origin,
     on_progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> tuple[list[Rollout], Generation]:
     """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
 
@@ -40,7 +41,7 @@ def collect(
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
-    generation = engine.generate(requests, on_progress)
+    generation = engine.generate(requests, on_progress, stop)
     rollouts = [
         _rollout(prompt, sample, request, response, reward(prompt, response.text), origin)
         for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)

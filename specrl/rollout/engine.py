@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,75 +14,36 @@ import torch.distributed as dist
 
 from specrl.config import Config
 from specrl.distributed import join
+from specrl.precision.recipe import KvScales, Mode, Recipe, recipe_of
 from specrl.rollout import vllm_patch
 from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.draft_sources import draft_lengths, draft_source
 from specrl.rollout.engine_arguments import ENVIRONMENT, engine_arguments, stop_tokens
-from specrl.rollout.parity import DrafterCollapseError, PolicyParityError
-from specrl.rollout.refit import Weights, differing_tensors, refit_drafter, refit_policy, weight_names
+from specrl.rollout.precision import EnginePrecision
+from specrl.rollout.recorder import Recorder
+from specrl.rollout.refit import (
+    Weights,
+    assert_drafter_is,
+    assert_policy_is,
+    drafter_weight_names,
+    policy_weight_names,
+    refit_drafter,
+    refit_policy,
+)
+from specrl.rollout.replay import ReplayIndex
+from specrl.rollout.requests import Generation, Request, Response, response_seed
+from specrl.rollout.sampling_params import generation_params, scoring_params
 from specrl.rollout.self_test import CraftedInputs
+from specrl.rollout.speculation import Controller
+from specrl.rollout.speculation_estimates import Arm
 
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this, except 0."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to sample. What the sampler cannot honour exactly (min_p, logit_bias, ...) cannot be asked for."""
-
-    prompt_tokens: list[int]
-    seed: int
-    """In [0, 2^63); with the position it decides the random number of each token."""
-    max_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is all tokens."""
-
-    def __post_init__(self) -> None:
-        if not self.prompt_tokens:
-            raise ValueError("a request needs at least one prompt token")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed = {self.seed} is outside [0, 2^63)")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
-        if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
-            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-        if not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"top_p = {self.top_p} must be in (0, 1] and top_k = {self.top_k} not negative")
+__all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
-@dataclass(frozen=True)
-class Response:
-    """Tokens include the stop token, text does not; log-probs are under the distribution sampled from."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    text: str
-    finish_reason: str
-    """`stop` at an end token, `length` at max_tokens or the context's end."""
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    started_at: float
-    """Unix seconds, end of the first iteration that worked on its prompt."""
-    finished_at: float
-    """Unix seconds."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    responses: list[Response]
-    """In the order of the requests."""
-    stats: SpeculationStats
-    seconds: float
-    num_tokens: int
-
-
-def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:
-    """Seed of one response, 63 bit: a pure function, so that a step can be replayed."""
-    words = b"".join(value.to_bytes(8, "little") for value in (run_seed, step, prompt_id, sample))
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
+    """An engine on a trained policy, in the precision that its training ended with."""
+    recipe = recipe_of(policy_dir) if config.precision.uses_fp8 else None
+    return Engine(policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe)
 
 
 class Engine:
@@ -97,16 +57,19 @@ class Engine:
         config: Config,
         seed: int,
         speculate: bool = True,
+        recipe: Recipe | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Start the engine and test its sampler.
 
         Args:
             policy_dir: Hugging Face directory; refits keep its architecture.
-            drafter_dir: EAGLE-3 directory, for `speculation.method = "eagle3"`.
+            drafter_dir: EAGLE-3 directory, for methods with a trained drafter. For "mtp" a directory of this policy
+                with another multi-token-prediction layer, or none for the one in `policy_dir`.
             config: model, engine, speculation sections are read.
-            seed: of vLLM's own generators; no response depends on it.
+            seed: of vLLM's own generators and the controller's; no response depends on it.
             speculate: draft as `speculation` says; otherwise decode plainly.
+            recipe: which FP8 `precision` means for this policy; without one everything is in `model.dtype`.
             overrides: vLLM engine arguments that replace the project's.
 
         Raises:
@@ -119,29 +82,56 @@ class Engine:
         vllm_patch.require_version()
         self.config = config
         self.max_length = config.model.max_length
-        self.max_k = config.speculation.k if speculate else 0
-        self.k = self.max_k
-        arguments = engine_arguments(config, policy_dir, drafter_dir, seed, self.max_k)
+        self.max_k, self.max_replay_k = draft_lengths(config) if speculate else (0, 0)
+        longest = max(self.max_k, self.max_replay_k)
+        self.precision = EnginePrecision(config.precision, recipe)
+        arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision)
         self._llm = vllm_patch.start({**arguments, **(overrides or {})})
         self._runner = vllm_patch.model_runner(self._llm)
+        self.precision.loaded(self._runner.model, None)
         vllm_patch.refuse_shared_head(self._runner)
-        self._sampler = vllm_patch.InvariantSampler(self._runner, self.max_k)
+        vllm_patch.narrow_draft_head(self._runner)
+        self._sampler = vllm_patch.InvariantSampler(self._runner, longest)
         self._sampler.install()
+        self._drafting = self._install_drafting(seed) if longest else None
         self._tokenizer = self._llm.get_tokenizer()
-        self._stop_tokens = stop_tokens(policy_dir, self._tokenizer)
-        self._policy_names = weight_names(policy_dir)
-        self._drafter_names = weight_names(drafter_dir) if self._drafter is not None and drafter_dir else frozenset()
+        self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
+        self.is_whole = config.engine.tensor_parallel == 1
+        """Whether this rank holds all of its engine's weights."""
+        self._policy_names = policy_weight_names(policy_dir)
+        self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
         self._num_requests = 0
+        self._stopped = False
         self.version = 0
         """Version of the weights it holds, as given to `refit`."""
+        self.set_k(None if config.speculation.adaptive else self.longest_k)
         self.self_test()
+
+    def _install_drafting(self, seed: int) -> vllm_patch.Drafting:
+        source = draft_source(self.config)
+        assert source is not None
+        controller = Controller(self.max_k, self.max_replay_k, seed)
+        drafting = vllm_patch.Drafting(self._runner, self._sampler, source, controller)
+        drafting.install()
+        return drafting
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
         return vllm_patch.draft_model(self._runner)
 
-    def generate(self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None) -> Generation:
-        """Answer all requests; `on_progress(finished, total)` is called whenever some finish.
+    def generate(
+        self,
+        requests: list[Request],
+        on_progress: Callable[[int, int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Generation:
+        """Answer all requests.
+
+        Args:
+            requests: answered in any order, in batches of the engine's choice; neither changes a token.
+            on_progress: called as `on_progress(finished, total)` whenever some finish.
+            stop: asked after every iteration (of a tensor-parallel engine, the first rank's answer counts); once true,
+                unfinished responses are returned with the tokens they have and `finish_reason = "abort"`.
 
         Raises:
             ValueError: a prompt that leaves no room for a token within `model.max_length`.
@@ -150,7 +140,9 @@ class Engine:
         stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
         running: dict[str, tuple[int, str]] = {}
         responses: dict[int, Response] = {}
-        params = [self._sampling_params(request) for request in requests]
+        params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
+        if self._drafting is not None:
+            self._drafting.begin()
         try:
             for index, (request, param) in enumerate(zip(requests, params, strict=True)):
                 name, internal = self._add(request.prompt_tokens, param)
@@ -159,9 +151,14 @@ class Engine:
                 finished = [output for output in self._llm.step() if output.finished]
                 for output in finished:
                     index, internal = running.pop(output.request_id)
-                    responses[index] = self._response(output, self._sampler.records.pop(internal))
+                    completion = output.outputs[0]
+                    responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
+                if stop is not None and running and vllm_patch.agreed(stop()):
+                    break
+            for index, internal in running.values():
+                responses[index] = self._response(internal, vllm_patch.output_tokens(self._llm, internal), "abort")
         finally:
             self._abort(internal for _, internal in running.values())
             stats, self._sampler.stats = self._sampler.stats, stats
@@ -169,25 +166,91 @@ class Engine:
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
-    def set_k(self, k: int) -> None:
-        """Draft `k` tokens from the next iteration on, 0 to `speculation.k`."""
-        if not 0 <= k <= self.max_k:
-            raise ValueError(f"k = {k} is outside 0 to {self.max_k}, the k this engine was started with")
-        if self.max_k:
-            vllm_patch.set_draft_length(self._llm, k)
+    def set_k(self, k: int | None) -> None:
+        """Draft up to `k` tokens in every iteration from now on; none gives the choice to the controller.
+
+        `k` is the drafter's. Stored text beside a drafter keeps its own length, `speculation.replay_k`, but `k = 0`
+        switches all drafts off; for `replay`, which has no drafter, `k` is the length of its drafts.
+        """
+        limit = self.longest_k
+        if k is not None and not 0 <= k <= limit:
+            raise ValueError(f"k = {k} is outside 0 to {limit}, the k this engine was started with")
+        k = 0 if self._stopped else k
         self.k = k
+        if self._drafting is not None:
+            self._drafting.fixed = self._arm(k) if k is not None else None
+
+    def _arm(self, k: int) -> Arm:
+        if self.max_k:
+            return Arm(k, self.max_replay_k if k else 0)
+        return Arm(0, k)
+
+    def set_replay(self, texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]]) -> None:
+        """Replace the stored text: responses by prompt, the preferred first. For methods with replay.
+
+        Raises:
+            ValueError: `speculation.method` has no replay.
+        """
+        if self._drafting is None or not self.max_replay_k:
+            raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
+        self._drafting.index = ReplayIndex.of(texts)
 
     @property
     def speculates(self) -> bool:
-        """Whether it was started with a draft source."""
-        return self.max_k > 0
+        """Whether it was started with a draft source, and not told to stop."""
+        return self._drafting is not None and not self._stopped
+
+    @property
+    def longest_k(self) -> int:
+        """The largest `k` that `set_k` takes: of the drafter, or without one of stored text."""
+        return self.max_k or self.max_replay_k
+
+    @property
+    def controller(self) -> Controller | None:
+        """Chooses how far to draft while no k is set; none where nothing is drafted."""
+        return self._drafting.controller if self._drafting is not None else None
+
+    @property
+    def replays(self) -> bool:
+        """Whether it takes stored text as drafts."""
+        return self.max_replay_k > 0
+
+    def stop_speculating(self) -> None:
+        """Decode plainly from now on, whatever k is set."""
+        self._stopped = True
+        self.set_k(0)
+
+    def recorder(self) -> Recorder:
+        """Records what every token is picked from, as a context manager."""
+        return Recorder(self._runner)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""
         self._llm.reset_prefix_cache()
 
-    def refit(self, policy_weights: Weights, drafter_weights: Weights | None, version: int) -> float:
+    @property
+    def mode(self) -> Mode:
+        """How the policy inside computes FP8: `off` where no layer does."""
+        return self.precision.mode(self._runner.model)
+
+    def assert_quantised(self) -> None:
+        """After a generation: an FP8 engine has quantised all weights it was given, and activations.
+
+        Raises:
+            NotQuantisedError: naming the first layer that computes in another precision than the recipe says.
+        """
+        self.precision.assert_quantised(self._runner.model, compiled=self.config.engine.compile)
+
+    def refit(
+        self,
+        policy_weights: Weights,
+        drafter_weights: Weights | None,
+        version: int,
+        kv_scales: KvScales | None = None,
+    ) -> float:
         """Load new weights in place, by their on-disk names, and drop cached prefixes; returns seconds.
+
+        FP8 weights are quantised as they arrive; new scales of an FP8 KV cache come with them.
 
         A tensor is read until the fused layer it belongs to is complete: the caller must not overwrite it before.
 
@@ -200,9 +263,20 @@ class Engine:
         refit_policy(self._llm.vllm_config, self._runner.model, policy_weights, self._policy_names, tied)
         if drafter_weights is not None and self._drafter is not None:
             refit_drafter(self._llm.vllm_config, self._drafter, drafter_weights, self._drafter_names)
+        self.precision.loaded(self._runner.model, kv_scales)
         self.reset_prefix_cache()
+        if self.controller is not None:
+            self.controller.drafter_changed()
         self.version = version
         return time.perf_counter() - started
+
+    def refit_drafter(self, weights: Weights) -> None:
+        """Load the drafter alone, beside the policy as it is; errors as of `refit`."""
+        assert self._drafter is not None, "no drafter with weights"
+        refit_drafter(self._llm.vllm_config, self._drafter, weights, self._drafter_names)
+        self.reset_prefix_cache()
+        if self.controller is not None:
+            self.controller.drafter_changed()
 
     def verify_policy(self, weights: Weights) -> None:
         """Compare the policy inside the engine with the trainer's tensors, one by one; slower than the parity probe.
@@ -210,8 +284,7 @@ class Engine:
         Raises:
             PolicyParityError: names the tensors that differ.
         """
-        if wrong := differing_tensors(self._runner.model, weights, drafter=False):
-            raise PolicyParityError(f"the engine's policy differs from the trainer's in {', '.join(wrong)}")
+        assert_policy_is(self._runner.model, weights)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
@@ -219,30 +292,14 @@ class Engine:
         Raises:
             DrafterCollapseError: names the tensors that differ.
         """
-        drafter = self._drafter
-        if drafter is None:
-            return
-        wrong = differing_tensors(drafter, weights, drafter=True)
-        embeddings: Any = drafter.get_submodule("model.embed_tokens")
-        if not torch.equal(embeddings.weight, self._runner.model.model.embed_tokens.weight):
-            wrong.append("embed_tokens.weight")
-        if wrong:
-            raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {', '.join(wrong)}")
+        if self._drafter is not None:
+            assert_drafter_is(self._drafter, weights, self._runner.model)
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of `tokens[1:]` of each sequence at temperature 1, from prefills without cached prefixes."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         if any(len(tokens) > self.max_length for tokens in sequences):
             raise ValueError(f"a sequence is longer than model.max_length = {self.max_length}")
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **vllm_patch.seed_argument(0),
-        )
+        params = scoring_params()
         running = {name: (i, key) for i, (name, key) in enumerate(self._add(tokens, params) for tokens in sequences)}
         results: dict[int, list[float]] = {}
         while running:
@@ -253,48 +310,37 @@ class Engine:
                 results[index] = [float(entry[token].logprob) for entry, token in pairs]
         return [results[index] for index in range(len(sequences))]
 
+    def profile(self) -> AbstractContextManager[vllm_patch.IterationTimes]:
+        """Within it, where the time of its iterations goes; outside of it nothing is timed."""
+        return vllm_patch.iteration_times(self._llm)
+
     def self_test(self) -> None:
         """Crafted logits and drafts through the installed sampler, against a reference that shares no code with it.
 
         Raises:
             SamplerError: a token, a log-prob or a counter is not what it must be.
         """
-        with CraftedInputs(self._runner, self._llm.model_config.get_vocab_size(), self._stop_tokens) as crafted:
+        k = self.k
+        self.set_k(self.longest_k)
+        with CraftedInputs(self._runner, self._llm.model_config.get_vocab_size(), self.stop_tokens) as crafted:
             cases = crafted.requests()
+            if self.replays:
+                self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(
                 [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases]
             )
+            if self.replays:
+                self.set_replay({})
+        self.set_k(k)
         # Tokens were put into cached blocks that the crafted drafts, not the model's inputs, name.
         self._llm.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check_logprobs(case, response.tokens, response.logprobs)
-        crafted.check_counters(generation.stats, self.k)
+        crafted.check_counters(generation.stats, speculates=self.speculates)
 
     def shutdown(self) -> None:
         """Free the engine; the process group stays."""
         vllm_patch.stop(self._llm)
-
-    def _sampling_params(self, request: Request) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        room = self.max_length - len(request.prompt_tokens)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_tokens)} tokens leaves no room for a response within "
-                f"model.max_length = {self.max_length}; raise it or leave the prompt out"
-            )
-        return SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            **vllm_patch.seed_argument(request.seed),
-            max_tokens=min(request.max_tokens, room),
-            stop_token_ids=self._stop_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
         """Queue a request; its name in outputs, and the engine's own."""
@@ -309,19 +355,22 @@ class Engine:
         for name in names:
             self._sampler.records.pop(name, None)
 
-    def _response(self, output: Any, record: vllm_patch.RequestRecord) -> Response:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
+    def _response(self, internal: str, tokens: list[int], finish_reason: str) -> Response:
+        """Takes the request's record out; a request that was never worked on has none."""
+        record = self._sampler.records.pop(internal, None)
+        now = time.time()
+        if record is None:
+            assert not tokens
+            return Response([], [], "", finish_reason, 0, 0, 0, started_at=now, finished_at=now)
         # Tokens accepted past the end of a response were picked too, and are cut off.
         assert len(record.logprobs) >= len(tokens)
         return Response(
-            tokens=tokens,
-            logprobs=record.logprobs[: len(tokens)],
-            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            num_drafts=record.num_drafts,
-            num_draft_tokens=record.num_draft_tokens,
-            num_accepted_tokens=record.num_accepted_tokens,
+            tokens,
+            record.logprobs[: len(tokens)],
+            self._tokenizer.decode(tokens, skip_special_tokens=True),
+            finish_reason,
+            *record.counts,
             started_at=record.started_at,
-            finished_at=time.time(),
+            finished_at=now,
+            by_source=record.by_source,
         )

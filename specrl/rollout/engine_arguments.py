@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specrl.config import Config
+from specrl.rollout.draft_sources import draft_source
+from specrl.rollout.precision import EnginePrecision
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -19,16 +22,27 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Set, where the user has not, before vLLM is imported."""
-NGRAM_LOOKUP = (2, 4)
-"""Shortest and longest n-gram looked up in the sequence so far."""
+
+POSITIONS = "max_position_embeddings"
+MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
+"""Words that vLLM looks for in the path of a draft model."""
 
 
-def engine_arguments(config: Config, policy_dir: Path, drafter_dir: Path | None, seed: int, k: int) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`. `k = 0` decodes plainly.
+def engine_arguments(
+    config: Config,
+    policy_dir: Path,
+    drafter_dir: Path | None,
+    seed: int,
+    longest: int,
+    precision: EnginePrecision,
+) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs`. `longest`, in tokens, is that of the drafts; 0 decodes plainly.
 
-    The engine's context is k + 1 tokens longer than `model.max_length`: near its end vLLM would stop drafting for the
-    whole batch, and a sequence of full length could not be scored.
+    The engine's context is longer than `model.max_length`: a sequence of full length must be scored, and where a draft
+    under verification and the next one do not fit, vLLM would stop drafting for the whole batch.
     """
+    max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
+    updates |= precision.hf_updates()
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": config.model.dtype,
@@ -41,15 +55,23 @@ def engine_arguments(config: Config, policy_dir: Path, drafter_dir: Path | None,
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        **_context(policy_dir, config.model.max_length + k + 1),
+        "max_model_len": max_model_len,
         **_memory(config),
+        **precision.arguments(),
     }
-    if k:
+    source = draft_source(config)
+    if updates:
+        own_layer = source is not None and source.is_policy_layer
+        arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
+    if longest and source is not None:
         arguments["speculative_config"] = {
-            "num_speculative_tokens": k,
-            "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, k)],
-            **_draft_source(config, drafter_dir),
+            "num_speculative_tokens": longest,
+            # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
+            "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
+            **source.arguments(config, drafter_dir or policy_dir if source.is_policy_layer else drafter_dir),
         }
+        if arguments["speculative_config"]["method"] in ("mtp", "draft_model"):
+            _refuse_misleading_path(arguments["speculative_config"]["model"])
     return arguments
 
 
@@ -63,16 +85,25 @@ def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def _context(policy_dir: Path, length: int) -> dict[str, Any]:
+def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
+    """The context length that the engine can have, and what the model's configuration must say for it."""
     hf_config = json.loads((policy_dir / "config.json").read_text())
-    longest = hf_config.get("max_position_embeddings", length)
+    longest = hf_config.get(POSITIONS, length)
     if length <= longest:
-        return {"max_model_len": length}
+        return length, {}
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        return {"max_model_len": longest}
+        return longest, {}
     # Plain rotary embeddings are the same function of the position whatever their table's length.
-    return {"max_model_len": length, "hf_overrides": {"max_position_embeddings": length}}
+    return length, {POSITIONS: length}
+
+
+def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
+    """What vLLM does with a dictionary of overrides. A function it applies to the multi-token-prediction layer's
+    configuration too, which needs as many positions, but nothing else that is said of the policy."""
+    for_layer = hf_config.model_type.endswith("_mtp")
+    hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
+    return hf_config
 
 
 def _memory(config: Config) -> dict[str, Any]:
@@ -81,11 +112,11 @@ def _memory(config: Config) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
 
 
-def _draft_source(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    method = config.speculation.method
-    if method == "ngram":
-        shortest, longest = NGRAM_LOOKUP
-        return {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
-    if drafter_dir is None:
-        raise ValueError(f'speculation.method = "{method}" needs a drafter directory; pass one or speculate=False')
-    return {"method": method, "model": str(drafter_dir), "draft_tensor_parallel_size": config.engine.tensor_parallel}
+def _refuse_misleading_path(directory: str) -> None:
+    """vLLM guesses the method from the draft model's path, whatever it was told (`SpeculativeConfig.__post_init__`)."""
+    found = [word for word in MISLEADING if word in directory.lower()]
+    if found:
+        raise ValueError(
+            f'vLLM would take {directory} for another kind of drafter because of "{found[0]}" in its path: '
+            "choose another folder, run name or runs_dir"
+        )

@@ -1,12 +1,10 @@
-"""Refit is checked, not assumed: engine against trainer on a probe, and the drafter's acceptance against its past."""
+"""Refit is checked, not assumed: engine against trainer on a probe, and what else may be wrong after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from specrl.rollout.acceptance import SpeculationStats
 
 
 class RefitError(RuntimeError):
@@ -58,42 +56,3 @@ def check_policy(
             f"engine.parity_tolerance = {tolerance:g}"
         )
     return report
-
-
-class DrafterGuard:
-    """Watches the acceptance rate on a fixed probe against its running value; a collapse is an error with a name.
-
-    `probe` generates the same prompts with the same seeds each time and returns the counters. Collapse is a rate below
-    `collapse` times the running value and below it by more than four standard errors (binomial, from the number of
-    draft tokens), so that neither a noisy small probe nor a slow drift trips it.
-    """
-
-    STANDARD_ERRORS = 4.0
-
-    def __init__(self, probe: Callable[[], SpeculationStats], *, collapse: float = 0.5, smoothing: float = 0.5) -> None:
-        if not 0 < collapse < 1 or not 0 < smoothing <= 1:
-            raise ValueError("collapse must be in (0, 1) and smoothing in (0, 1]")
-        self.probe = probe
-        self.collapse = collapse
-        self.smoothing = smoothing
-        self.running: float | None = None
-
-    def check(self, version: int) -> float:
-        """Probe after a refit; returns the acceptance rate, and takes it into the running value.
-
-        Raises:
-            DrafterCollapseError: acceptance has collapsed; the running value keeps its last good state.
-        """
-        stats = self.probe()
-        rate = stats.acceptance_rate
-        if self.running is None:
-            self.running = rate
-            return rate
-        error = math.sqrt(self.running * (1 - self.running) / max(1, stats.num_draft_tokens))
-        if rate < self.collapse * self.running and rate < self.running - self.STANDARD_ERRORS * error:
-            raise DrafterCollapseError(
-                f"acceptance on the probe fell to {rate:.3f} of {stats.num_draft_tokens} draft tokens with drafter "
-                f"version {version}; its running value was {self.running:.3f}"
-            )
-        self.running += self.smoothing * (rate - self.running)
-        return rate

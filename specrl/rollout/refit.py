@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from specrl.data import mtp
 from specrl.rollout import vllm_patch
-from specrl.rollout.parity import PolicyParityError, RefitError
+from specrl.rollout.parity import DrafterCollapseError, PolicyParityError, RefitError
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -25,6 +26,8 @@ STACKED = {
 """Layers that the engine holds as one, in the order of their outputs."""
 NOT_LOADED = frozenset({"t2d"})
 """Drafter tensors that are derived from others."""
+MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+"""Parts of a multi-token-prediction layer that the engine keeps one level deeper."""
 PROBE_ROWS = 4
 READ_BACK_TOLERANCE = 0.02
 """Of an output's own size and of its row's root mean square; BF16 rounds to 2^-9."""
@@ -41,12 +44,30 @@ def weight_names(directory: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a directory's safetensors files, and the head of a tied model, as a refit wants them."""
+def policy_weight_names(directory: Path) -> frozenset[str]:
+    """Names of the policy's tensors in its directory: a multi-token-prediction layer is a drafter's."""
     names = weight_names(directory)
+    return names - _mtp_names(names)
+
+
+def drafter_weight_names(directory: Path) -> frozenset[str]:
+    """Names of the drafter's tensors in an EAGLE-3 directory, or in a policy's with a multi-token-prediction layer."""
+    names = weight_names(directory)
+    return _mtp_names(names) or names
+
+
+def _mtp_names(names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in names if name.startswith(mtp.PREFIX))
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the policy in a directory, and the head of a tied model, as a refit wants them."""
+    names = policy_weight_names(directory)
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
+                if name not in names:
+                    continue
                 tensor = file.get_tensor(name)
                 yield name, tensor
                 if name == EMBEDDINGS and HEAD not in names:
@@ -108,6 +129,24 @@ class Delivery:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
+def assert_policy_is(model: nn.Module, weights: Weights) -> None:
+    """Raises PolicyParityError where the policy inside the engine is not these tensors; names those that differ."""
+    if wrong := differing_tensors(model, weights, drafter=False):
+        raise PolicyParityError(f"the engine's policy differs from the trainer's in {', '.join(wrong)}")
+
+
+def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module) -> None:
+    """Raises DrafterCollapseError where the drafter inside the engine is not these tensors on the policy's embeddings;
+    names those that differ."""
+    wrong = differing_tensors(drafter, weights, drafter=True)
+    own: Any = drafter.get_submodule("model.embed_tokens")
+    shared: Any = policy.get_submodule("model.embed_tokens")
+    if not torch.equal(own.weight, shared.weight):
+        wrong.append("embed_tokens.weight")
+    if wrong:
+        raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {', '.join(wrong)}")
+
+
 def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> list[str]:
     """Names of the tensors in `weights` that `model`, inside the engine, does not compute with.
 
@@ -118,7 +157,7 @@ def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> l
     for name, tensor in weights:
         if name in NOT_LOADED:
             continue
-        path, _, kind = _engine_name(name, drafter).rpartition(".")
+        path, _, kind = _engine_name(model, name, drafter).rpartition(".")
         parent, _, leaf = path.rpartition(".")
         groups.setdefault(f"{parent}.{STACKED.get(leaf, leaf)}.{kind}".lstrip("."), {})[name] = tensor
     wrong: list[str] = []
@@ -131,7 +170,12 @@ def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> l
     return wrong
 
 
-def _engine_name(name: str, drafter: bool) -> str:
+def _engine_name(model: nn.Module, name: str, drafter: bool) -> str:
+    if name.startswith(mtp.PREFIX):
+        layers: Any = model.get_submodule("model.mtp_layers")
+        rest = name.removeprefix(mtp.PREFIX)
+        # The engine counts on from the policy's layers.
+        return f"model.mtp_layers.{next(iter(layers))}.{'mtp_block.' if rest.startswith(MTP_BLOCK) else ''}{rest}"
     if not drafter or name == HEAD:
         return name
     if name == "d2t":
@@ -153,10 +197,17 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
-    """Whether the layer's output on a fixed random input is that of `weight` [out, in], element by element."""
+    """Whether the layer's output on a fixed random input is that of `weight` [out, in], element by element.
+
+    A layer in emulated FP8 must compute with both quantised: rounding changes its output by more than the tolerance.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-    reference = inputs.float() @ weight.cpu().float().T  # [PROBE_ROWS, out]
+    method: Any = layer.quant_method
+    if hasattr(method, "quantise_weight"):
+        reference = method.quantise_inputs(inputs).float() @ method.quantise_weight(weight).float().T
+    else:
+        reference = inputs.float() @ weight.cpu().float().T  # [PROBE_ROWS, out]
     actual = vllm_patch.linear_output(layer, inputs.to(weight.device)).float().cpu()[:, : weight.shape[0]]
     if actual.shape != reference.shape:
         return False

@@ -66,6 +66,10 @@ class CraftedInputs:
             for index, settings in enumerate(SETTINGS)
         ]
 
+    def every_pair(self) -> list[int]:
+        """Text in which every two tokens of the support follow each other: any response is found again in it."""
+        return [token for first in self.support for second in self.support for token in (first, second)]
+
     def __enter__(self) -> CraftedInputs:
         self.runner._sample = self
         return self
@@ -133,13 +137,13 @@ class CraftedInputs:
             if not abs(logprob - wanted) <= LOGPROB_TOLERANCE:
                 raise SamplerError(f"the sampler's log-prob of token {token} is {logprob}; {wanted} was right")
 
-    def check_counters(self, stats: SpeculationStats, k: int) -> None:
+    def check_counters(self, stats: SpeculationStats, *, speculates: bool) -> None:
         counted = (stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
         if counted != (self.num_accepted, self.num_rejected):
             raise SamplerError(
                 f"counters say {counted} drafts accepted and rejected, not {self.num_accepted, self.num_rejected}"
             )
-        if k and (not self.num_accepted or not self.num_rejected):
+        if speculates and (not self.num_accepted or not self.num_rejected):
             raise SamplerError(
                 "the self-test saw no accepted or no rejected draft, so it proves nothing about speculation"
             )

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.distributed import join, leave
-from specrl.precision.calibration import Calibration, SwitchableLinears, calibrate, write_layers, write_scales
+from specrl.precision.calibration import (
+    Calibration,
+    SwitchableLinears,
+    calibrate,
+    layer_details,
+    recipe_from,
+    write_layers,
+)
 from specrl.precision.calibration_data import calibration_data
 from specrl.precision.plots import plot_errors, plot_kl
+from specrl.precision.recipe import edge_layers, write_recipe
 from specrl.progress import Progress
 from specrl.schemas import Rollout, read_rollouts
 from specrl.stages.context import StageContext
@@ -26,7 +34,7 @@ def main(context: StageContext) -> None:
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = read_all(context.input("pretrain", PretrainResult).rollouts_dir)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
-        switch = SwitchableLinears()
+        switch = SwitchableLinears(power_of_two=config.precision.scales == "power_of_two")
         policy = Policy(
             policy_dir,
             config.policy,
@@ -37,12 +45,16 @@ def main(context: StageContext) -> None:
             fp8=switch,
         )
         data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size)
+        num_layers = policy.hf_config.num_hidden_layers
         found = calibrate(
             *(policy, switch, data, config.precision.max_kl, ranks),
             lambda done, total, phase: progress.update(done, total, unit="pass", phase=phase),
+            always_bf16=edge_layers(num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers),
         )
         if ranks.is_first:
-            _leave_behind(context, tracker, found, policy_dir, started)
+            recipe = recipe_from(found, num_layers, power_of_two=switch.power_of_two)
+            write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
+            _leave_behind(context, tracker, found, started)
     leave()
 
 
@@ -50,12 +62,9 @@ def read_all(rollouts_dir: Path) -> list[Rollout]:
     return [rollout for path in sorted(rollouts_dir.rglob("*.arrow")) for rollout in read_rollouts(path)]
 
 
-def _leave_behind(
-    context: StageContext, tracker: Tracker, found: Calibration, policy_dir: Path, started: float
-) -> None:
+def _leave_behind(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:
     """Files, plots, metrics; the result last."""
     folder = context.stage_dir
-    write_scales(folder / SCALES_FILE, found, policy_dir, power_of_two=False)
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):
         tracker.log_artifact(folder / file, "calibration")
@@ -69,6 +78,7 @@ def _leave_behind(
             "calibration/num_bf16_layers": len(found.bf16_layers),
             "calibration/bf16_flop_fraction": found.bf16_flop_fraction,
             "calibration/relative_error_mean": sum(errors) / len(errors),
+            **({"calibration/kv_scale_max": max(found.kv_scales.k + found.kv_scales.v)} if found.kv_scales else {}),
         }
     )
     result = CalibrateResult(

@@ -18,7 +18,7 @@ from specrl.export.card import model_card, serve_command
 from specrl.export.speculators import write_speculators
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
-from specrl.rollout.engine import Engine
+from specrl.rollout.engine import start_engine
 from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
 
@@ -28,20 +28,21 @@ def main(context: StageContext) -> None:
     ranks = join()
     trained = context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
-        policy_dir, drafter_dir = context.stage_dir / "policy", context.stage_dir / "drafter"
+        policy_dir, drafter_dir = context.stage_dir / "policy", drafter_directory(context.stage_dir, trained)
         if ranks.is_first:
             copy_directory(trained.policy_dir, policy_dir)
-            if trained.drafter_dir is not None:
+            if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
                 copy_directory(trained.drafter_dir, drafter_dir)
         ranks.barrier()
-        acceptance_length = None
-        if trained.drafter_dir is not None:
+        acceptance_length = version = None
+        if drafter_dir is not None:
             acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
         if ranks.is_first:
-            version = publish(context, trained, acceptance_length, tracker) if acceptance_length is not None else None
+            if drafter_dir is not None and acceptance_length is not None:
+                version = publish(context, trained, drafter_dir, acceptance_length, tracker)
             result = ExportResult(
                 policy_dir=policy_dir,
-                drafter_dir=drafter_dir if trained.drafter_dir is not None else None,
+                drafter_dir=drafter_dir,
                 vllm_acceptance_length=acceptance_length,
                 model_version=version,
                 seconds=time.monotonic() - started,
@@ -49,6 +50,13 @@ def main(context: StageContext) -> None:
             write_result(context.stage_dir, result)
             point_to(context.run_dir / "export", context.stage_dir)
     leave()
+
+
+def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
+    """The exported drafter's: the policy's own for its multi-token-prediction layer, none without a drafter."""
+    if trained.drafter_dir is None:
+        return None
+    return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
 
 
 def copy_directory(source: Path, target: Path) -> None:
@@ -64,7 +72,9 @@ def copy_directory(source: Path, target: Path) -> None:
 
 def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> float:
     """Acceptance length of the exported directories, loaded by a fresh vLLM, on the prompts of `validate`."""
-    engine = Engine(policy_dir, drafter_dir, config=config, seed=config.seed)
+    own = drafter_dir == policy_dir  # vLLM then finds everything in the one directory
+    engine = start_engine(config, policy_dir, None if own else drafter_dir)
+    engine.set_k(engine.longest_k)
     prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(config.validate_.num_prompts)
     _, generation = collect(
         engine,
@@ -79,15 +89,18 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
     return generation.stats.acceptance_length
 
 
-def publish(context: StageContext, trained: TrainResult, acceptance_length: float, tracker: Tracker) -> str | None:
-    """Model card, `speculators` format, and a version in MLflow's registry that names its policy version."""
+def publish(
+    context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float, tracker: Tracker
+) -> str | None:
+    """Model card, for EAGLE-3 the `speculators` format, and a version in MLflow's registry that names the policy's."""
     config, stage_dir = context.config, context.stage_dir
-    policy_dir, drafter_dir = stage_dir / "policy", stage_dir / "drafter"
+    policy_dir, k = stage_dir / "policy", config.speculation.k
     validated = context.input("validate", ValidateResult)
     exported = context.run_dir / "export"
-    command = serve_command(exported / "policy", exported / "drafter", config.speculation.k)
+    command = serve_command(exported / "policy", exported / drafter_dir.name, k)
     write_text(drafter_dir / "README.md", model_card(config, trained, validated, acceptance_length, command))
-    write_speculators(drafter_dir, stage_dir / "drafter-speculators", str(exported / "policy"), config.speculation.k)
+    if drafter_dir != policy_dir:
+        write_speculators(drafter_dir, stage_dir / "drafter-speculators", str(exported / "policy"), k)
     tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
     tags = {
         "specrl.run": config.name,

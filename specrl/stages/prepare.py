@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from specrl.artifacts import PrepareResult, write_result
-from specrl.data.models import load_tokenizer, materialise_model
+from specrl.data.models import check_method, load_tokenizer, materialise_model
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
@@ -27,7 +27,7 @@ def main(context: StageContext) -> None:
     first, last = None, None
     with stage_run(context, ranks) as tracker:
         if ranks.is_first:
-            materialise_model(config.model, config.seed, base_dir)
+            check_method(config, materialise_model(config.model, config.seed, base_dir))
         ranks.barrier()
         source = PromptSource(config, load_tokenizer(base_dir))
         source.check()

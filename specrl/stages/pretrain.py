@@ -14,12 +14,13 @@ from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
+from specrl.rollout.draft_sources import trains_drafter
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
 from specrl.training.batches import Sequence, pack
-from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.training.drafters import new_drafter, save_drafter
 from specrl.training.policy import Policy
 from specrl.training.update import share_of
 
@@ -30,7 +31,7 @@ def main(context: StageContext) -> None:
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rollouts_dir = context.stage_dir / "rollouts"
         rollouts = answer_prompts(context, ranks, rollouts_dir, progress)
-        drafter_dir = context.stage_dir / "drafter" if context.config.speculation.method == "eagle3" else None
+        drafter_dir = context.stage_dir / "drafter" if trains_drafter(context.config) else None
         metrics: dict[str, float] = {}
         if drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
@@ -82,15 +83,15 @@ def pretrain_drafter(
     tracker: Tracker,
     progress: Progress,
 ) -> dict[str, float]:
-    """Train an EAGLE-3 drafter on the features of the policy's responses and write its directory; collective."""
+    """Train the drafter on the features of the policy's responses and write its directory; collective.
+
+    A policy's own multi-token-prediction layer starts from what it is; its directory is the policy's, whole.
+    """
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)
     everyone = [rollout for share in ranks.gather(rollouts) for rollout in share]
-    draft_tokens = choose_draft_vocabulary(
-        [rollout.response_tokens for rollout in everyone], policy.vocab_size, config.drafter.draft_vocab_size
-    )
-    drafter = Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
+    drafter = new_drafter(config, policy_dir, everyone, ranks)
     sequences = [
         Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
         for index, rollout in enumerate(everyone)
@@ -106,6 +107,5 @@ def pretrain_drafter(
         on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
     )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
-    if ranks.is_first:
-        drafter.save(drafter_dir, policy_version=0)
+    save_drafter(drafter, policy, drafter_dir, policy_version=0)
     return metrics

@@ -5,21 +5,24 @@ from __future__ import annotations
 import time
 from statistics import fmean
 
-from specrl.artifacts import PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
+from specrl.artifacts import ExactnessResult, PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
 from specrl.config import Config
 from specrl.data.models import load_tokenizer
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import Prompt, PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.exactness import measure_exactness
 from specrl.matched import matched_pair
 from specrl.progress import Progress
 from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.collect import Origin, collect, make_request
-from specrl.rollout.engine import Engine
+from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.refit import read_weights
 from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
+
+CHI_SQUARED_PROMPTS = 2
 
 
 def main(context: StageContext) -> None:
@@ -29,9 +32,11 @@ def main(context: StageContext) -> None:
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         source = PromptSource(config, load_tokenizer(prepared.policy_dir))
-        engine = Engine(trained.policy_dir, trained.drafter_dir, config=config, seed=config.seed)
+        engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         prompts = source.held_out(config.validate_.num_prompts)
+        engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy after")
+        exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         speed = measure_speed(engine, prompts, config, progress) if engine.speculates else []
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
         before, _ = accuracy(engine, prompts, config, ranks, progress, "accuracy before")
@@ -43,6 +48,7 @@ def main(context: StageContext) -> None:
                 acceptance_length=stats.acceptance_length,
                 acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
                 speed=speed,
+                exactness=exactness,
                 seconds=time.monotonic() - started,
             )
             log(tracker, result)
@@ -74,16 +80,44 @@ def accuracy(
     return fmean(reward for rewards, _ in shares for reward in rewards), SpeculationStats.merge(s for _, s in shares)
 
 
+def check_exactness(
+    engine: Engine, prompts: list[Prompt], config: Config, tracker: Tracker, progress: Progress
+) -> ExactnessResult:
+    """Speculation against plain decoding on the real policy; every rank does the same work.
+
+    Raises:
+        ExactnessError: a gate failed; the figures are in MLflow by then.
+    """
+    progress.update(0, 1, phase="exactness")
+    settings = config.validate_
+    origin = Origin(derive_seed(config.seed, "exactness"), step=0)
+    requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: settings.exactness_prompts]]
+    samples = range(1, 1 + settings.exactness_samples)
+    first = [make_request(prompt, sample, config, origin) for prompt in shortest(prompts) for sample in samples]
+    measured = measure_exactness(engine, requests, first, engine.longest_k)
+    tracker.log_run_metrics(measured.metrics())
+    tracker.flush()
+    measured.check()
+    progress.update(1, 1, phase="exactness")
+    return measured.result()
+
+
+def shortest(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts of the chi-squared test: many samples of each are cheap where a prompt is short."""
+    return sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.id))[:CHI_SQUARED_PROMPTS]
+
+
 def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progress: Progress) -> list[SpeedPair]:
     """One matched pair per batch size of `validate.speed_batches`."""
     origin = Origin(derive_seed(config.seed, "speed"), step=0)
+    k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
     for batch in config.validate_.speed_batches:
         progress.update(len(pairs), len(config.validate_.speed_batches), phase=f"speed at batch {batch}")
         count = max(batch, config.validate_.speed_prompts)
         # A batch larger than the held-out set asks the same prompts again, with other seeds.
         requests = [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
-        pairs.append(matched_pair(engine, requests, batch, config.speculation.k, config.validate_.speed_repeats))
+        pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats))
     return pairs
 
 

@@ -23,16 +23,21 @@ from specrl.training.parallel import from_stage
 class LayerInputs:
     """Records, per micro-batch, the residual stream that enters the layers asked for and held by this stage.
 
+    What leaves the last layer enters the final norm.
+
     Only while a micro-batch is in its forward pass: recomputation in the backward pass runs the layers again.
     """
 
     def __init__(self, model: PolicyModel, layers: tuple[int, ...]) -> None:
         self.recorded: list[dict[int, Tensor]] = []
         self._current: dict[int, Tensor] | None = None
+        readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
+        if model.post_process:
+            readers[model.config.num_layers] = model.decoder.final_layernorm
         self._hooks = [
-            layer.register_forward_pre_hook(partial(self._record, layer.layer_number - 1), with_kwargs=True)
-            for layer in model.decoder.layers
-            if layer.layer_number - 1 in layers
+            reader.register_forward_pre_hook(partial(self._record, index), with_kwargs=True)
+            for index, reader in readers.items()
+            if index in layers
         ]
 
     def _record(self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -74,7 +79,7 @@ def assemble(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     batch_shape = (batch.tokens.shape[0], batch.tokens.shape[1])
     hidden = [
-        from_stage(layer * stages // num_layers, inputs.get(layer), (*batch_shape, hidden_size), dtype)
+        from_stage(min(layer * stages // num_layers, stages - 1), inputs.get(layer), (*batch_shape, hidden_size), dtype)
         for layer in spec.layers
     ]
     logits = top1 = None

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,9 +50,12 @@ def save(directory: Path, policy: Policy, drafter: Stateful | None, step: int, k
             shutil.rmtree(unfinished)
         temporary.mkdir(parents=True)
     ranks.barrier()
-    _write(temporary / _rank_file(ranks.rank), lambda path: save_file(_contiguous(policy.optimizer.state()), path))
+    with ThreadPoolExecutor(1) as beside:  # the drafter is on disk long before the policy's share: it costs no time
+        if ranks.is_first and drafter is not None:
+            written = beside.submit(_write, temporary / DRAFTER, partial(torch.save, drafter.state_dict()))
+        _write(temporary / _rank_file(ranks.rank), lambda path: save_file(_contiguous(policy.optimizer.state()), path))
     if ranks.is_first and drafter is not None:
-        _write(temporary / DRAFTER, lambda path: torch.save(drafter.state_dict(), path))
+        written.result()
     ranks.barrier()
     if ranks.is_first:
         write_json(temporary / MANIFEST, {**_describe(policy), "step": step, "drafter": drafter is not None})

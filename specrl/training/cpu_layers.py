@@ -6,12 +6,16 @@ products. Each function here saves what its backward pass needs and no more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Observe = Callable[[Tensor, Tensor, Tensor], None]
+"""Takes rotated queries, rotated keys and values, [batch, heads, seq, width] each."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -85,10 +89,10 @@ class Rotary:
         self._frequencies = frequencies.float()  # [width / 2]
 
     @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
-    def __call__(self, seq: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """[seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
         angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, inverse: bool = False) -> Tensor:
@@ -101,9 +105,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, inverse: bool =
 
 
 @lru_cache(maxsize=16)
-def _causal_mask(seq: int, queries_per_group: int) -> Tensor:
+def _causal_mask(seq: int, queries_per_group: int, device: torch.device) -> Tensor:
     """[1, queries_per_group x seq, seq] float32: -inf above the diagonal."""
-    return torch.full((seq, seq), float("-inf")).triu_(1).repeat(queries_per_group, 1)[None]
+    return torch.full((seq, seq), float("-inf"), device=device).triu_(1).repeat(queries_per_group, 1)[None]
 
 
 class _RotaryCausalAttention(torch.autograd.Function):
@@ -113,7 +117,9 @@ class _RotaryCausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, observe: Observe | None
+    ) -> Tensor:
         seq, batch, heads, width = query.shape
         groups = key.shape[2]
         each = heads // groups
@@ -121,8 +127,10 @@ class _RotaryCausalAttention(torch.autograd.Function):
         _rotate(query.view(seq, batch, groups, each, width).permute(1, 2, 3, 0, 4), cos, sin, q)
         k = _rotate(key.permute(1, 2, 0, 3), cos, sin, key.new_empty(batch, groups, seq, width)).flatten(0, 1)
         v = value.permute(1, 2, 0, 3).contiguous().flatten(0, 1)
+        if observe is not None:
+            observe(q.flatten(1, 2), k.view(batch, groups, seq, width), v.view(batch, groups, seq, width))
         q = q.view(batch * groups, each * seq, width)
-        scores = torch.baddbmm(_causal_mask(seq, each), q.float(), k.float().mT, alpha=width**-0.5)
+        scores = torch.baddbmm(_causal_mask(seq, each, q.device), q.float(), k.float().mT, alpha=width**-0.5)
         weights = torch.softmax(scores, -1).to(query.dtype)  # [batch x groups, each x seq, seq]
         ctx.save_for_backward(q, k, v, weights, cos, sin)
         ctx.shape = (seq, batch, groups, each, width)
@@ -130,7 +138,7 @@ class _RotaryCausalAttention(torch.autograd.Function):
         return context.permute(3, 0, 1, 2, 4).reshape(seq, batch, heads * width)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, weights, cos, sin = ctx.saved_tensors
         seq, batch, groups, each, width = ctx.shape
         grad = grad.view(seq, batch, groups, each, width).permute(1, 2, 3, 0, 4).reshape(q.shape)
@@ -144,7 +152,7 @@ class _RotaryCausalAttention(torch.autograd.Function):
         grad_key = q.new_empty(seq, batch, groups, width)
         _rotate(grad_k, cos, sin, grad_key.permute(1, 2, 0, 3), inverse=True)
         grad_value = grad_v.view(batch, groups, seq, width).permute(2, 0, 1, 3)
-        return grad_query.flatten(2, 3), grad_key, grad_value, None, None
+        return grad_query.flatten(2, 3), grad_key, grad_value, None, None, None
 
 
 class RotaryCausalAttention(torch.nn.Module):
@@ -156,10 +164,12 @@ class RotaryCausalAttention(torch.nn.Module):
     def __init__(self, config: Any, rotary: Rotary, **_: Any) -> None:
         super().__init__()
         self.config = config
+        self.observe: Observe | None = None
+        """Called in each forward pass with what the engine's KV cache would hold."""
         self._rotary = rotary
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
         """[seq, batch, heads, width] each, fewer heads in key and value -> [seq, batch, heads x width]."""
-        cos, sin = self._rotary(query.shape[0], query.dtype)
-        result: Tensor = _RotaryCausalAttention.apply(query, key, value, cos, sin)  # type: ignore[no-untyped-call]
+        cos, sin = self._rotary(query.shape[0], query.dtype, query.device)
+        result: Tensor = _RotaryCausalAttention.apply(query, key, value, cos, sin, self.observe)  # type: ignore[no-untyped-call]
         return result

@@ -19,9 +19,11 @@ from transformers import AutoConfig
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
+from specrl.training.draft_layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter_io import config_dict, read_drafter, read_tensor, vocabulary_tensors, write_drafter
 from specrl.training.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.features import Features, FeatureSpec
+from specrl.training.mtp import HEAD, Mtp, mtp_shape
 from specrl.training.ttt import (
     ChainBatch,
     metrics_from_sums,
@@ -33,8 +35,6 @@ from specrl.training.ttt import (
 
 WARMUP_STEPS = 10
 FINAL_LR_FRACTION = 0.05
-EMBEDDINGS = ("model.embed_tokens.weight",)
-HEAD = ("lm_head.weight", *EMBEDDINGS)
 
 
 def choose_draft_vocabulary(token_lists: Iterable[Sequence[int]], vocab_size: int, size: int) -> Tensor:
@@ -80,14 +80,24 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
         sources |= {f"midlayer.mlp.{name}_proj": f"{last}mlp.{name}_proj" for name in ("gate", "up", "down")}
     for name, source in sources.items():
         model.get_parameter(f"{name}.weight").copy_(read_tensor(policy_dir, f"{source}.weight"))
-    model.lm_head.weight.copy_(read_tensor(policy_dir, *HEAD)[draft_tokens])
+    model.lm_head.weight.copy_(read_tensor(policy_dir, HEAD, EMBEDDINGS)[draft_tokens])
 
 
 class Drafter:
-    """An EAGLE-3 drafter, its optimizer and its data-parallel update. Methods marked * are collective over ranks."""
+    """A drafter, its optimizer and its data-parallel update. Methods marked * are collective over ranks.
+
+    EAGLE-3 (`create`, `load`), or the policy's own multi-token-prediction layer (`of_policy`).
+    """
 
     def __init__(
-        self, model: Eagle3, draft_tokens: Tensor, policy_dir: Path, config: DrafterConfig, ranks: Ranks, *, seed: int
+        self,
+        model: DraftModule,
+        draft_tokens: Tensor,
+        policy_dir: Path,
+        config: DrafterConfig,
+        ranks: Ranks,
+        *,
+        seed: int,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -97,7 +107,8 @@ class Drafter:
         self._policy_config = AutoConfig.from_pretrained(policy_dir)
         self._seed = seed
         self._updates = 0
-        self.set_embeddings(read_tensor(policy_dir, *EMBEDDINGS))
+        for name in model.SHARED:
+            model.share(name, read_tensor(policy_dir, name))
         self._parameters = list(self.model.parameters())
         # One flat buffer: gradients are views of it, so that the all-reduce, the clip and the reset are one call each.
         self._gradient = torch.zeros(sum(p.numel() for p in self._parameters), device=ranks.device)
@@ -112,7 +123,7 @@ class Drafter:
     def create(
         cls, policy_dir: Path, config: DrafterConfig, draft_tokens: Tensor, ranks: Ranks, seed: int = 0
     ) -> Drafter:
-        """A new drafter for the policy in `policy_dir` (a Hugging Face directory), the same on every rank.
+        """A new EAGLE-3 drafter for the policy in `policy_dir` (a Hugging Face directory), the same on every rank.
 
         Args:
             draft_tokens: int64 `[draft_vocab]`, sorted target ids, fewer than the policy's vocabulary.
@@ -148,14 +159,26 @@ class Drafter:
         model.load_state_dict(tensors)
         return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
 
+    @classmethod
+    def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
+        """The multi-token-prediction layer of the policy in `policy_dir`, as it is there, with a fresh optimizer.
+
+        Raises:
+            ValueError: the policy has none.
+        """
+        shape = mtp_shape(AutoConfig.from_pretrained(policy_dir))
+        model = Mtp(shape)
+        model.load_state_dict({name: read_tensor(policy_dir, Mtp.PREFIX + name) for name in model.state_dict()})
+        return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
+
     @property
     def feature_spec(self) -> FeatureSpec:
-        return FeatureSpec(self.shape.feature_layers, self.draft_tokens)
+        with_logits = self.model.policy_head is None
+        return FeatureSpec(self.shape.feature_layers, self.draft_tokens if with_logits else self.draft_tokens[:0])
 
-    def set_embeddings(self, weight: Tensor) -> None:
-        """Copy the policy's current input embeddings `[vocab, hidden]`; shared with it and never trained here."""
-        assert weight.shape == (self.shape.vocab_size, self.shape.hidden_size), tuple(weight.shape)
-        self._embeddings = weight.detach().to(self.ranks.device, self.shape.dtype, copy=True)
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the policy if drafting reads it (embeddings; for MTP the head too); never trained here."""
+        self.model.share(name, tensor)
 
     def update(
         self,
@@ -176,7 +199,9 @@ class Drafter:
         """
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(len(features)))
-        packed = [self._pack(item) for item in features] if epochs > 1 else None  # once, not in every epoch
+        # Once, not in every epoch, unless the targets are distributions over the whole vocabulary.
+        keeps = epochs > 1 and self.model.policy_head is None
+        packed = [self._pack(item) for item in features] if keeps else None
         sums = torch.zeros(self.config.ttt_steps + 1, 4, dtype=torch.float64, device=self.ranks.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         norms: list[float] = []
@@ -200,7 +225,8 @@ class Drafter:
         return {"loss": loss.item() / steps, "grad_norm": sum(norms) / steps, **metrics_from_sums(sums.cpu())}
 
     def _pack(self, features: Features) -> ChainBatch | None:
-        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
+        steps, head = self.config.ttt_steps, self.model.policy_head
+        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, steps, head)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
@@ -213,15 +239,46 @@ class Drafter:
             return None
         return packed[order[index]] if packed is not None else self._pack(features[order[index]])
 
-    def _step(self, batch: ChainBatch | None, lr: float, measure: bool) -> tuple[Tensor, Tensor, float]:
+    def step_alone(self, features: Features, lr: float) -> tuple[float, Tensor, float]:
+        """One optimizer step of this rank's copy alone; the ranks' drafters differ until `average`.
+
+        Returns:
+            The loss, float64 `unrolled_sums` on the CPU, the gradient's norm before clipping.
+        """
+        loss, sums, norm = self._step(self._pack(features), lr, measure=True, alone=True)
+        return loss.item(), sums.cpu(), norm
+
+    @torch.no_grad()
+    def average(self, weight: float) -> None:
+        """*Parameters and moments become the sum over ranks of `weight` times each rank's; weights sum to 1."""
+        for parameter in self._parameters:
+            state = self.optimizer.state[parameter]
+            if not state:  # a rank that has not trained yet
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+                tensor.mul_(weight)
+                self._all_reduce(tensor)
+        steps = [state["step"] for state in self.optimizer.state.values()]
+        furthest = max(self.ranks.gather(steps[0].item()))
+        for step in steps:
+            step.fill_(furthest)
+
+    def _step(
+        self, batch: ChainBatch | None, lr: float, measure: bool, alone: bool = False
+    ) -> tuple[Tensor, Tensor, float]:
         """*Forward, and with lr > 0 backward and optimizer step; a rank without a batch contributes zeros.
+
+        Args:
+            alone: without the other ranks; then it is not collective.
 
         Returns:
             This rank's share of the loss, its `unrolled_sums` (zeros unless `measure`), the global gradient norm.
         """
         device, steps = self.ranks.device, self.config.ttt_steps
         counts = torch.zeros(steps, dtype=torch.float64, device=device) if batch is None else batch.loss_counts()
-        self._all_reduce(counts)
+        if not alone:
+            self._all_reduce(counts)
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
         if batch is not None:
@@ -229,18 +286,19 @@ class Drafter:
                 torch.set_grad_enabled(lr > 0),
                 torch.autocast(device.type, torch.bfloat16, enabled=self.shape.dtype == torch.bfloat16),
             ):
-                logits = list(training_time_test(self.model, batch, self._embeddings))
+                logits = list(training_time_test(self.model, batch))
                 loss = unrolled_loss(logits, batch, counts)
             if measure:
                 sums = unrolled_sums(logits, batch, self.draft_tokens)
-        norm = self._descend(loss, lr) if lr > 0 else 0.0
+        norm = self._descend(loss, lr, alone) if lr > 0 else 0.0
         return loss.detach().double(), sums, norm
 
-    def _descend(self, loss: Tensor, lr: float) -> float:
+    def _descend(self, loss: Tensor, lr: float, alone: bool) -> float:
         self._gradient.zero_()
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        self._all_reduce(self._gradient)
+        if not alone:
+            self._all_reduce(self._gradient)
         norm = float(self._gradient.norm())
         if norm > self.config.clip_grad:
             self._gradient.mul_(self.config.clip_grad / norm)
@@ -254,16 +312,21 @@ class Drafter:
             dist.all_reduce(tensor)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the EAGLE-3 file by name, parameters in the policy's compute type: a refit loads just these.
+        """The drafter's tensors by their names on disk, in the policy's compute type: a refit loads just these.
 
-        No input embeddings among them: the engine's drafter shares the policy's.
+        Without what it shares with the policy: the engine's drafter shares it too.
         """
         for name, parameter in self.model.state_dict().items():
-            yield name, parameter.to(self.shape.dtype)
-        yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
+            yield self.model.PREFIX + name, parameter.to(self.shape.dtype)
+        if self.model.policy_head is None:
+            yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
 
     def save(self, directory: Path, policy_version: int) -> None:
-        """Write the EAGLE-3 directory (call it on one rank; the ranks are equal)."""
+        """Write the EAGLE-3 directory (call it on one rank; the ranks are equal).
+
+        A multi-token-prediction layer has none: `Policy.save_pretrained` takes it along.
+        """
+        assert isinstance(self.model, Eagle3)
         write_drafter(directory, config_dict(self.shape, self._policy_config, policy_version), self.named_weights())
 
     def state_dict(self) -> dict[str, Any]:

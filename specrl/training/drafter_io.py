@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specrl.artifacts import atomic_path, write_json
-from specrl.training.eagle3 import Eagle3Shape
+from specrl.training.draft_layers import DraftShape
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -43,7 +43,7 @@ def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tenso
     return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
 
 
-def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> dict[str, Any]:
+def config_dict(shape: DraftShape, policy_config: Any, policy_version: int) -> dict[str, Any]:
     """Contents of `config.json`; `policy_config` is the policy's Hugging Face config."""
     return {
         "architectures": [ARCHITECTURE],

@@ -11,10 +11,12 @@ from torch import Tensor
 class FeatureSpec:
     """Which features the drafter asks of the policy."""
 
-    layers: tuple[int, int, int]
-    """Layer indices; index i means the residual stream that enters layer i (as in vLLM and SGLang)."""
+    layers: tuple[int, ...]
+    """Layer indices; index i means the residual stream that enters layer i (as in vLLM and SGLang), n the one that
+    leaves the last of n."""
     draft_tokens: Tensor
-    """int64 `[draft_vocab]`, sorted: target ids of the draft vocabulary."""
+    """int64 `[draft_vocab]`, sorted: target ids of the draft vocabulary; empty for a drafter that has the policy's head
+    and so can compute the policy's logits itself."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Features:
     mask: Tensor
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor
-    """`[batch, seq, 3 * hidden]` in the policy's compute type: the inputs of `FeatureSpec.layers`, concatenated."""
+    """`[batch, seq, layers * hidden]` in the policy's compute type: inputs of `FeatureSpec.layers`, concatenated."""
     target_logits: Tensor
     """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary."""
     target_top1: Tensor

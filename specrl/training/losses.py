@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specrl.config import TrainConfig
+from specrl.training.corrections import importance_weights
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,6 @@ class TokenTargets:
     """Under the trainer's policy before this batch; none when the batch is used for one update only."""
     reference_logprobs: Tensor | None
     """Under the reference policy; none without a KL penalty."""
-
-
-def importance_weights(old_logprobs: Tensor, generation_logprobs: Tensor, config: TrainConfig) -> Tensor:
-    """min(p_trainer / p_engine, cap) per token, detached: corrects for sampling by another numerical engine.
-
-    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"). Ones when the correction is off.
-    """
-    if config.importance_correction == "none":
-        return torch.ones_like(old_logprobs)
-    return torch.exp(old_logprobs - generation_logprobs).clamp(max=config.importance_cap).detach()
 
 
 def policy_loss(
@@ -52,13 +42,15 @@ def policy_loss(
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
-        The loss and the metrics `entropy`, `clip_fraction`, `kl`, each summed over the mask's tokens.
+        The loss and the metrics `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, each summed over the mask's
+        tokens.
     """
     old = logprobs.detach() if targets.old_logprobs is None else targets.old_logprobs
     ratio = torch.exp(logprobs - old)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio * targets.advantages, clipped * targets.advantages)
-    per_token = -importance_weights(old, targets.generation_logprobs, config) * gain
+    weights, corrected = importance_weights(old, targets.generation_logprobs, mask, config)
+    per_token = -weights * gain
     kl = torch.zeros_like(logprobs)
     if targets.reference_logprobs is not None:
         log_ratio = targets.reference_logprobs - logprobs
@@ -69,5 +61,6 @@ def policy_loss(
         "entropy": (entropy * mask).sum(),
         "clip_fraction": (is_clipped * mask).sum(),
         "kl": (kl.detach() * mask).sum(),
+        "corrected_fraction": corrected.float().sum(),
     }
     return (per_token * mask).sum(), metrics

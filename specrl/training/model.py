@@ -151,8 +151,14 @@ def rope_scaling_factor(hf: Any) -> float | None:
     return float(rope["factor"])
 
 
-def transformer_config(hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool) -> TransformerConfig:
-    """Megatron's configuration of the Hugging Face model `hf`, for the parallel sizes that are set up."""
+def transformer_config(
+    hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
+) -> TransformerConfig:
+    """Megatron's configuration of the Hugging Face model `hf`, for the parallel sizes that are set up.
+
+    Args:
+        native_fp8: blockwise, by Transformer Engine.
+    """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -190,6 +196,7 @@ def transformer_config(hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bo
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         **(recompute_all if recompute else {}),
+        **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
     )
 
 

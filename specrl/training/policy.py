@@ -7,10 +7,11 @@ and pipeline shards) pass the same micro-batches; different data-parallel ranks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specrl.config import PolicyConfig
+from specrl.data import mtp
 from specrl.distributed import Ranks
 from specrl.training import parallel, weights
 from specrl.training.batches import MicroBatch, empty_micro_batch
@@ -54,7 +56,17 @@ batch: it is added up over micro-batches and data-parallel ranks, and nothing di
 class LinearPrecision(Protocol):
     """Changes the arithmetic of a model's linear layers in place."""
 
+    is_native: bool
+    """On a GPU: by Transformer Engine; otherwise emulated in Megatron's local layers."""
+
     def attach(self, model: torch.nn.Module) -> None: ...
+
+
+class KvObserver(Protocol):
+    """Watches queries, keys and values in the forward pass."""
+
+    lengths: Tensor | None
+    """[batch], without padding."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,11 @@ class Policy:
         check_supported(self.hf_config, config.tensor_parallel, config.pipeline_parallel)
         parallel.set_up(config.tensor_parallel, config.pipeline_parallel, seed)
         cuda = ranks.device.type == "cuda"
-        megatron = transformer_config(self.hf_config, self.dtype, cuda=cuda, recompute=config.recompute)
+        if fp8 is not None and not fp8.is_native:
+            cuda = False  # Megatron's local layers, on whatever device
+        megatron = transformer_config(
+            self.hf_config, self.dtype, cuda=cuda, recompute=config.recompute, native_fp8=cuda and fp8 is not None
+        )
         megatron.finalize_model_grads_func = _sum_gradients
         self.model = build_model(self.hf_config, megatron, cuda=cuda)
         self._weights = weights.weight_map(
@@ -118,6 +134,8 @@ class Policy:
         self._reference_is_active = False
         if fp8 is not None:
             fp8.attach(self.model)
+        self.kv_observer: KvObserver | None = None
+        """Told of every micro-batch before its forward pass."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
@@ -213,15 +231,26 @@ class Policy:
         """
         return weights.export(self.model, self._weights)
 
-    def save_pretrained(self, directory: Path) -> None:
-        """*Write a Hugging Face directory that transformers and vLLM load; rank 0 writes. Tied models stay tied."""
-        write_pretrained(directory, self.model_dir, self._named_for_disk(), self.dtype, writes=self.ranks.is_first)
+    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """*Write a Hugging Face directory that transformers and vLLM load; rank 0 writes. Tied models stay tied.
+
+        Args:
+            mtp_layer: the model's multi-token-prediction layer (`Drafter.named_weights`); without it, the one that it
+                was loaded with, if any, goes along unchanged.
+        """
+        tensors = chain(self._named_for_disk(), self._mtp_layer_as_loaded() if mtp_layer is None else mtp_layer)
+        write_pretrained(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
     def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.hf_weights():
             if name != "lm_head.weight" or not self._weights.tied:
                 yield name, tensor
+
+    def _mtp_layer_as_loaded(self) -> Iterator[tuple[str, Tensor]]:
+        reader = weights.HuggingFaceReader(self.model_dir)
+        for name in reader.names(mtp.PREFIX):
+            yield name, reader.read(name).to(self.dtype)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -259,6 +288,8 @@ class Policy:
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch = next(iterator)
             head = HeadInput(batch.mask, batch.tokens[:, 1:][batch.mask[:, :-1]], temperature, draft_tokens)
+            if self.kv_observer is not None:
+                self.kv_observer.lengths = batch.lengths
             with inputs.micro_batch() if spec else nullcontext():
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)

@@ -9,14 +9,14 @@ chain ends where its response does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specrl.training.eagle3 import Eagle3, chain_attention
+from specrl.training.draft_layers import DraftModule, chain_attention
 from specrl.training.features import Features
 
 STEP_DECAY = 0.8
@@ -29,7 +29,7 @@ class ChainBatch:
     step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`."""
 
     hidden: Tensor
-    """`[slots, 3 * hidden]`"""
+    """`[slots, layers * hidden]`"""
     next_tokens: Tensor
     """int64 `[slots]`: token i + 1 of slot i."""
     positions: Tensor
@@ -59,12 +59,19 @@ class ChainBatch:
         return torch.stack([self.target_in_vocab[rows + j].sum() for j, rows in enumerate(self.alive)]).double()
 
 
-def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
+def pack_chains(
+    features: Features,
+    draft_tokens: Tensor,
+    vocab_size: int,
+    steps: int,
+    policy_head: Callable[[Tensor], Tensor] | None = None,
+) -> ChainBatch | None:
     """Chains of one micro-batch; None when no response has a second token to draft.
 
     Args:
         draft_tokens: int64 `[draft_vocab]`, target ids.
         steps: unrolling depth.
+        policy_head: gives the target logits where the features hold none, from hidden states `[chains, hidden]`.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
     assert not features.target_logits.requires_grad, "target logits must be detached from the policy"
@@ -89,6 +96,10 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     in_vocab = torch.zeros(vocab_size, dtype=torch.bool, device=mask.device)
     in_vocab[draft_tokens] = True
     top1 = features.target_top1[rows][row, start + 1]
+    if policy_head is None:
+        logits = features.target_logits[rows][row, start + 1]
+    else:
+        logits = policy_head(features.hidden[rows][row, start + 1])
     tokens = features.tokens[rows]
     return ChainBatch(
         hidden=features.hidden[rows][slot_row, slot],
@@ -99,7 +110,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         chain_places=places,
         visible=visible.view(len(mask), max_chains, width),
         alive=_alive(mask, row, start, steps),
-        target_probs=features.target_logits[rows][row, start + 1].float().softmax(-1),
+        target_probs=logits.float().softmax(-1),
         target_top1=top1,
         target_in_vocab=in_vocab[top1],
         truth=tokens[row, start + 2],
@@ -116,37 +127,34 @@ def _alive(mask: Tensor, row: Tensor, start: Tensor, steps: int) -> list[Tensor]
     return alive
 
 
-def training_time_test(model: Eagle3, batch: ChainBatch, embeddings: Tensor) -> Iterator[Tensor]:
+def training_time_test(model: DraftModule, batch: ChainBatch) -> Iterator[Tensor]:
     """Unroll the drafter.
-
-    Args:
-        embeddings: `[vocab, hidden]`, the policy's input embeddings; no gradient reaches them.
 
     Yields:
         For each step the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `batch.alive[step]`.
     """
-    layer = model.midlayer
+    attention = model.attention
     rows_count, max_chains, width = batch.visible.shape
-    embedded = layer.input_layernorm(embeddings[batch.next_tokens])
-    fed = model.fc(batch.hidden)
-    x = layer.inputs(embedded, fed)
+    embedded = model.embed(batch.next_tokens, batch.positions)
+    residual, x = model.enter(embedded, model.feed(batch.hidden))
     keys, values = (
-        _spread(part, batch.slot_places, rows_count, width) for part in layer.self_attn.keys_values(x, batch.positions)
+        _spread(part, batch.slot_places, rows_count, width) for part in attention.keys_values(x, batch.positions)
     )
     all_keys, all_values = [keys], [values]
-    hidden, x = fed.index_select(0, batch.starts), x.index_select(0, batch.starts)
+    residual, x = residual.index_select(0, batch.starts), x.index_select(0, batch.starts)
+    hidden = residual
     for step, alive in enumerate(batch.alive):
         slots, places = batch.starts[alive] + step, batch.chain_places[alive]
         if step:
             hidden = hidden.index_select(0, _positions_within(alive, batch.alive[step - 1]))
-            x = layer.inputs(embedded.index_select(0, slots), hidden)
-            own = layer.self_attn.keys_values(x, batch.positions[slots])
+            residual, x = model.enter(embedded.index_select(0, slots), hidden)
+            own = attention.keys_values(x, batch.positions[slots])
             all_keys.append(_spread(own[0], places, rows_count, max_chains))
             all_values.append(_spread(own[1], places, rows_count, max_chains))
-        queries = layer.self_attn.queries(x, batch.positions[slots])
+        queries = attention.queries(x, batch.positions[slots])
         queries = _spread(queries, places, rows_count, max_chains)
         attended = chain_attention(queries, all_keys, all_values, batch.visible)
-        hidden = layer.finish(hidden, attended.flatten(0, 1).index_select(0, places))
+        hidden = model.finish(residual, attended.flatten(0, 1).index_select(0, places))
         yield model.logits(hidden)
 
 

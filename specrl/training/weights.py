@@ -170,6 +170,9 @@ class HuggingFaceReader:
         else:
             raise ValueError(f"no weights in {directory}: expected model.safetensors or {INDEX_FILE}")
 
+    def names(self, prefix: str) -> list[str]:
+        return sorted(name for name in self._files if name.startswith(prefix))
+
     def read(self, name: str) -> Tensor:
         if name not in self._files:
             raise ValueError(f"{self._directory} has no tensor {name!r}: its config.json describes another model")

@@ -3,105 +3,138 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from specrl.rollout.acceptance import DRAFTER, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
+from tests.exactness.conftest import Start
 from tests.exactness.engines import in_batches, mixed_requests, running
-from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
+from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config
 
 pytestmark = pytest.mark.engine
-BATCH_SIZES = (1, 3, 8, 32)
-REQUESTS = mixed_requests(98)
+REQUESTS = mixed_requests(224, longest_prompt=70, max_tokens=112)
+NUM_TOKENS = 100_000
+"""At least this many are compared by `test_every_source_and_k_gives_the_tokens_of_plain_decoding` in all."""
+BATCH = 32
+ADAPTIVE = "adaptive"
+CASES: list[tuple[str, int | str]] = [
+    *[("eagle3", k) for k in (0, 1, 3, 5, ADAPTIVE)],
+    *[("eagle3+replay", k) for k in (3, ADAPTIVE)],
+    *[("replay", k) for k in (1, 5)],
+    ("ngram", 4),
+    ("draft_model", 2),
+]
 LOGPROB_NOISE = 1e-4
 """Nats between batch shapes in FP32."""
+Texts = dict[tuple[int, ...], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("exactness")
-    return write_policy(root / "policy", policy_weights(0)), write_drafter(root / "drafter", drafter_weights(1))
+def plain(engine_of: Start) -> list[Response]:
+    """An engine that cannot speculate, `BATCH` at once: what everything else is compared with."""
+    return in_batches(engine_of("none"), REQUESTS, BATCH)
 
 
 @pytest.fixture(scope="module")
-def plain(directories: tuple[Path, Path]) -> list[Response]:
-    """Plain decoding, 32 at once: what everything else is compared with."""
-    with running(directories[0], None, toy_config()) as engine:
-        responses = in_batches(engine, REQUESTS, 32)
-        for size in BATCH_SIZES[:-1]:
-            assert_same(in_batches(engine, REQUESTS[: 5 * size], size), responses)
-    return responses
-
-
-@pytest.fixture(scope="module")
-def eagle(directories: tuple[Path, Path]) -> Iterator[Engine]:
-    with running(*directories, toy_config("eagle3", 5)) as engine:
-        yield engine
+def texts(plain: list[Response]) -> Texts:
+    """Responses to two of three prompts, half of them wrong in one token."""
+    stored: Texts = {}
+    for index, (request, response) in enumerate(zip(REQUESTS, plain, strict=True)):
+        wrong = [*response.tokens[:5], likely_tokens()[-1], *response.tokens[6:]]
+        if index % 3:
+            stored.setdefault(tuple(request.prompt_tokens), []).append(wrong if index % 2 else response.tokens)
+    return stored
 
 
 def assert_same(responses: list[Response], expected: list[Response]) -> None:
     """The same tokens for the requests answered, and log-probs equal up to the noise of batch shapes."""
+    assert responses
     for response, wanted in zip(responses, expected, strict=False):
         assert response.tokens == wanted.tokens
         assert response.finish_reason == wanted.finish_reason
         assert response.logprobs == pytest.approx(wanted.logprobs, abs=LOGPROB_NOISE)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 5])
-def test_eagle3_gives_the_tokens_of_plain_decoding(eagle: Engine, plain: list[Response], k: int) -> None:
-    eagle.set_k(k)
-    generation = eagle.generate(REQUESTS)
+@pytest.mark.parametrize(("method", "k"), CASES)
+def test_every_source_and_k_gives_the_tokens_of_plain_decoding(
+    engine_of: Start, plain: list[Response], texts: Texts, method: str, k: int | str
+) -> None:
+    engine = engine_of(method)
+    if engine.replays:
+        engine.set_replay(texts)
+    engine.set_k(k if isinstance(k, int) else None)
+    engine.reset_prefix_cache()
+    generations = [engine.generate(REQUESTS[start : start + BATCH]) for start in range(0, len(REQUESTS), BATCH)]
+    assert_same([response for generation in generations for response in generation.responses], plain)
+    counts = [generation.stats.by_source for generation in generations]
+    accepted = {
+        source: sum(by_source[source].num_accepted_tokens for by_source in counts if source in by_source)
+        for source in (DRAFTER, REPLAY)
+    }
+    if k != ADAPTIVE:
+        assert (accepted[DRAFTER] > 100) == (k != 0 and method != "replay")
+        assert (accepted[REPLAY] > 100) == ("replay" in method)
+
+
+def test_enough_tokens_are_compared(plain: list[Response]) -> None:
+    assert len(CASES) * sum(len(response.tokens) for response in plain) >= NUM_TOKENS
+    assert {request.temperature for request in REQUESTS[:BATCH]} == {0.0, 0.6, 1.0, 1.3}
+
+
+@pytest.mark.parametrize(("method", "size"), [("none", 1), ("none", 5), ("eagle3", 1), ("eagle3", 2), ("eagle3", 8)])
+def test_the_batch_size_changes_no_token(engine_of: Start, plain: list[Response], method: str, size: int) -> None:
+    engine = engine_of(method)
+    engine.reset_prefix_cache()
+    assert_same(in_batches(engine, REQUESTS[: 4 * size], size), plain)
+
+
+def test_k_may_change_while_generating(engine_of: Start, plain: list[Response]) -> None:
+    engine, generator = engine_of("eagle3"), random.Random(3)
+    generation = engine.generate(REQUESTS[:64], on_progress=lambda *_: engine.set_k(generator.randint(0, 5)))
     assert_same(generation.responses, plain)
-    assert (generation.stats.num_accepted_tokens > 100) == (k > 0)
-    assert len(generation.stats.accepted_per_pos) == k
 
 
-@pytest.mark.parametrize("size", BATCH_SIZES)
-def test_batch_size_changes_no_token_under_speculation(eagle: Engine, plain: list[Response], size: int) -> None:
-    eagle.set_k(3)
-    assert_same(in_batches(eagle, REQUESTS[: 5 * size], size), plain)
-
-
-def test_k_may_change_while_generating(eagle: Engine, plain: list[Response]) -> None:
-    generator = random.Random(3)
-    generation = eagle.generate(REQUESTS, on_progress=lambda *_: eagle.set_k(generator.randint(0, 5)))
-    assert_same(generation.responses, plain)
-
-
-def test_cached_prefixes_and_the_order_of_requests_change_no_token(eagle: Engine, plain: list[Response]) -> None:
-    eagle.set_k(3)
-    order = random.Random(4).sample(range(len(REQUESTS)), len(REQUESTS))
-    generation = eagle.generate([REQUESTS[index] for index in order])
+def test_cached_prefixes_and_the_order_of_requests_change_no_token(engine_of: Start, plain: list[Response]) -> None:
+    order = random.Random(4).sample(range(len(REQUESTS)), 64)
+    generation = engine_of("eagle3").generate([REQUESTS[index] for index in order])
     assert_same(generation.responses, [plain[index] for index in order])
 
 
-def test_speculation_works_up_to_the_end_of_the_context(eagle: Engine) -> None:
-    limit = eagle.max_length
+def test_a_rounded_drafter_changes_no_token(engine_of: Start, plain: list[Response]) -> None:
+    """Drafter weights rounded to two binary digits: other drafts, the same responses."""
+    engine = engine_of("eagle3")
+    whole = engine.generate(REQUESTS[:64])
+    engine.refit_drafter(
+        (name, two_digits(tensor) if tensor.is_floating_point() else tensor)
+        for name, tensor in drafter_weights(1).items()
+    )
+    generation = engine.generate(REQUESTS[:64])
+    engine.refit_drafter(drafter_weights(1).items())
+    assert generation.stats != whole.stats
+    assert_same(generation.responses, plain)
+
+
+def test_speculation_works_up_to_the_end_of_the_context(engine_of: Start) -> None:
+    engine = engine_of("eagle3")
+    limit = engine.max_length
     requests = [
         replace(request, prompt_tokens=(request.prompt_tokens * limit)[: limit - room], max_tokens=10**6)
         for room, request in enumerate(REQUESTS[:12], start=1)
     ]
-    eagle.set_k(0)
-    plainly = eagle.generate(requests).responses
-    eagle.set_k(5)
-    assert_same(eagle.generate(requests).responses, plainly)
+    engine.set_k(0)
+    plainly = engine.generate(requests).responses
+    engine.set_k(5)
+    assert_same(engine.generate(requests).responses, plainly)
     for room, response in enumerate(plainly, start=1):
         assert len(response.tokens) == room or response.finish_reason == "stop"
 
 
-def test_ngram_gives_the_tokens_of_plain_decoding(directories: tuple[Path, Path], plain: list[Response]) -> None:
-    with running(directories[0], None, toy_config("ngram", 4)) as engine:
-        generation = engine.generate(REQUESTS)
-        assert_same(generation.responses, plain)
-        assert generation.stats.num_accepted_tokens > 100
-        assert_same(in_batches(engine, REQUESTS[:28], 4), plain)
-
-
 def test_preemption_chunked_prefill_and_no_prefix_cache_change_no_token(
-    directories: tuple[Path, Path], plain: list[Response]
+    directories: tuple[Path, Path], plain: list[Response], texts: Texts
 ) -> None:
     tight = {
         "enable_prefix_caching": False,
@@ -109,10 +142,31 @@ def test_preemption_chunked_prefill_and_no_prefix_cache_change_no_token(
         "block_size": 32,
         "kv_cache_memory_bytes": 3 * 2**20,
     }
-    with running(*directories, toy_config("eagle3", 3), **tight) as engine:
+    with running(*directories, toy_config("eagle3+replay", 3), **tight) as engine:
+        engine.set_replay(texts)
         counted = count_preemptions(engine)
-        assert_same(engine.generate(REQUESTS[:49]).responses, plain)
+        assert_same(engine.generate(REQUESTS[:48]).responses, plain)
         assert len(counted) > 5
+
+
+def test_three_refits_to_other_weights_change_nothing_about_it(engine_of: Start) -> None:
+    """Policy and drafter; the tokens of a refitted engine are those it gives without speculation."""
+    engine = engine_of("eagle3")
+    before: list[list[int]] = []
+    for version in (1, 2, 3):
+        engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items(), version)
+        engine.set_k(0)
+        plainly = engine.generate(REQUESTS[:64]).responses
+        engine.set_k(3)
+        assert_same(engine.generate(REQUESTS[:64]).responses, plainly)
+        assert [response.tokens for response in plainly] != before
+        before = [response.tokens for response in plainly]
+    engine.refit(policy_weights(0).items(), drafter_weights(1).items(), 4)
+
+
+def two_digits(tensor: Tensor) -> Tensor:
+    mantissa, exponent = tensor.frexp()
+    return mantissa.mul(4).round().div(4).ldexp(exponent)
 
 
 def count_preemptions(engine: Engine) -> list[str]:

@@ -19,18 +19,27 @@ NUM_LIKELY = 10
 SHIFT = 3.0
 """Common first channel of all embeddings; through it the head tells likely tokens from rare ones."""
 RARE = -3.0
-SLOPE = -0.1
+SLOPE = -0.4
 """Through the same channel each likely token is less likely than the one before it, in policy and drafter alike."""
 
 
-def toy_config(method: str = "none", k: int = 0, *, max_length: int = 192, dtype: str = "float32") -> Config:
+def toy_config(
+    method: str = "none",
+    k: int = 0,
+    *,
+    max_length: int = 192,
+    dtype: str = "float32",
+    adaptive: bool = False,
+    draft_model: Path | None = None,
+    max_num_seqs: int = 32,
+) -> Config:
     return Config.model_validate(
         {
             "name": "toy",
             "model": {"source": "tiny", "dtype": dtype, "max_length": max_length},
             "sampling": {"max_response_tokens": 64},
-            "speculation": {"method": method, "k": k},
-            "engine": {"max_num_seqs": 32, "kv_cache_gib": 0.125},
+            "speculation": {"method": method, "k": k, "adaptive": adaptive, "draft_model": draft_model},
+            "engine": {"max_num_seqs": max_num_seqs, "kv_cache_gib": 0.125},
         }
     )
 

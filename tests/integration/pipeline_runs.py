@@ -19,18 +19,24 @@ SMOKE = ROOT / "configs" / "smoke.toml"
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage"]
 
 
+def outside_of_groups() -> dict[str, str]:
+    """The environment without the process group that an engine in this process may have joined."""
+    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in group}
+
+
 def specrl(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "flows.cli", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**outside_of_groups(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
+def finish(process: subprocess.Popen[str], seconds: float = 1200) -> str:
     """What it printed; it must end well."""
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output
@@ -38,10 +44,11 @@ def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
 
 
 def run_smoke(runs_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    return specrl("run", str(SMOKE), "--set", f"runs_dir={runs_dir}", *arguments)
+    one_thread = "resources.cpus_per_rank=1"  # other tests want the other core
+    return specrl("run", str(SMOKE), "--set", f"runs_dir={runs_dir}", "--set", one_thread, *arguments)
 
 
-def wait_for(run_dir: Path, pattern: str, seconds: float = 300) -> Path:
+def wait_for(run_dir: Path, pattern: str, seconds: float = 600) -> Path:
     """The first file below the run's folder that matches, once it is there."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

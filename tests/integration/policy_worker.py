@@ -50,7 +50,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen3-untied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)),
 }
-SPEC = FeatureSpec((2, 3, 4), torch.arange(VOCABULARY))
+SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
+"""With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
 CONFIG = {"lr": 3e-3, "lr_warmup_steps": 2, "clip_grad": 0.5}
 
 

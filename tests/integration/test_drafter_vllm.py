@@ -70,7 +70,7 @@ def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, mo
     features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)
 
     proposals, alone, together = vllm_proposals(policy_dir, tmp_path / "drafter", features.tokens, monkeypatch)
-    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     compared = 0
     for row, by_start in enumerate(proposals):
         for start, drafts in by_start.items():

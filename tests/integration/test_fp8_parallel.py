@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.calibration import CalibrationData, SwitchableLinears, calibrate
-from specrl.precision.fp8 import LinearPrecision, layer_names
+from specrl.precision.fp8 import LinearPrecision
+from specrl.precision.recipe import layer_names
 from specrl.training.batches import MicroBatch, Sequence, pack
 from specrl.training.policy import Policy
 
@@ -37,7 +38,7 @@ def make_model(directory: Path) -> None:
         intermediate_size=256,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.06,

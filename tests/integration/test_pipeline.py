@@ -41,8 +41,11 @@ def test_summary_holds_the_contract(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert set(summary) == {
         *("run", "mlflow_run_id", "stages", "validation", "speculation"),
-        *("train", "mismatch", "refit", "export"),
+        *("train", "mismatch", "precision", "refit", "export"),
     }
+    exactness = summary["validation"]["exactness"]
+    assert exactness["p_value"] > 1e-6
+    assert exactness["sampled"]["num_unexplained"] == exactness["greedy"]["num_unexplained"] == 0
     assert set(summary["stages"]) == set(STAGES)
     assert summary["validation"]["num_prompts"] == 16
     assert summary["train"]["steps"] == 3

@@ -35,13 +35,15 @@ def results(scratch: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def transformers_outputs(model_dir: Path, family: str) -> dict[int, tuple[Tensor, Tensor]]:
-    """Logits [length, vocab] and inputs of the feature layers [length, 3 * hidden] of each sequence."""
+    """Logits [length, vocab] and inputs of the feature layers [length, 4 * hidden] of each sequence."""
     model = worker.FAMILIES[family][0].from_pretrained(model_dir, dtype=torch.float32)
-    outputs = {}
+    outputs, before_norm = {}, list[Tensor]()
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     with torch.no_grad():
         for sequence in worker.sequences():
             out = model(torch.tensor([sequence.tokens]), output_hidden_states=True)
-            hidden = torch.cat([out.hidden_states[layer][0] for layer in worker.SPEC.layers], -1)
+            inputs = [*out.hidden_states[:-1], before_norm.pop()]  # transformers gives the last one normed
+            hidden = torch.cat([inputs[layer][0] for layer in worker.SPEC.layers], -1)
             outputs[sequence.index] = (out.logits[0], hidden)
     return outputs
 

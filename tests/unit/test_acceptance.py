@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.acceptance import SpeculationStats, accepted_prefix
+from specrl.rollout.acceptance import Outcome, SourceCounts, SpeculationStats, accepted_prefix
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,16 @@ def test_the_accepted_prefix_ends_at_the_first_draft_that_was_not_picked(
 
 def test_rates_follow_the_projects_conventions() -> None:
     stats = SpeculationStats(
-        num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, accepted_per_pos=(8, 5, 2), decode_steps=12
+        num_drafts=10,
+        num_draft_tokens=30,
+        num_accepted_tokens=15,
+        accepted_per_pos=(8, 5, 2),
+        decode_steps=12,
+        drafted_per_pos=(10, 10, 5),
     )
     assert stats.acceptance_length == pytest.approx(2.5)
     assert stats.acceptance_rate == pytest.approx(0.5)
-    assert stats.acceptance_rate_per_pos == pytest.approx((0.8, 0.5, 0.2))
+    assert stats.acceptance_rate_per_pos == pytest.approx((0.8, 0.5, 0.4))
 
 
 def test_without_drafts_an_iteration_yields_one_token() -> None:
@@ -35,9 +40,11 @@ def test_without_drafts_an_iteration_yields_one_token() -> None:
     assert SpeculationStats().acceptance_rate == 0
 
 
-def test_merging_adds_counters_of_different_k() -> None:
-    one = SpeculationStats(4, 4, 3, (3,), 5)
-    three = SpeculationStats(2, 6, 4, (2, 1, 1), 3)
+def test_merging_adds_counters_of_different_k_and_source() -> None:
+    one = SpeculationStats.of([Outcome("drafter", 1, 1)] * 3 + [Outcome("drafter", 1, 0)], decode_steps=5)
+    three = SpeculationStats.of([Outcome("drafter", 3, 3), Outcome("replay", 3, 1)], decode_steps=3)
     merged = SpeculationStats.merge([one, three])
     assert merged == one + three == three + one
-    assert merged == SpeculationStats(6, 10, 7, (5, 1, 1), 8)
+    assert merged == SpeculationStats(
+        6, 10, 7, (5, 1, 1), 8, (6, 2, 2), {"drafter": SourceCounts(5, 7, 6), "replay": SourceCounts(1, 3, 1)}
+    )

@@ -20,22 +20,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, ModelConfig, PolicyConfig, PrecisionConfig, SamplingConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, quantise
+from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows, quantise
 from specrl.precision.calibration import (
     Calibration,
     SwitchableLinears,
     calibrate,
     grown_prefix,
+    layer_details,
     layer_statistics,
-    load_precision,
+    recipe_from,
     smallest_prefix,
     write_layers,
-    write_scales,
 )
 from specrl.precision.calibration_data import calibration_data
 from specrl.precision.divergence import Divergence
-from specrl.precision.fp8 import layer_names
 from specrl.precision.plots import plot_errors, plot_kl
+from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
 from specrl.precision.statistics import LayerStatistics, merge
 from specrl.schemas import Rollout
 from specrl.training.policy import Policy
@@ -134,6 +134,39 @@ def test_the_choice_holds_the_budget_on_held_out_prompts(
     assert Divergence(policy, switch, data.held_out, ranks).kl(fp8) == pytest.approx(found.kl_chosen, rel=1e-6)
 
 
+def test_layers_that_must_stay_in_bf16_do(model_dir: Path, ranks: Ranks) -> None:
+    switch = SwitchableLinears()
+    policy = make_policy(model_dir, ranks, switch)
+    edges = edge_layers(4, 1, 1)
+    assert edges == [name for name in layer_names(4) if name.split(".")[1] in "03"]
+    data = calibration_data(make_rollouts(6, 1), CONFIG, 0, 1)
+    found = calibrate(policy, switch, data, 100.0, ranks, always_bf16=edges)
+    assert set(found.bf16_layers) == set(edges)
+    assert found.kl_chosen < found.kl_all_fp8
+
+
+def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path
+) -> None:
+    """Against transformers' own cache, which holds rotated keys, and values."""
+    found, _, _ = calibrated
+    assert found.kv_scales is not None
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    maxima: dict[str, list[list[float]]] = {"k": [[] for _ in range(4)], "v": [[] for _ in range(4)]}
+    for batch in calibration_data(make_rollouts(), CONFIG, 0, 1).statistics:
+        for tokens, length in zip(batch.tokens, batch.lengths.tolist(), strict=True):
+            cache = model(tokens[None, :length], use_cache=True).past_key_values
+            for layer in range(4):
+                maxima["k"][layer] += cache.layers[layer].keys[0].abs().amax((0, 2)).tolist()
+                maxima["v"][layer] += cache.layers[layer].values[0].abs().amax((0, 2)).tolist()
+    for letter, layers in maxima.items():
+        for layer, values in enumerate(layers):
+            exact = torch.tensor(values).quantile(0.999, interpolation="higher")
+            scale = getattr(found.kv_scales, letter)[layer]
+            assert 0.97 <= scale * 448 / 1.05 / float(exact) <= 1.05  # a bin, and BF16
+    assert len(found.kv_scales.q) == 4
+
+
 def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, SwitchableLinears]) -> None:
     found, _, _ = calibrated
     assert {row.name for row in found.rows} == set(layer_names(4))
@@ -194,7 +227,7 @@ def test_layer_error_is_that_of_the_product_by_hand(
     handle.remove()
     valid = torch.cat([seen[0][:length, row] for row, length in enumerate(batch.lengths.tolist())])
     plain = valid @ module.weight.t()
-    rounded = fake_quantise(valid, ALONG_ROWS) @ fake_quantise(module.weight, SQUARE).t()
+    rounded = fake_quantise(valid, ALONG_ROWS) @ fake_quantise_rows(module.weight, [192, 192]).t()
     expected = float((rounded - plain).float().norm() / plain.float().norm())
     assert found.relative_error == pytest.approx(expected, rel=1e-3)
     assert found.amax == float(valid.abs().max())
@@ -281,23 +314,24 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
 ) -> None:
     found, _, switch = calibrated
     path = tmp_path / "scales.json"
-    write_scales(path, found, model_dir, power_of_two=False)
+    recipe = recipe_from(found, 4, power_of_two=False)
+    write_recipe(path, recipe, model_dir, layer_details(found))
     value = json.loads(path.read_text())
     weight = switch.linears["layers.3.linear_fc2"].module.weight
     (scales,) = value["layers"]["layers.3.linear_fc2"]["weight_scales"]
     torch.testing.assert_close(torch.tensor(scales), quantise(weight, SQUARE)[1])
-    assert load_precision(path, model_dir).bf16_layers == frozenset(found.bf16_layers)
+    assert load_recipe(path, model_dir) == recipe
 
     other = tmp_path / "other"
     other.mkdir()
     for file in ("config.json", "model.safetensors"):
         (other / file).write_bytes((model_dir / file).read_bytes())
-    assert load_precision(path, other).bf16_layers == frozenset(found.bf16_layers)
+    assert load_recipe(path, other) == recipe
     with (other / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x7f")
     with pytest.raises(ValueError, match="calibrated for another model"):
-        load_precision(path, other)
+        load_recipe(path, other)
 
 
 def test_table_and_plots(calibrated: tuple[Calibration, Policy, SwitchableLinears], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,7 +11,7 @@ import pytest
 
 from flows.cli import invoke
 from flows.folder import anchor, only_flow, write_config
-from flows.preflight import check_disk, check_tracking
+from flows.preflight import check_disk, check_draft_model, check_tracking
 from slurm.failures import last_error
 from slurm.snapshot import snapshot_code
 from specrl.config import Config, parse_config
@@ -123,6 +124,45 @@ def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None
     assert config.runs_dir == tmp_path / "runs"
     assert config.model.source == str(tmp_path / "model")
     assert config.data.path == tmp_path / "x.jsonl"
+    drafting = {"method": "draft_model", "draft_model": "small"}
+    config = anchor(parse_config({"name": "run", "speculation": drafting}))
+    assert config.speculation.draft_model == tmp_path / "small"
+
+
+def test_a_draft_model_must_be_there_and_have_the_policys_vocabulary(tmp_path: Path) -> None:
+    def problems(directory: Path) -> list[str]:
+        speculation = {"method": "draft_model", "draft_model": str(directory)}
+        model = {"source": str(tmp_path / "policy"), "max_length": 256}
+        return check_draft_model(parse_config({"name": "run", "model": model, "speculation": speculation}))
+
+    write_model(tmp_path / "policy", ["a", "b"], 2)
+    write_model(tmp_path / "small", ["a", "b"], 1)
+    write_model(tmp_path / "larger", ["a", "b", "c"], 1)
+    write_model(tmp_path / "other", ["b", "a"], 1)
+    assert problems(tmp_path / "small") == []
+    assert "does not exist" in problems(tmp_path / "missing")[0]
+    assert "(3 tokens) is not the policy's (2)" in problems(tmp_path / "larger")[0]
+    assert "vocabulary" in problems(tmp_path / "other")[0]
+
+
+def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None:
+    """What can be told about a model without reading its weights."""
+    directory.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(vocabulary),
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = {"model": {"vocab": {token: index for index, token in enumerate(vocabulary)}}}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "model.safetensors").touch()
 
 
 def test_a_server_that_answers_is_accepted(tmp_path: Path) -> None:
@@ -150,7 +190,7 @@ def test_disk_is_looked_at_where_the_runs_will_lie(tmp_path: Path) -> None:
 
 def test_a_snapshot_holds_the_sources_and_is_made_once(tmp_path: Path) -> None:
     code = snapshot_code(tmp_path)
-    assert (code / "specrl" / "config.py").is_file()
+    assert (code / "specrl" / "loop.py").is_file()
     assert (code / "slurm" / "entry.py").is_file()
     assert not list(code.rglob("__pycache__"))
     assert snapshot_code(tmp_path) == code

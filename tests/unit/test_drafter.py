@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training import eagle3
+from specrl.training import draft_layers
 from specrl.training.drafter import Drafter, choose_draft_vocabulary, schedule
 from specrl.training.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.features import Features
@@ -79,7 +79,7 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
 def unroll(drafter: Drafter, features: Features) -> tuple[Any, list[torch.Tensor]]:
     batch = pack_chains(features, drafter.draft_tokens, VOCAB, drafter.config.ttt_steps)
     assert batch is not None
-    return batch, list(training_time_test(drafter.model, batch, drafter._embeddings))
+    return batch, list(training_time_test(drafter.model, batch))
 
 
 def enlarge(drafter: Drafter) -> None:
@@ -99,7 +99,7 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
     features = make_features(drafter, lengths)
     _, logits = unroll(drafter, features)
     expected: list[list[torch.Tensor]] = [[], [], [], []]
-    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     for row, (prompt, response) in enumerate(lengths):
         for start in range(prompt - 1, prompt + response - 2):
             steps = min(4, prompt + response - 2 - start)
@@ -123,7 +123,7 @@ def test_chunked_attention_gives_the_same_loss_and_gradients(policy_dir: Path, m
         return loss.detach(), drafter._gradient.clone()
 
     whole = loss_and_gradient()
-    monkeypatch.setattr(eagle3, "MAX_SCORES", 200)
+    monkeypatch.setattr(draft_layers, "MAX_SCORES", 200)
     torch.testing.assert_close(loss_and_gradient(), whole)
 
 
@@ -199,7 +199,7 @@ def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
     drafter.update(features, lr=1e-2, epochs=2)
     batch, logits = unroll(drafter, features[0])
     metrics = metrics_from_sums(unrolled_sums(logits, batch, drafter.draft_tokens))
-    literal = LiteralDrafter(drafter.model, drafter._embeddings)
+    literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     drafts = accepted = 0
     for tokens, hidden in zip(features[0].tokens.tolist(), features[0].hidden, strict=True):
         start = 0
@@ -224,11 +224,11 @@ def test_lr_zero_measures_without_moving(policy_dir: Path) -> None:
 
 def test_training_moves_only_the_drafter_and_refuses_attached_features(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir)
-    embeddings = drafter._embeddings.clone()
+    embeddings = drafter.model.embeddings.clone()
     features = make_features(drafter, [(3, 9)])
     drafter.update([features], lr=1e-3)
-    assert torch.equal(drafter._embeddings, embeddings)
-    assert not drafter._embeddings.requires_grad
+    assert torch.equal(drafter.model.embeddings, embeddings)
+    assert not drafter.model.embeddings.requires_grad
     features.hidden.requires_grad_()
     with pytest.raises(AssertionError, match="detached"):
         drafter.update([features], lr=1e-3)

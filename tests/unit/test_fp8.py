@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specrl.config import PolicyConfig
+from specrl.config import PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.precision import native
 from specrl.precision.blocks import (
     ALONG_ROWS,
     ALONG_TOKENS,
@@ -27,9 +30,12 @@ from specrl.precision.blocks import (
     block_amax,
     dequantise,
     fake_quantise,
+    fake_quantise_rows,
     quantise,
+    row_scales,
 )
-from specrl.precision.fp8 import LinearPrecision, NotQuantisedError, layer_names
+from specrl.precision.fp8 import LinearPrecision
+from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
 from specrl.training.batches import MicroBatch, Sequence, pack
 from specrl.training.policy import Policy
 
@@ -96,6 +102,29 @@ def test_power_of_two_scales_are_powers_of_two_that_do_not_overflow() -> None:
     assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
     ratio = block_amax(values, ALONG_ROWS) / scales
     assert float(ratio.max()) <= E4M3_MAX < 2.01 * float(ratio.min())
+
+
+def test_matrices_below_each_other_have_blocks_of_their_own() -> None:
+    values = spread(330, 200, seed=5)
+    parts = [fake_quantise(part, SQUARE) for part in values.split([200, 65, 65])]
+    assert torch.equal(fake_quantise_rows(values, [200, 65, 65]), torch.cat(parts))
+    assert torch.equal(fake_quantise_rows(values, [256, 74]), fake_quantise(values, SQUARE))
+    assert row_scales(values, [200, 65, 65]).shape == (4, 2)
+
+
+def test_shards_that_cut_blocks_are_refused_only_where_the_engines_differ() -> None:
+    odd = LlamaConfig(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    check_shards(odd, 2, 2)
+    with pytest.raises(ValueError, match=r"^policy\.tensor_parallel = 1 and engine\.tensor_parallel = 2 .*use equal"):
+        check_shards(odd, 1, 2)
+    check_shards(LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32), 4, 2)
+
+
+def test_the_engine_knows_the_layers_by_its_own_names() -> None:
+    recipe = Recipe(2, frozenset(["layers.1.linear_fc1"]))
+    assert engine_name("layers.1.linear_qkv") == "model.layers.1.self_attn.qkv_proj"
+    assert len(recipe.engine_layers) == 7
+    assert "model.layers.1.mlp.gate_up_proj" not in recipe.engine_layers
 
 
 def test_zeros_stay_zero_and_nan_is_not_hidden() -> None:
@@ -182,13 +211,25 @@ def test_the_output_is_that_of_layers_computed_by_hand(model_dir: Path, ranks: R
     policy.logprobs(make_batches())
     assert set(seen) == set(layer_names(3))
     for name, (x, y) in seen.items():
-        weight = precision.linears[name].module.weight
-        values, scales = quantise(weight, SQUARE)
+        weight = by_hand(name, precision.linears[name].module.weight)
         inputs, input_scales = quantise(x, ALONG_ROWS)
-        expected = (
-            dequantise(inputs, input_scales, ALONG_ROWS, x.dtype) @ dequantise(values, scales, SQUARE, x.dtype).t()
-        )
-        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(y, dequantise(inputs, input_scales, ALONG_ROWS, x.dtype) @ weight.t())
+
+
+def by_hand(name: str, weight: Tensor) -> Tensor:
+    """The quantised weight of `model_dir`, its matrices as they lie on disk: 2 groups of 3 queries, 1 key, 1 value."""
+
+    def rounded(part: Tensor) -> Tensor:
+        values, scales = quantise(part, SQUARE)
+        return dequantise(values, scales, SQUARE, part.dtype)
+
+    if name.endswith("fc1"):
+        return torch.cat([rounded(part) for part in weight.chunk(2)])
+    if not name.endswith("qkv"):
+        return rounded(weight)
+    groups = weight.view(2, 5, 32, 192)
+    parts = [groups[:, :3], groups[:, 3:4], groups[:, 4:]]
+    return torch.cat([rounded(part.flatten(0, 2)).view(part.shape) for part in parts], 1).flatten(0, 2)
 
 
 def test_layers_kept_in_bf16_compute_as_before(model_dir: Path, ranks: Ranks) -> None:
@@ -213,7 +254,7 @@ def test_weights_are_quantised_once_per_update_and_never_stale(model_dir: Path, 
     precision.assert_quantised(trained=True)
     for linear in precision.linears.values():
         assert linear.num_weight_quantisations == 4
-        assert torch.equal(linear.quantised_weight(), fake_quantise(linear.module.weight.detach(), SQUARE))
+        assert torch.equal(linear.quantised_weight(), by_hand(linear.name, linear.module.weight.detach()))
 
 
 def test_fp8_training_learns_as_bf16_does(model_dir: Path, ranks: Ranks) -> None:
@@ -261,6 +302,26 @@ def test_a_layer_that_was_not_quantised_is_an_error_with_its_name(model_dir: Pat
     del linear.module._forward_impl  # Megatron's own is back
     with pytest.raises(NotQuantisedError, match=r"layers\.2\.linear_proj computes in the model's own precision"):
         precision.assert_quantised()
+
+
+def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned = LlamaConfig(hidden_size=256, num_attention_heads=2)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r'^precision\.hardware = "native": there is no GPU'):
+            native.check_training(aligned, PrecisionConfig(training="fp8", hardware="native"))
+        native.check_training(aligned, PrecisionConfig(training="fp8"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv(native.FP32_SCALES, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Transformer Engine, which is not installed"):
+        native.check_training(aligned, PrecisionConfig(training="fp8"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="heads of 8 channels"):
+        native.check_training(LlamaConfig(hidden_size=256), PrecisionConfig(training="fp8"))
+    native.check_training(aligned, PrecisionConfig(training="fp8"))
+    assert os.environ[native.FP32_SCALES] == "1"
+    with pytest.raises(ValueError, match=r'does not go with precision\.scales = "power_of_two"'):
+        native.check_training(aligned, PrecisionConfig(training="fp8", scales="power_of_two"))
 
 
 def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:

@@ -82,6 +82,19 @@ def test_a_data_file_counts_by_content_not_by_place(tmp_path: Path) -> None:
     assert run_keys(configs[0], "code")["prepare"] != before["prepare"]
 
 
+def test_a_draft_model_counts_by_its_files_not_by_its_place(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    (first / "model.safetensors").write_text("1")
+    shutil.copytree(first, second)
+    drafting = [{"method": "draft_model", "draft_model": str(folder)} for folder in (first, second)]
+    configs = [config_with(speculation=section) for section in drafting]
+    assert changed(*configs) == set()
+    before = run_keys(configs[0], "code")
+    (first / "model.safetensors").write_text("22")
+    assert run_keys(configs[0], "code")["train"] != before["train"]
+
+
 def test_a_reward_function_of_the_users_counts_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()

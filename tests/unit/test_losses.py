@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specrl.config import TrainConfig
-from specrl.training.losses import TokenTargets, importance_weights, policy_loss
+from specrl.training.losses import TokenTargets, policy_loss
 
 MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
@@ -56,11 +56,6 @@ def test_importance_weight_is_truncated_and_carries_no_gradient() -> None:
     loss.backward()
     assert lp.grad is not None
     assert lp.grad[0].tolist() == pytest.approx([-2.0, -math.exp(0.5), 0.0])
-
-
-def test_correction_none_gives_ones() -> None:
-    config = TrainConfig(importance_correction="none")
-    assert importance_weights(torch.tensor([-1.0]), torch.tensor([-3.0]), config).tolist() == [1.0]
 
 
 def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:

@@ -12,7 +12,10 @@ from rich.console import Console
 
 from specrl.artifacts import (
     CalibrateResult,
+    ExactnessResult,
     ExportResult,
+    ParityCounts,
+    PrecisionReport,
     PrepareResult,
     PretrainResult,
     SpeedPair,
@@ -75,6 +78,7 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
             refit_checks=16,
             refit_failures=0,
             refit_max_abs_logprob_diff=0.03,
+            drafter_events=["drafter collapse after refit 3: gone; reloaded its last good version"],
             seconds=240.0,
         ),
         "validate": ValidateResult(
@@ -84,6 +88,7 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
             acceptance_length=2.7,
             acceptance_rate_per_pos=[0.7, 0.6, 0.4],
             speed=SPEED,
+            exactness=EXACTNESS,
             seconds=60.0,
         ),
         "export": ExportResult(
@@ -102,6 +107,30 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
     return run_dir, stages
 
 
+EXACTNESS = ExactnessResult(
+    chi_squared=20.0,
+    degrees_of_freedom=18,
+    num_samples=256,
+    p_value=0.33,
+    sampled=ParityCounts(
+        num_responses=16,
+        num_tokens=1024,
+        num_differences=1,
+        num_unexplained=0,
+        cdf_noise=0.004,
+        logprob_gap_noise=0.06,
+    ),
+    greedy=ParityCounts(
+        num_responses=16,
+        num_tokens=990,
+        num_differences=0,
+        num_unexplained=0,
+        cdf_noise=0.004,
+        logprob_gap_noise=0.06,
+    ),
+)
+
+
 def shown(run_dir: Path) -> str:
     text = StringIO()
     render_summary(run_dir, Console(file=text))
@@ -115,7 +144,7 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
         "run": "demo",
         "mlflow_run_id": "abc",
         "stages": sorted(STAGES),
-        "validation": ["accuracy_after", "accuracy_before", "num_prompts"],
+        "validation": ["accuracy_after", "accuracy_before", "exactness", "num_prompts"],
         "speculation": [
             "acceptance_length",
             "acceptance_rate_per_pos",
@@ -126,7 +155,8 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
         ],
         "train": ["reward_first", "reward_last", "step_seconds_median", "steps", "timing_share"],
         "mismatch": ["token_mult_prob_error"],
-        "refit": ["checks", "failures", "max_abs_logprob_diff"],
+        "precision": sorted(PrecisionReport.model_fields),
+        "refit": ["checks", "drafter_events", "failures", "max_abs_logprob_diff"],
         "export": ["drafter_dir", "model_version", "vllm_acceptance_length"],
     }
     assert summary["speculation"]["generation_speedup"] == {"1": 1.9, "4": 1.5, "16": 0.97}
@@ -148,7 +178,18 @@ def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
     write_summary(run_dir, stages, None)
     text = shown(run_dir)
     assert "\x1b" not in text
-    for part in ("30.0% -> 50.0% (128 prompts)", "2.70", "1.90x", "0.97x", "16 checks, 0 failures", "69%", "60.0%"):
+    for part in (
+        "30.0% -> 50.0% (128 prompts)",
+        "2.70",
+        "1.90x",
+        "0.97x",
+        "16 checks, 0 failures",
+        "69%",
+        "60.0%",
+        "p = 0.33",
+        "1 differences in 1024",
+        "reloaded its last",
+    ):
         assert part in text
     assert f"drafter: {run_dir}/export/drafter" in text
 

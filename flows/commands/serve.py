@@ -1,0 +1,67 @@
+"""`specrl serve`: run a configuration on a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flows.commands.run import Backend
+from flows.folder import anchor
+from flows.preflight import check
+from flows.server import PrefectServer
+from slurm.devcluster import DevCluster
+from specrl.config import Config, ConfigError, dump_config, load_config
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+def serve(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    cron: Annotated[str, typer.Option(help='When, as five cron fields in UTC, such as "0 2 * * *".')],
+    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run, instead of cluster.backend.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+) -> None:
+    """Run the pipeline at the times of a cron schedule, as NAME-YYYYMMDD-HHMM each, until Ctrl-C."""
+    backend = [f'cluster.backend="{cluster}"'] if cluster else []
+    config = anchor(load_config(config_path, [*(overrides or []), *backend]))
+    if config.cluster.backend == "slurm":
+        DevCluster().use_if_up()
+    check(config)
+    with PrefectServer(config.runs_dir) as server:
+        server.wait()
+        Console(soft_wrap=True).print(
+            f"{config.name} at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it", markup=False
+        )
+        _serve(config, cron)
+
+
+def check_cron(cron: str) -> None:
+    """Raises ConfigError for what is not a cron schedule."""
+    from prefect.client.schemas.schedules import CronSchedule
+
+    try:
+        CronSchedule(cron=cron)
+    except ValueError:
+        raise ConfigError(
+            f'--cron {cron!r}: expected five fields (minute hour day month weekday), such as "0 2 * * *"'
+        ) from None
+
+
+def _serve(config: Config, cron: str) -> None:
+    from prefect.types.entrypoint import EntrypointType
+
+    from flows.scheduled import scheduled  # imports Prefect, which reads its environment once
+
+    scheduled.serve(
+        name=config.name,
+        cron=cron,
+        parameters={"config": dump_config(config)},
+        limit=1,  # the machine or the allocation is one run's
+        print_starting_message=False,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )

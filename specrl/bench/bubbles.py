@@ -1,0 +1,219 @@
+"""`specrl bench bubbles`: the same RL steps with every use of idle time, on the same seeds, against plain decoding.
+
+Each setting is a run of the train stage's own loop from the policy and drafter before RL, in fresh processes, one after
+the other. Invariant 1 makes them the same work: they sample the same tokens, up to near-ties in BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from specrl.artifacts import PretrainResult
+from specrl.bench import report_bubbles
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import write_rows
+from specrl.bench.settings import BubbleSettings
+from specrl.config import Config, ConfigError, StageName, parse_config
+from specrl.report.results import find_stages, read_config
+from specrl.stages.context import StageContext
+from specrl.steps import StepRecord, read_steps
+from specrl.timeline import totals
+
+METHODS = {
+    "plain": ("none", "none"),
+    "none": ("eagle3", "none"),
+    "pregenerate": ("replay", "pregenerate"),
+    "train_drafter": ("eagle3", "train_drafter"),
+    "both": ("eagle3+replay", "both"),
+}
+"""Setting: draft source and use of the bubbles. `pregenerate` is without a drafter, as published."""
+ENDS = 3
+"""Steps at either end whose acceptance is compared."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One setting's run."""
+
+    name: str
+    records: list[StepRecord]
+    steps_dir: Path
+    rollouts_dir: Path
+    most_running: int
+
+    def total(self, metric: str) -> float:
+        return sum(record.metrics[metric] for record in self.records)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(rank.bubble.num_tokens for record in self.records for rank in record.ranks)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.total("timing/generation_s")
+
+
+def main(job: BenchJob) -> None:
+    settings = BubbleSettings.model_validate(job.settings)
+    folder = job.run_dir / "bench" / "bubbles"
+    outcomes = {name: run_setting(job.run_dir, folder / name, name, settings) for name in METHODS}
+    rows = [row(outcomes[name], outcomes["plain"]) for name in METHODS if name != "plain"]
+    write_rows(job.json_path, rows)
+    report_bubbles.write(job, settings, rows, outcomes)
+
+
+def run_setting(run_dir: Path, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
+    """All steps of one setting, anew.
+
+    Raises:
+        RuntimeError: a rank failed; the message names its log.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    context = make_context(run_dir, folder, name, settings)
+    path = folder / "context.json"
+    context.save(path)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = time.monotonic()
+    ranks = [_start(path, rank, settings, port) for rank in range(settings.ranks)]
+    failed = _wait(ranks)
+    if failed:
+        raise RuntimeError(
+            f"bench bubbles, setting {name}: rank {failed[0]} failed; log: {folder}/rank-{failed[0]}.log"
+        )
+    print(f"{name}: {settings.num_steps} steps in {time.monotonic() - started:.0f} s", flush=True)
+    config = context.config
+    return Outcome(
+        name,
+        read_steps(context.stage_dir / "steps"),
+        context.stage_dir / "steps",
+        config.run_dir / "rollouts",
+        config.engine.max_num_seqs,
+    )
+
+
+def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSettings) -> StageContext:
+    """The train stage of `run_dir`, with another draft source and use of bubbles, in a folder of its own.
+
+    Raises:
+        ConfigError: the run has no drafter, or is not that far.
+    """
+    stages = find_stages(run_dir)
+    needed: tuple[StageName, ...] = ("prepare", "pretrain")
+    missing = [stage for stage in needed if stage not in stages]
+    if missing:
+        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+    read: tuple[StageName, ...] = (*needed, "calibrate")
+    inputs = {stage: stages[stage].stage_dir for stage in read if stage in stages}
+    if json.loads((inputs["pretrain"] / "result.json").read_text())["drafter_dir"] is None:
+        raise ConfigError(f'run {run_dir.name} has no drafter; use one with speculation.method = "eagle3"')
+    return StageContext(
+        config=make_config(read_config(run_dir), folder, name, settings),
+        stage="train",
+        key=f"train-{name}",
+        stage_dir=folder / "stage",
+        inputs=inputs,
+        mlflow_run_id="",
+    )
+
+
+def make_config(config: Config, folder: Path, name: str, settings: BubbleSettings) -> Config:
+    method, use = METHODS[name]
+    data = json.loads(config.model_dump_json(by_alias=True))
+    data |= {"name": folder.name, "runs_dir": str(folder.parent)}
+    k = 0 if method == "none" else config.speculation.k or 3
+    data["speculation"] |= {"method": method, "k": k}
+    data["bubbles"] = {"use": use, "seeds": settings.seeds}
+    data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
+    for key in ("prompts_per_step", "samples_per_prompt"):
+        if (value := getattr(settings, key)) is not None:
+            data["train"][key] = value
+    data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": settings.ranks, "cpus_per_rank": settings.threads}
+    return parse_config(data)
+
+
+def row(outcome: Outcome, plain: Outcome) -> dict[str, Any]:
+    """As `--json` writes it; what each figure is stands on the page."""
+    found = [totals([rank.bubble for rank in record.ranks]) for record in outcome.records]
+    idle = sum(item.idle_s for item in found)
+    return {
+        "use": outcome.name,
+        "throughput_ratio": outcome.tokens_per_s / plain.tokens_per_s,
+        "decode_step_ratio": outcome.total("spec/decode_steps") / plain.total("spec/decode_steps"),
+        "step_time_ratio": outcome.total("timing/step_s") / plain.total("timing/step_s"),
+        "idle_share": idle / sum(item.generation_s for item in found),
+        "used_share": sum(item.used_s for item in found) / idle if idle else 0.0,
+        "overrun_share": sum(item.overrun_s for item in found) / outcome.total("timing/step_s"),
+        "acceptance_length_first": fmean(acceptance(record) for record in outcome.records[:ENDS]),
+        "acceptance_length_last": fmean(acceptance(record) for record in outcome.records[-ENDS:]),
+    }
+
+
+def acceptance(record: StepRecord) -> float:
+    """Acceptance length of the drafter's own drafts; without a drafter, of the stored text's; 1 without either."""
+    for source in ("drafter", "replay"):
+        if source in record.by_source:
+            drafts, _, accepted = record.by_source[source]
+            return 1 + accepted / drafts if drafts else 1.0
+    return 1.0
+
+
+def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> subprocess.Popen[bytes]:
+    threads = str(settings.threads)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks, "MASTER_PORT": port}
+    environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[rank * settings.threads : (rank + 1) * settings.threads]
+    with (context.parent / f"rank-{rank}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specrl.bench.bubbles", str(context)], env=environment, stdout=log, stderr=log
+        )
+    if len(own) == settings.threads:
+        os.sched_setaffinity(process.pid, own)
+    return process
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Ranks that failed; the others are ended."""
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.returncode for rank in ranks):
+            for rank in ranks:
+                rank.terminate()
+        time.sleep(0.2)
+    return [index for index, rank in enumerate(ranks) if rank.returncode > 0] or [
+        index for index, rank in enumerate(ranks) if rank.returncode
+    ]
+
+
+def run_rank(path: Path) -> None:
+    """One rank of one setting: the train stage without MLflow."""
+    from specrl.distributed import join, leave
+    from specrl.loop import run_loop
+    from specrl.progress import Progress
+    from specrl.stages import train
+    from specrl.tracking import Silent
+
+    context = StageContext.load(path)
+    ranks = join()
+    with Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, Silent())
+        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        run_loop(trainer, first_step, progress)
+        trainer.engine.shutdown()
+    leave()
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))

@@ -1,0 +1,197 @@
+"""`specrl bench drafter`: EAGLE-3 drafters pretrained on and off the task, frozen and online, over one RL run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from specrl.artifacts import SpeedPair
+from specrl.bench import report_drafter
+from specrl.bench.instructions import instructions
+from specrl.bench.job import BenchJob
+from specrl.bench.lineup import say
+from specrl.bench.pages import write_rows
+from specrl.bench.settings import DrafterSettings
+from specrl.bench.shadows import Shadow, common_spec, micro_batches, narrow, pretrain, shadows_of
+from specrl.bench.subject import Subject, find_subject
+from specrl.config import Config, ConfigError, PrecisionConfig
+from specrl.data.models import load_tokenizer
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.rewards import make_reward
+from specrl.distributed import Ranks, join, leave
+from specrl.matched import matched_pair
+from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.engine import Engine
+from specrl.schemas import Rollout
+from specrl.training.advantages import group_advantages
+from specrl.training.policy import Policy
+from specrl.training.update import update_policy
+
+TASK, OFF_TASK = "task", "off-task"
+SPEED_REQUESTS = 8
+"""Least requests of a matched pair."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one drafter."""
+
+    shadow: Shadow
+    pairs: list[SpeedPair]
+    """At the end of the run, by batch size."""
+
+    def row(self) -> dict[str, Any]:
+        """As `--json` writes it."""
+        return {
+            "pretrained_on": self.shadow.source,
+            "online": self.shadow.online,
+            "acceptance_length": self.shadow.lengths,
+            "speedup": {pair.batch: pair.speedup for pair in self.pairs},
+        }
+
+
+class Comparison:
+    """One RL run on one rank, with the drafters beside it. The engine drafts with the last of them."""
+
+    def __init__(self, subject: Subject, settings: DrafterSettings, ranks: Ranks, folder: Path) -> None:
+        self.settings, self.ranks, self.folder = settings, ranks, folder
+        self.config = comparison_config(subject.config, settings)
+        self.policy_dir = subject.first_policy_dir
+        self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
+        self.reward = make_reward(self.config.data)
+        # Started with the run's own drafter; each refit brings the one that is wanted.
+        self.engine = Engine(self.policy_dir, subject.first_drafter_dir, config=self.config, seed=self.config.seed)
+        self.engine.set_k(self.engine.longest_k)  # acceptance at one length of drafts
+        self.policy = Policy(
+            self.policy_dir,
+            self.config.policy,
+            dtype=self.config.model.dtype,
+            ranks=ranks,
+            seed=self.config.seed,
+            keep_reference=self.config.train.kl_coef > 0,
+        )
+        self.shadows: list[Shadow] = []
+
+    def pretrain(self) -> None:
+        """Two drafters from the policy's own responses, as many to instructions as to prompts of the task."""
+        count = self.settings.num_prompts
+        off_task = instructions(self.config, self.source.tokenizer, count)
+        for source, prompts in ((OFF_TASK, off_task), (TASK, self.source.pretraining(count))):
+            started = time.monotonic()
+            rollouts = self._answer(prompts, source)
+            drafter = pretrain(self.policy, rollouts, self.config, self.ranks, self.settings.epochs)
+            drafter.save(self.folder / source, policy_version=0)
+            self.shadows += shadows_of(source, self.folder / source, self.policy_dir, self.config, self.ranks)
+            tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
+            say(f"drafter {source}: {len(rollouts)} responses, {tokens} tokens, {time.monotonic() - started:.0f} s")
+
+    def _answer(self, prompts: list[Prompt], stream: str) -> list[Rollout]:
+        self.engine.set_k(0)
+        origin = Origin(derive_seed(self.config.seed, stream), step=0)
+        return collect(self.engine, prompts, 1, self.config, lambda *_: 0.0, origin)[0]
+
+    def run(self) -> list[float]:
+        """The RL steps; acceptance length by step, as the engine itself counted it with the last drafter."""
+        drafters = [shadow.drafter for shadow in self.shadows]
+        spec = common_spec(drafters)
+        counted = []
+        self.refit(self.shadows[-1], version=0)
+        self.engine.set_k(self.config.drafter.ttt_steps)
+        for step in range(self.settings.num_steps):
+            started = time.monotonic()
+            rollouts, length = self._step_rollouts(step)
+            counted.append(length)
+            features = self.policy.forward_features(
+                micro_batches(rollouts, self.config.policy.tokens_per_micro_batch), spec
+            )
+            for shadow in self.shadows:
+                shadow.follow(narrow(features, spec, shadow.drafter), self.config)
+            update_policy(self.policy, rollouts, self.config, None)
+            self.refit(self.shadows[-1], version=step + 1)
+            words = ", ".join(f"{shadow.name} {shadow.lengths[-1]:.2f}" for shadow in self.shadows)
+            reward = fmean(rollout.reward for rollout in rollouts)
+            say(f"step {step}: reward {reward:.2f}; {words}; {time.monotonic() - started:.0f} s")
+        return counted
+
+    def _step_rollouts(self, step: int) -> tuple[list[Rollout], float]:
+        origin = Origin(self.config.seed, step, policy_version=step, drafter_version=step)
+        prompts = self.source.batch(step)
+        samples = self.settings.samples_per_prompt
+        rollouts, generation = collect(self.engine, prompts, samples, self.config, self.reward, origin)
+        advantages = group_advantages(
+            [rollout.reward for rollout in rollouts],
+            [rollout.prompt_id for rollout in rollouts],
+            normalize_by_std=self.config.train.normalize_by_std,
+        )
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            rollout.advantage = advantage
+        return rollouts, generation.stats.acceptance_length
+
+    def refit(self, shadow: Shadow, version: int) -> None:
+        """Give the engine the current policy and this drafter; every drafter what it shares with the policy."""
+        self.engine.refit(self._weights(), shadow.drafter.named_weights(), version=version)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.policy.hf_weights():
+            for shadow in self.shadows:
+                shadow.drafter.share(name, tensor)
+            yield name, tensor
+
+    def speedups(self) -> list[Outcome]:
+        """Matched pairs under the last policy, drafter by drafter, on held-out prompts."""
+        origin = Origin(derive_seed(self.config.seed, "speed"), step=0)
+        largest = max(SPEED_REQUESTS, *self.settings.batches)
+        prompts = self.source.held_out(min(largest, self.config.validate_.num_prompts))
+        outcomes = []
+        for shadow in self.shadows:
+            self.refit(shadow, version=self.settings.num_steps)
+            pairs = []
+            for batch in self.settings.batches:
+                chosen = range(max(batch, SPEED_REQUESTS))
+                requests = [
+                    make_request(prompts[i % len(prompts)], i // len(prompts), self.config, origin) for i in chosen
+                ]
+                k = self.config.drafter.ttt_steps
+                pairs.append(matched_pair(self.engine, requests, batch, k, self.settings.repeats))
+            outcomes.append(Outcome(shadow, pairs))
+            say(f"{shadow.name}: " + ", ".join(f"batch {pair.batch} {pair.speedup:.2f}x" for pair in pairs))
+        return outcomes
+
+
+def comparison_config(config: Config, settings: DrafterSettings) -> Config:
+    """The run's configuration with the benchmark's sizes, drafting as far as the drafters are trained to, in BF16."""
+    train = config.train.model_copy(
+        update={
+            "num_steps": settings.num_steps,
+            "prompts_per_step": settings.prompts_per_step,
+            "samples_per_prompt": settings.samples_per_prompt,
+        }
+    )
+    speculation = config.speculation.model_copy(update={"k": config.drafter.ttt_steps, "adaptive": False})
+    return config.model_copy(update={"train": train, "speculation": speculation, "precision": PrecisionConfig()})
+
+
+def main(job: BenchJob) -> None:
+    started = time.monotonic()
+    settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)
+    if subject.config.speculation.method != "eagle3" or subject.first_drafter_dir is None:
+        raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
+    ranks = join()
+    with TemporaryDirectory() as folder:
+        comparison = Comparison(subject, settings, ranks, Path(folder))
+        comparison.pretrain()
+        counted = comparison.run()
+        outcomes = comparison.speedups()
+    write_rows(job.json_path, [outcome.row() for outcome in outcomes])
+    found = report_drafter.Findings(outcomes, counted, comparison.config, time.monotonic() - started)
+    report_drafter.write(job, settings, found)
+    comparison.engine.shutdown()
+    leave()

@@ -1,0 +1,64 @@
+"""What a benchmark's process is given, and its start: `python -m specrl.bench.job JOB.json PARENT`.
+
+A benchmark is a module with `main(job) -> None`. It runs in a process of its own, as a stage's rank does, because
+thread counts and devices are read once, when torch is loaded. The first lines of this module stay light: the command
+line imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.artifacts import write_json
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    entry: str
+    """`module:function` that does the work."""
+    run_dir: Path
+    """The finished run whose policy and drafter are measured."""
+    settings: dict[str, Any]
+    """Of the model in `specrl/bench/settings.py` that belongs to the entry."""
+    command: str
+    """As it is shown on the page."""
+    page: Path
+    """Markdown; the plot lies beside it."""
+    json_path: Path | None = None
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> BenchJob:
+        data = json.loads(path.read_text())
+        paths = {key: Path(data[key]) for key in ("run_dir", "page")}
+        json_path = Path(data["json_path"]) if data["json_path"] else None
+        return cls(**{**data, **paths, "json_path": json_path})
+
+
+def main(path: Path, parent: int) -> None:
+    _die_with(parent)
+    job = BenchJob.load(path)
+    module, _, function = job.entry.partition(":")
+    getattr(importlib.import_module(module), function)(job)
+
+
+def _die_with(parent: int) -> None:
+    """Nobody waits for a benchmark whose command was ended, however that was: it ends too."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("the command that started this benchmark is gone")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,113 @@
+"""The engines and sides of `specrl bench rollouts`: plain and compiled, and every draft source at every length."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from specrl.bench.rounds import Side, Workload, measure
+from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of
+from specrl.bench.subject import Subject
+from specrl.config import Config, SpeculationConfig
+from specrl.rollout.engine import Engine, Request, start_engine
+
+PLAIN = "none"
+COMPILED = (PLAIN, "eagle3")
+"""Methods whose engines are tried compiled too: the two sides that matter most, since each compilation takes a minute
+or more on a CPU."""
+GPU_SHARE = 0.85
+"""Of a GPU's memory, for all engines together."""
+
+
+class Lineup:
+    """All engines of the benchmark, in one process. Of a draft source's two engines, the faster is kept."""
+
+    def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
+        self.subject = subject
+        self.settings = settings
+        self.methods = methods_of(settings, subject.config)
+        count = sum(len(self._choices(method)) for method in (PLAIN, *self.methods))
+        self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / count)
+        self.plains = [self._side(PLAIN, 0, compiled) for compiled in self._choices(PLAIN)]
+        self.engines: dict[str, Side] = {}
+
+    def _choices(self, method: str) -> tuple[bool, ...]:
+        """Whether to compile."""
+        return (False, True) if self.settings.compile and method in COMPILED else (False,)
+
+    def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
+        """Start the engines of the draft sources; of eager and compiled the one that is faster on `pilot` stays."""
+        for method in self.methods:
+            sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices(method)]
+            for side in sides:
+                if side.engine.replays:
+                    side.engine.set_replay(stored)
+            if len(sides) > 1:
+                found = measure(sides, pilot)
+                sides = [entry.side for entry in sorted(found, key=lambda entry: -median(entry.rates))]
+                sides[1].engine.shutdown()
+            self.engines[method] = sides[0]
+
+    @property
+    def middle_k(self) -> int:
+        """The fixed draft length that stands for the others: the middle one."""
+        fixed = sorted(k for k in self.settings.ks if isinstance(k, int))
+        return fixed[len(fixed) // 2] if fixed else self.subject.config.speculation.k or 3
+
+    def sides(self, workload: Workload) -> list[Side]:
+        """The sides that are compared with plain decoding on this workload."""
+        return [
+            Side(method, k, side.engine, side.compiled)
+            for method, side in self.engines.items()
+            for k in self._lengths(method, workload)
+        ]
+
+    def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
+        """Every k of a drafter; where stored text or the long tail makes runs costly, the few that tell."""
+        ks = self.settings.ks
+        if ADAPTIVE not in ks or (workload.name != TAIL and not self.engines[method].engine.replays):
+            return ks
+        return (self.middle_k, ADAPTIVE) if method == "eagle3" else (ADAPTIVE,)
+
+    def _side(self, method: str, k: int, compiled: bool) -> Side:
+        config = self._config(method, compiled)
+        started = time.monotonic()
+        drafter_dir = self.subject.drafter_dir if method != PLAIN else None
+        engine = start_engine(config, self.subject.policy_dir, drafter_dir)
+        kind = "compiled" if compiled else "eager"
+        say(f"engine {method}, {kind}: started in {time.monotonic() - started:.0f} s")
+        return Side(method, k, engine, compiled)
+
+    def _config(self, method: str, compiled: bool) -> Config:
+        config = self.subject.config
+        longest = max([k for k in self.settings.ks if isinstance(k, int)], default=self.middle_k)
+        speculation = config.speculation.model_dump() | {"method": method, "k": longest if method != PLAIN else 0}
+        largest = max([TAIL_SIZE if batch == TAIL else int(batch) for batch in self.settings.batches])
+        engine = config.engine.model_copy(
+            update={
+                "compile": compiled,
+                "max_num_seqs": max(config.engine.max_num_seqs, largest),
+                "gpu_memory_fraction": self._gpu_share,
+            }
+        )
+        return config.model_copy(
+            update={"speculation": SpeculationConfig.model_validate(speculation), "engine": engine}
+        )
+
+    def shutdown(self) -> None:
+        for side in [*self.plains, *self.engines.values()]:
+            side.engine.shutdown()
+
+
+def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
+    """Responses to be replayed, by prompt."""
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
+        found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
+    return found
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stdout, flush=True)

@@ -1,0 +1,45 @@
+"""Memory bandwidth and matrix rate of this machine, measured with the threads that the benchmark has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from specrl.bench.roofline import Machine
+
+READ_BYTES = 1 << 29
+"""512 MiB: no cache holds it."""
+ROWS = 512
+REPEATS = 5
+
+
+def measure(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device) -> Machine:
+    """Best of a few tries: what else runs on the machine only ever takes away.
+
+    Args:
+        hidden: with `intermediate` the shape of the policy's MLP, whose product is timed.
+    """
+    memory = torch.ones(READ_BYTES // 4, device=device)
+    rows = torch.randn(ROWS, hidden, device=device, dtype=dtype)
+    weights = torch.randn(hidden, intermediate, device=device, dtype=dtype)
+    products = max(1, 10**10 // (2 * ROWS * hidden * intermediate))
+
+    def multiply() -> None:
+        for _ in range(products):
+            rows @ weights
+
+    read = _best(lambda: float(memory.sum()), device)
+    return Machine(READ_BYTES / read, products * 2 * ROWS * hidden * intermediate / _best(multiply, device))
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -1,0 +1,214 @@
+"""`specrl bench precision`: the same RL steps in BF16, with FP8 in generation only, in both engines, and corrected.
+
+Each setting and seed is a run of the train stage's own loop on one rank, from the run's policy and drafter before RL
+and with its calibration, in a process of its own; then the accuracy on held-out prompts, by the same engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from specrl.artifacts import PretrainResult, write_json
+from specrl.bench import report_precision
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import write_rows
+from specrl.bench.settings import PrecisionSettings
+from specrl.config import Config, ConfigError, StageName, parse_config
+from specrl.report.results import find_stages, read_config
+from specrl.stages.context import StageContext
+from specrl.steps import StepRecord, read_steps
+
+OUTCOME_FILE = "outcome.json"
+UNLIMITED = 1e6
+"""Agreement that is lost is what this measures: it does not stop a setting."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    generation: str
+    training: str
+    corrected: bool = False
+
+
+SETTINGS = (
+    Setting("BF16", "bf16", "bf16"),
+    Setting("FP8 generation only", "fp8", "bf16"),
+    Setting("FP8 both", "fp8", "fp8"),
+    Setting("FP8 both, corrected", "fp8", "fp8", corrected=True),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the run of one setting and seed says at its end."""
+
+    accuracy: float
+    acceptance_length: float
+    """On the held-out prompts, with drafts of full length; 1 without a drafter."""
+    quantised_layers: int
+    """Linear layers that compute in FP8 in the engine or the trainer."""
+    engine_mode: str
+    training_mode: str
+    memory_gib: float | None
+    """Most GPU memory in use; none on a CPU."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    setting: Setting
+    correction: str
+    seed: int
+    records: list[StepRecord]
+    outcome: Outcome
+
+    def mean(self, metric: str) -> float:
+        """Over the steps that trained on something."""
+        return fmean(record.metrics[metric] for record in self.records if metric in record.metrics)
+
+    def median(self, metric: str) -> float:
+        return median(record.metrics.get(metric, 0.0) for record in self.records)
+
+    def row(self) -> dict[str, Any]:
+        """As `--json` writes it."""
+        return {
+            "generation": self.setting.generation,
+            "training": self.setting.training,
+            "correction": self.correction,
+            "seed": self.seed,
+            "token_mult_prob_error": self.mean("mismatch/token_mult_prob_error"),
+            "kl": self.mean("mismatch/kl"),
+            "accuracy": self.outcome.accuracy,
+            "reward_last": self.records[-1].metrics["reward/mean"],
+            "quantised_layers": self.outcome.quantised_layers,
+            "engine_mode": self.outcome.engine_mode,
+        }
+
+
+def main(job: BenchJob) -> None:
+    settings = PrecisionSettings.model_validate(job.settings)
+    folder = job.run_dir / "bench" / "precision"
+    found = []
+    for seed in settings.seeds:
+        for index, setting in enumerate(SETTINGS):
+            found.append(measure(job.run_dir, folder / f"{index}-seed-{seed}", setting, seed, settings))
+            write_rows(job.json_path, [item.row() for item in found])  # what is measured stays if the next one fails
+    report_precision.write(job, settings, found)
+
+
+def measure(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> Measured:
+    """One setting and seed, anew.
+
+    Raises:
+        RuntimeError: its process failed; the message names its log.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    context = make_context(run_dir, folder, setting, seed, settings)
+    path, log = folder / "context.json", folder / "log.txt"
+    context.save(path)
+    started = time.monotonic()
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads))
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "specrl.bench.precision", str(path)]
+        code = subprocess.run(command, env={**os.environ, **threads}, stdout=file, stderr=file, check=False).returncode
+    if code:
+        raise RuntimeError(f"bench precision, {setting.name}, seed {seed}: failed; log: {log}")
+    measured = Measured(
+        setting,
+        context.config.train.importance_correction,
+        seed,
+        read_steps(context.stage_dir / "steps"),
+        Outcome(**json.loads((context.stage_dir / OUTCOME_FILE).read_text())),
+    )
+    row = measured.row()
+    print(
+        f"{setting.name}, seed {seed}: token_mult_prob_error {row['token_mult_prob_error']:.4f}, accuracy "
+        f"{row['accuracy']:.1%}, {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
+    return measured
+
+
+def make_context(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> StageContext:
+    """
+    Raises:
+        ConfigError: the run is not that far.
+    """
+    stages = find_stages(run_dir)
+    needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
+    missing = [stage for stage in needed if stage not in stages]
+    if missing:
+        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+    return StageContext(
+        config=make_config(read_config(run_dir), folder, setting, seed, settings),
+        stage="train",
+        key=f"train-{folder.name}",
+        stage_dir=folder / "stage",
+        inputs={stage: stages[stage].stage_dir for stage in needed},
+        mlflow_run_id="",
+    )
+
+
+def make_config(config: Config, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> Config:
+    """The run's own, with the setting's precision, on one rank."""
+    data = json.loads(config.model_dump_json(by_alias=True))
+    data |= {"name": folder.name, "runs_dir": str(folder.parent), "seed": seed}
+    data["precision"] |= {"generation": setting.generation, "training": setting.training}
+    data["precision"]["kv_cache"] = settings.kv_cache if setting.generation == "fp8" else "bf16"
+    data["precision"]["max_token_mult_prob_error"] = UNLIMITED
+    data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
+    data["train"]["importance_correction"] = settings.correction if setting.corrected else "none"
+    for section, key in (("train", "prompts_per_step"), ("train", "samples_per_prompt"), ("validate", "num_prompts")):
+        if (value := getattr(settings, key)) is not None:
+            data[section][key] = value
+    data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": settings.threads}
+    return parse_config(data)
+
+
+def run_one(path: Path) -> None:
+    """The train stage without MLflow, then the accuracy; leaves `outcome.json` in the stage's folder."""
+    import torch
+
+    from specrl.distributed import join, leave
+    from specrl.loop import run_loop
+    from specrl.progress import Progress
+    from specrl.stages import train
+    from specrl.stages.validate import accuracy
+    from specrl.tracking import Silent
+
+    context = StageContext.load(path)
+    config, ranks = context.config, join()
+    with Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, Silent())
+        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        run_loop(trainer, first_step, progress)
+        engine, prompts = trainer.engine, trainer.source.held_out(config.validate_.num_prompts)
+        if engine.speculates:
+            engine.set_k(engine.longest_k)
+        correct, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy")
+        report = train.precision_report(trainer)
+        cuda = ranks.device.type == "cuda"
+        outcome = Outcome(
+            accuracy=correct,
+            acceptance_length=stats.acceptance_length,
+            quantised_layers=report.fp8_layers,
+            engine_mode=report.generation_mode,
+            training_mode=report.training_mode,
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        )
+        write_json(context.stage_dir / OUTCOME_FILE, asdict(outcome))
+        engine.shutdown()
+    leave()
+
+
+if __name__ == "__main__":
+    run_one(Path(sys.argv[1]))

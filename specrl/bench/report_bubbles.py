@@ -1,0 +1,155 @@
+"""The page of `specrl bench bubbles`: table, drafter quality, replay against the policy's update, simulator, Gantt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Page, heading
+from specrl.bench.settings import BubbleSettings
+from specrl.bench.tables import markdown_table
+from specrl.gantt import gantt
+from specrl.projection.measured import MeasuredRun, read_run
+from specrl.projection.outlook import agreement, outlook
+from specrl.projection.tail import Use
+from specrl.report.svg import line_chart
+from specrl.schemas import read_rollouts
+from specrl.steps import StepRecord
+
+if TYPE_CHECKING:
+    from specrl.bench.bubbles import Outcome
+
+LEGEND = """
+Ratios are against `plain`: synchronous decoding without speculation, same prompts and seeds. *throughput*: response
+tokens of all ranks per second of generation. *decoding steps*: engine iterations of the slowest rank. *step*: whole RL
+steps. *idle*: ranks' waiting for the slowest, of their time until it is done; *used*: the part of it put to use;
+*overrun*: how much the slowest then had to wait for them, of the step. *acceptance length*: the drafter's own drafts,
+or of stored text where there is no drafter; first and last three steps. *same text*: responses equal to `plain`'s.
+"""
+
+
+def write(
+    job: BenchJob, settings: BubbleSettings, rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]
+) -> None:
+    page = Page(job.page)
+    page.text(heading("what ranks do while they wait", job.command, settings.threads))
+    plain = outcomes["plain"]
+    page.text(
+        f"{settings.ranks} ranks x {settings.threads} thread(s), {settings.num_steps} steps; seeds of pre-generated "
+        f"text: {settings.seeds} as the rollout's. Plain: {plain.tokens_per_s:.0f} tokens/s, "
+        f"{plain.total('timing/step_s') / settings.num_steps:.1f} s a step."
+    )
+    page.text(_table(rows, outcomes))
+    page.text(LEGEND)
+    page.text("## Drafts by source")
+    page.text(_sources(outcomes))
+    _drafter_plot(page, outcomes)
+    _update_plot(page, outcomes)
+    page.text("## Tail simulator")
+    _simulated(page, outcomes)
+    page.text("## Who waited for whom")
+    for name in ("none", "both"):
+        record = outcomes[name].records[len(outcomes[name].records) // 2]
+        page.plot(f"gantt-{name}", gantt(record.ranks), f"{name}, step {record.step}")
+    page.write()
+
+
+def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -> str:
+    texts = _texts(outcomes["plain"].rollouts_dir)
+    lines = []
+    for row in rows:
+        own = _texts(outcomes[row["use"]].rollouts_dir)
+        same = sum(own[key] == tokens for key, tokens in texts.items()) / len(texts)
+        lines.append(
+            [
+                row["use"],
+                f"{row['throughput_ratio']:.2f}",
+                f"{row['decode_step_ratio']:.2f}",
+                f"{row['step_time_ratio']:.2f}",
+                f"{row['idle_share']:.0%}",
+                f"{row['used_share']:.0%}",
+                f"{row['overrun_share']:.1%}",
+                f"{row['acceptance_length_first']:.2f} -> {row['acceptance_length_last']:.2f}",
+                f"{same:.1%}",
+            ]
+        )
+    columns = ("bubbles", ">throughput", ">decoding steps", ">step", ">idle", ">used", ">overrun")
+    return markdown_table((*columns, "acceptance length", ">same text"), lines)
+
+
+def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
+    rollouts = (row for path in sorted(rollouts_dir.rglob("*.arrow")) for row in read_rollouts(path))
+    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in rollouts}
+
+
+def _sources(outcomes: Mapping[str, Outcome]) -> str:
+    lines = []
+    for name, outcome in outcomes.items():
+        for source in ("drafter", "replay"):
+            counts = [record.by_source[source] for record in outcome.records if source in record.by_source]
+            drafts, drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
+            if drafts:
+                rate, length = accepted / drafted, 1 + accepted / drafts
+                share = accepted / outcome.num_tokens
+                lines.append([name, source, str(drafts), f"{rate:.2f}", f"{length:.2f}", f"{share:.0%}"])
+    columns = ("bubbles", "drafts from", ">drafts", ">accepted of drafted", ">tokens an iteration", ">of all tokens")
+    return markdown_table(columns, lines)
+
+
+def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
+    from specrl.bench.bubbles import acceptance
+
+    for name in ("none", "train_drafter"):
+        records = outcomes[name].records
+        steps, lengths = [float(record.step) for record in records], [acceptance(record) for record in records]
+        caption = "updated while ranks wait" if name == "train_drafter" else "synchronous online update"
+        page.plot(f"drafter-{name}", line_chart(steps, lengths, "step", "acceptance length"), f"Drafter, {caption}")
+
+
+def _update_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
+    """How much stored text is accepted after how large a policy update."""
+    pairs = sorted(
+        (before.metrics["policy/grad_norm"], _accepted(record))
+        for name in ("pregenerate", "both")
+        for before, record in zip(outcomes[name].records, outcomes[name].records[1:], strict=False)
+        if "replay" in record.by_source
+    )
+    if pairs:
+        norms, rates = zip(*pairs, strict=True)
+        chart = line_chart(norms, rates, "gradient norm of the update before", "accepted of drafted")
+        page.plot("update", chart, "Acceptance of stored text against the policy's last update")
+
+
+def _accepted(record: StepRecord) -> float:
+    _, drafted, accepted = record.by_source["replay"]
+    return accepted / drafted if drafted else 0.0
+
+
+def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
+    """Each measured run beside its simulation, then more ranks at the speeds of `both`."""
+    runs = {name: _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
+    lines = []
+    for name, run in runs.items():
+        found = agreement(run, cast(Use, name), outcomes[name].most_running)
+        seconds = [f"{value:.1f}" for value in found.generation_s]
+        lines.append(
+            [name, *seconds, f"{found.generation_error:+.1%}", *(f"{value:.0f}" for value in found.iterations)]
+        )
+    columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
+    page.text(markdown_table(columns, lines))
+    page.text("At the speeds of `both`, with as many prompts for each rank; ratios against `none` on as many ranks:")
+    lines = [
+        [
+            *(str(item.ranks), item.use, f"{item.generation_ratio:.2f}", f"{item.decode_step_ratio:.2f}"),
+            *(f"{item.idle_share:.0%}", f"{item.used_share:.0%}"),
+        ]
+        for item in outlook(runs["both"], outcomes["both"].most_running)
+    ]
+    columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
+    page.text(markdown_table(columns, lines))
+
+
+def _measured(outcome: Outcome) -> MeasuredRun:
+    return read_run(outcome.steps_dir, outcome.rollouts_dir)

@@ -1,0 +1,186 @@
+"""The page of `specrl bench rollouts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Page, heading
+from specrl.bench.roofline import Roofline
+from specrl.bench.settings import TAIL, RolloutSettings
+from specrl.bench.tables import markdown_table, per_position
+from specrl.report.svg import line_charts
+
+if TYPE_CHECKING:
+    from specrl.bench.rollouts import Cell, Profile
+
+HOW = """
+Every round runs every side once on the same requests (same prompts, weights, seeds; the order turns from round to
+round): the speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as
+the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own, without a
+drafter; {compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens}
+tokens, cut there, so that the batch keeps its size, other prompts in each round; at batch 1, two one after the other.
+`tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part of the time. k is the
+longest draft; `adaptive` is the controller, which saw one uncounted run first. Replay has one stored response per
+prompt, sampled from the same policy with other seeds.
+"""
+
+
+@dataclass(frozen=True)
+class Findings:
+    cells: list[Cell]
+    profiles: list[Profile]
+    roofline: Roofline
+    middle_k: int
+    seconds: float
+
+
+def write(job: BenchJob, settings: RolloutSettings, found: Findings) -> None:
+    page = Page(job.page)
+    page.text(heading("speculative against plain rollouts", job.command, torch.get_num_threads()))
+    page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
+    page.text(HOW.format(**_how(settings, found.cells)))
+    page.text("## Speedups")
+    page.plot("speedup", speedup_plot(found.cells), "speedup by batch size")
+    page.text(cell_table(found.cells))
+    page.text(equality(found.cells))
+    page.text("## What limits it")
+    page.text(machine_text(found.roofline))
+    if found.profiles:
+        page.text(limit_table(found))
+        page.text(share_table(found.profiles, found.middle_k))
+    page.write()
+
+
+def _how(settings: RolloutSettings, cells: Sequence[Cell]) -> dict[str, object]:
+    plain = {cell.workload.name: "compiled" if cell.side.compiled else "eager" for cell in cells if cell.side.k == 0}
+    sides = {cell.side.method: "compiled" if cell.side.compiled else "eager" for cell in cells if cell.side.k != 0}
+    if settings.compile:
+        kinds = ", ".join(f"batch {name} {kind}" for name, kind in plain.items())
+        others = ", ".join(f"{method} {kind}" for method, kind in sides.items())
+        compiled = (
+            "it and EAGLE-3 run compiled or eager, whichever was faster "
+            f"(plain, measured in the same rounds: {kinds}; drafting, by a pilot at batch 4: {others})"
+        )
+    else:
+        compiled = "compiled engines were not tried"
+    tails = [cell for cell in cells if cell.workload.name == TAIL]
+    lengths = sorted(len(tokens) for tokens in tails[0].measured.tokens) if tails else []
+    tail = f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens" if lengths else "not run"
+    return {"repeats": settings.repeats, "max_tokens": settings.max_tokens, "compiled": compiled, "tail": tail}
+
+
+def cell_table(cells: Sequence[Cell]) -> str:
+    columns = ("batch", "method", "k", ">tokens/s", ">speedup", ">range", ">acceptance length", "by position", ">steps")
+    rows = []
+    for cell in cells:
+        stats = cell.measured.stats
+        low, high = cell.speedup.least, cell.speedup.greatest
+        rows.append(
+            (
+                str(cell.workload.name),
+                "plain" if cell.side.k == 0 else cell.side.method,
+                str(cell.side.k),
+                f"{cell.rate:.0f}",
+                f"{cell.speedup.median:.2f}",
+                f"{low:.2f} - {high:.2f}",
+                f"{stats.acceptance_length:.2f}",
+                per_position(stats.acceptance_rate_per_pos[:8]),
+                str(stats.decode_steps),
+            )
+        )
+    return markdown_table(columns, rows)
+
+
+def equality(cells: Sequence[Cell]) -> str:
+    compared = [cell for cell in cells if cell.side.k != 0]
+    wrong = sum(cell.num_differing for cell in compared)
+    total = sum(len(cell.measured.tokens) for cell in compared)
+    text = f"{wrong} of {total} speculative responses differ from those of the plain side of the same round"
+    if not wrong:
+        return f"{text}: the two sides did the same work."
+    return (
+        f"{text}: batch shapes (and compilation, where only one side is compiled) round differently, and a BF16 "
+        "near-tie then falls the other way. tests/exactness shows that nothing else does it."
+    )
+
+
+def machine_text(roofline: Roofline) -> str:
+    policy, machine = roofline.policy, roofline.machine
+    size = policy.weights * policy.bytes_per_weight / 1e6
+    text = (
+        f"Measured with the same threads: reading {machine.bytes_per_s / 1e9:.1f} GB/s, matrix products of the "
+        f"policy's shapes {machine.flops_per_s / 1e9:.0f} GFLOP/s. The policy's matrices are {size:.0f} MB, read once "
+        "per iteration"
+    )
+    if roofline.drafter is not None:
+        drafter = roofline.drafter.weights * roofline.drafter.bytes_per_weight / 1e6
+        text += f"; the drafter's {drafter:.0f} MB, once per draft token"
+    rows = machine.flops_per_s * policy.bytes_per_weight / (2 * machine.bytes_per_s)
+    return (
+        f"{text}. Arithmetic takes over from reading at {rows:.0f} rows. The roofline counts these matrices alone: no "
+        "attention, no sampler, no Python."
+    )
+
+
+def limit_table(found: Findings) -> str:
+    k = found.middle_k
+    columns = (
+        *("batch", ">plain, ms", ">its roofline", f">EAGLE-3 k={k}, ms", ">its roofline"),
+        *(">speedup", ">if both ran at their roofline"),
+    )
+    rows = []
+    for profile in found.profiles:
+        plain = next(cell for cell in found.cells if cell.workload.name == profile.batch and cell.side.k == 0)
+        fast = next(
+            (c for c in found.cells if (c.workload.name, c.side.method, c.side.k) == (profile.batch, "eagle3", k)), None
+        )
+        if fast is None:
+            continue
+        line, batch = found.roofline, profile.batch
+        rows.append(
+            (
+                str(batch),
+                f"{1e3 * plain.measured.iteration_seconds:.1f}",
+                f"{1e3 * line.plain_seconds(batch):.1f}",
+                f"{1e3 * fast.measured.iteration_seconds:.1f}",
+                f"{1e3 * line.speculative_seconds(batch, k):.1f}",
+                f"{fast.speedup.median:.2f}",
+                f"{line.speedup(batch, k, fast.measured.stats.acceptance_length):.2f}",
+            )
+        )
+    return "Milliseconds per engine iteration, measured and least possible:\n\n" + markdown_table(columns, rows)
+
+
+def share_table(profiles: Sequence[Profile], k: int) -> str:
+    """Where a speculative iteration's time goes; verification is what the policy's extra rows cost."""
+    columns = (
+        *("batch", ">iteration, ms", ">policy, one row each", ">verification", ">drafter", ">sampler", ">scheduler"),
+        ">other Python",
+    )
+    rows = []
+    for profile in profiles:
+        parts, total = profile.speculative, sum(profile.speculative.values())
+        own = min(profile.plain["policy"], parts["policy"])
+        shares = (own, parts["policy"] - own, parts["drafter"], parts["sampler"], parts["scheduler"], parts["other"])
+        rows.append((str(profile.batch), f"{1e3 * total:.1f}", *(f"{share / total:.1%}" for share in shares)))
+    mean = fmean(profile.speculative["sampler"] / sum(profile.speculative.values()) for profile in profiles)
+    return (
+        f"Shares of an iteration with EAGLE-3, k = {k}, by timers around its parts in a run of their own, prefills "
+        f"included (sampler: {mean:.1%} on average):\n\n" + markdown_table(columns, rows)
+    )
+
+
+def speedup_plot(cells: Sequence[Cell]) -> str:
+    """Median speedup over the fixed batch sizes, one line per method and k."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for cell in cells:
+        if cell.workload.name != TAIL:
+            name = "plain" if cell.side.k == 0 else f"{cell.side.method}, k = {cell.side.k}"
+            series.setdefault(name, []).append((float(cell.workload.batch), cell.speedup.median))
+    return line_charts(series, "running batch (log scale)", "speedup over plain decoding", log_x=True)

@@ -1,0 +1,82 @@
+"""What the hardware allows an engine iteration: the slower of reading the weights once and of the arithmetic.
+
+Counts matrix products only: attention over the cache, norms and the sampler are left out, so that this is a floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured on this machine, with the benchmark's threads."""
+
+    bytes_per_s: float
+    """Reading memory."""
+    flops_per_s: float
+    """Matrix product in the model's type and shapes, many rows."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network that an iteration runs."""
+
+    weights: int
+    """Elements of the matrices that each row is multiplied with."""
+    bytes_per_weight: int
+
+    def seconds(self, rows: int, machine: Machine) -> float:
+        """Least time of one pass over `rows` tokens."""
+        reading = self.weights * self.bytes_per_weight / machine.bytes_per_s
+        return max(reading, 2 * self.weights * rows / machine.flops_per_s)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    policy: Network
+    drafter: Network | None
+    """None for drafts that need no network."""
+    fusion: Network | None = None
+    """The drafter's `fc`, which combines three features; run once per iteration."""
+    machine: Machine = Machine(1.0, 1.0)
+
+    def plain_seconds(self, batch: int) -> float:
+        return self.policy.seconds(batch, self.machine)
+
+    def speculative_seconds(self, batch: int, k: int) -> float:
+        """The policy on k + 1 rows per request; the drafter on those, then k - 1 times on one row per request."""
+        rows = batch * (k + 1)
+        seconds = self.policy.seconds(rows, self.machine)
+        if self.drafter is not None:
+            seconds += self.drafter.seconds(rows, self.machine) + (k - 1) * self.drafter.seconds(batch, self.machine)
+        if self.fusion is not None:
+            seconds += self.fusion.seconds(rows, self.machine)
+        return seconds
+
+    def speedup(self, batch: int, k: int, acceptance_length: float) -> float:
+        """Of tokens per second, at a measured acceptance length."""
+        return acceptance_length * self.plain_seconds(batch) / self.speculative_seconds(batch, k)
+
+
+def policy_network(hf_config: dict[str, Any], bytes_per_weight: int) -> Network:
+    """Layers and head of a dense Llama-shaped policy, by its `config.json`."""
+    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    layer = _layer(hf_config, hidden, hidden, heads)
+    return Network(hf_config["num_hidden_layers"] * layer + hidden * hf_config["vocab_size"], bytes_per_weight)
+
+
+def drafter_networks(hf_config: dict[str, Any], bytes_per_weight: int) -> tuple[Network, Network]:
+    """An EAGLE-3 drafter's layer (its attention reads twice the hidden size) with its head, and its `fc`."""
+    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    layer = _layer(hf_config, hidden, 2 * hidden, heads)
+    network = Network(layer + hidden * hf_config["draft_vocab_size"], bytes_per_weight)
+    return network, Network(3 * hidden * hidden, bytes_per_weight)
+
+
+def _layer(hf_config: dict[str, Any], hidden: int, attention_input: int, heads: int) -> int:
+    head_dim = hf_config.get("head_dim") or hidden // heads
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    attention = attention_input * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
+    return int(attention + 3 * hidden * hf_config["intermediate_size"])

@@ -1,0 +1,127 @@
+"""What a benchmark can be asked for: one small model per sub-command of `specrl bench`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, Field, field_validator
+
+from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
+from specrl.config.base import NonNegativeInt
+
+ADAPTIVE = "adaptive"
+TAIL = "tail64"
+"""The long-tailed batch: 64 requests of natural length on one rank."""
+TAIL_SIZE = 64
+METHODS: tuple[str, ...] = get_args(SpeculationConfig.model_fields["method"].annotation)
+
+
+def _number_or(word: str) -> AfterValidator:
+    """A positive number, which may come as text, or the word."""
+
+    def check(value: int | str) -> int | str:
+        if value == word or (str(value).isdigit() and int(value) > 0):
+            return value if value == word else int(value)
+        raise ValueError(f"{value!r} is neither a positive number nor {word}")
+
+    return AfterValidator(check)
+
+
+K = Annotated[int | str, _number_or(ADAPTIVE)]
+Batch = Annotated[int | str, _number_or(TAIL)]
+
+
+class RolloutSettings(Section):
+    """`specrl bench rollouts`."""
+
+    methods: tuple[str, ...] = ()
+    """Draft sources; none given: all that the run's drafter allows."""
+    ks: tuple[K, ...] = (1, 3, 5, ADAPTIVE)
+    batches: tuple[Batch, ...] = (1, 2, 4, 8, 16, 32, TAIL)
+    repeats: PositiveInt = 5
+    """Rounds; each runs every side once."""
+    max_tokens: PositiveInt = 32
+    """Longest response at a fixed batch size; the long-tailed batch goes to the run's own limit."""
+    compile: bool = True
+    """Also start compiled engines, plain and with EAGLE-3, and take the faster."""
+
+    @field_validator("methods")
+    @classmethod
+    def _known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        allowed = [method for method in METHODS if method != "none"]  # plain decoding is the other side of every pair
+        if unknown := [method for method in methods if method not in allowed]:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
+        return methods
+
+    @field_validator("ks", "batches")
+    @classmethod
+    def _not_empty(cls, values: tuple[object, ...]) -> tuple[object, ...]:
+        if not values:
+            raise ValueError("name at least one")
+        return values
+
+
+def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
+    """The draft sources to measure on a run.
+
+    Raises:
+        ConfigError: one needs a drafter that the run does not have.
+    """
+    own = config.speculation.method
+    trained = ("mtp",) if own == "mtp" else ("eagle3", "eagle3+replay") if own.startswith("eagle3") else ()
+    allowed = (*trained, "ngram", "replay", *(("draft_model",) if own == "draft_model" else ()))
+    for method in settings.methods:
+        if method not in allowed:
+            raise ConfigError(f"methods: {method} needs a run that was made for it; this one's: {', '.join(allowed)}")
+    return settings.methods or allowed
+
+
+class DrafterSettings(Section):
+    """`specrl bench drafter`."""
+
+    num_steps: PositiveInt = 10
+    """RL steps."""
+    prompts_per_step: PositiveInt = 8
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    num_prompts: PositiveInt = 96
+    """Prompts answered to pretrain each of the two drafters."""
+    epochs: PositiveInt = 6
+    """Of the pretraining."""
+    batches: tuple[PositiveInt, ...] = (1, 4)
+    """Batch sizes of the matched pairs at the end."""
+    repeats: PositiveInt = 3
+
+
+class BubbleSettings(Section):
+    """`specrl bench bubbles`."""
+
+    num_steps: Annotated[int, Field(ge=2)] = 12
+    """RL steps of each setting."""
+    ranks: Annotated[int, Field(ge=2)] = 2
+    """On this machine."""
+    threads: PositiveInt = 1
+    """Of a rank."""
+    seeds: Literal["same", "other"] = "same"
+    """Of pre-generated text, as `bubbles.seeds`."""
+    prompts_per_step: PositiveInt | None = None
+    """The run's own by default; so is the next."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
+
+
+class PrecisionSettings(Section):
+    """`specrl bench precision`."""
+
+    num_steps: Annotated[int, Field(ge=2)] = 10
+    """RL steps of each setting and seed."""
+    seeds: tuple[NonNegativeInt, ...] = (1, 2, 3)
+    """Of prompts and sampling; the policy before RL is the run's own."""
+    correction: Literal["tis", "icepop", "seq-mask"] = "tis"
+    """Of the setting with one; the others have none."""
+    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    """Of the engines with FP8 weights."""
+    prompts_per_step: PositiveInt | None = None
+    """The run's own by default; so are the next two."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    num_prompts: PositiveInt | None = None
+    """Held-out prompts for the accuracy."""
+    threads: PositiveInt = 1

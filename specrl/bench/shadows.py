@@ -1,0 +1,89 @@
+"""Drafters trained side by side on one RL run.
+
+Rollouts do not depend on the drafter (invariant 1), so one run serves any number of drafters: what each would have got
+accepted follows from the stored responses and the features of the policy version that sampled them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from specrl.config import Config
+from specrl.distributed import Ranks
+from specrl.loop import within_budget
+from specrl.schemas import Rollout
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.training.features import Features, FeatureSpec
+from specrl.training.policy import Policy
+
+
+@dataclass
+class Shadow:
+    """One drafter that follows the run."""
+
+    source: str
+    """What it was pretrained on."""
+    online: bool
+    """Trained in every step; otherwise frozen."""
+    drafter: Drafter
+    lengths: list[float] = field(default_factory=list)
+    """Acceptance length on each step's responses, before it is trained on them."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}, {'online' if self.online else 'frozen'}"
+
+    def follow(self, features: list[Features], config: Config) -> None:
+        """Take a step's features: measure, then train."""
+        self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
+        if self.online:
+            budget = within_budget(features, config.drafter.max_tokens_per_step)
+            self.drafter.update(budget, lr=config.drafter.online_lr)
+
+
+def pretrain(policy: Policy, rollouts: Rows[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
+    """A new drafter, trained on the policy's responses as the pretrain stage does it."""
+    draft_tokens = choose_draft_vocabulary(
+        [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
+    )
+    drafter = Drafter.create(policy.model_dir, config.drafter, draft_tokens, ranks, config.seed)
+    features = policy.forward_features(
+        micro_batches(rollouts, config.drafter.tokens_per_micro_batch), drafter.feature_spec
+    )
+    drafter.update(features, lr=config.drafter.lr, epochs=epochs)
+    return drafter
+
+
+def shadows_of(source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks) -> list[Shadow]:
+    """The drafter in `directory` frozen, and an equal one that will be trained online."""
+    return [
+        Shadow(source, online, Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed))
+        for online in (False, True)
+    ]
+
+
+def micro_batches(rollouts: Rows[Rollout], tokens: int) -> list[MicroBatch]:
+    sequences = [
+        Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
+        for index, rollout in enumerate(rollouts)
+    ]
+    return pack(sequences, tokens)
+
+
+def common_spec(drafters: Rows[Drafter]) -> FeatureSpec:
+    """One pass of the policy gives the features of all: their draft vocabularies together."""
+    layers = drafters[0].feature_spec.layers
+    assert all(drafter.feature_spec.layers == layers for drafter in drafters)
+    tokens = {token for drafter in drafters for token in drafter.draft_tokens.tolist()}
+    return FeatureSpec(layers, torch.tensor(sorted(tokens), dtype=torch.int64))
+
+
+def narrow(features: list[Features], spec: FeatureSpec, drafter: Drafter) -> list[Features]:
+    """What one drafter needs of the common features."""
+    columns = torch.searchsorted(spec.draft_tokens, drafter.draft_tokens.cpu())
+    return [replace(item, target_logits=item.target_logits[..., columns]) for item in features]

@@ -1,0 +1,42 @@
+"""The policy and drafter that a benchmark measures: those of a finished run. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrl.artifacts import PrepareResult, PretrainResult, TrainResult
+from specrl.config import Config, ConfigError
+from specrl.report.results import find_stages, finished, read_config
+
+
+@dataclass(frozen=True)
+class Subject:
+    config: Config
+    policy_dir: Path
+    """After the RL steps."""
+    drafter_dir: Path | None
+    first_policy_dir: Path
+    """Before the RL steps."""
+    first_drafter_dir: Path | None
+    """As pretrained."""
+
+
+def find_subject(run_dir: Path) -> Subject:
+    """
+    Raises:
+        ConfigError: the run has not finished its `train` stage.
+    """
+    stages = find_stages(run_dir)
+    prepared = finished(stages, "prepare", PrepareResult)
+    pretrained = finished(stages, "pretrain", PretrainResult)
+    trained = finished(stages, "train", TrainResult)
+    if prepared is None or pretrained is None or trained is None:
+        raise ConfigError(f"run {run_dir.name} has not finished training; go on with: specrl resume {run_dir.name}")
+    return Subject(
+        config=read_config(run_dir),
+        policy_dir=trained.policy_dir,
+        drafter_dir=trained.drafter_dir,
+        first_policy_dir=prepared.policy_dir,
+        first_drafter_dir=pretrained.drafter_dir,
+    )

@@ -1,0 +1,36 @@
+"""Medians with their spread, and tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of repeated measurements."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
+    """Of `fast[i] / slow[i]`: both measured in round i, so that what slows a round down cancels."""
+    return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A column whose name begins with `>` is aligned to the right."""
+    names = [column.removeprefix(">") for column in columns]
+    rules = ["---:" if column.startswith(">") else "---" for column in columns]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (names, rules, *rows)) + "\n"
+
+
+def per_position(rates: Sequence[float]) -> str:
+    return " / ".join(f"{rate:.2f}" for rate in rates) or "-"

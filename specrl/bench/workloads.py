@@ -1,0 +1,57 @@
+"""What the sides of a benchmark generate: held-out prompts of the run's task, at fixed batch sizes and long-tailed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specrl.bench.rounds import Workload
+from specrl.bench.settings import TAIL, TAIL_SIZE
+from specrl.config import Config
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import Prompt
+from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.engine import Request, Response
+
+LEAST_REQUESTS = 2
+"""Of a round at batch size 1."""
+
+
+def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
+    """64 requests of natural length; with fewer prompts the same ones again, with other seeds."""
+    origin = Origin(derive_seed(config.seed, stream), step=0)
+    count = len(prompts)
+    return [make_request(prompts[index % count], index // count, config, origin) for index in range(TAIL_SIZE)]
+
+
+def workloads(
+    requests: Sequence[Request],
+    responses: Sequence[Response],
+    batches: Sequence[int | str],
+    repeats: int,
+    max_tokens: int,
+) -> list[Workload]:
+    """One per batch size.
+
+    A fixed batch size takes the requests whose responses last for `max_tokens`, and cuts them there, so that the batch
+    keeps its size until the end; where there are too few, the longest others. Rounds take turns through them.
+
+    Args:
+        requests: as `pool` gives them.
+        responses: to them, in the same order.
+    """
+    lengths = [len(response.tokens) for response in responses]
+    order = sorted(range(len(requests)), key=lambda index: (-min(lengths[index], max_tokens), index))
+    lasting = sum(length >= max_tokens for length in lengths)
+    found = []
+    for name in batches:
+        if name == TAIL:
+            found.append(Workload(TAIL, TAIL_SIZE, [list(requests)] * repeats))
+            continue
+        batch = int(name)
+        count = max(batch, LEAST_REQUESTS)
+        turn = order[: max(count, lasting)]
+        picked = [[turn[(start * count + i) % len(turn)] for i in range(count)] for start in range(repeats)]
+        cut = [[replace(requests[index], max_tokens=max_tokens) for index in indices] for indices in picked]
+        found.append(Workload(batch, batch, cut))
+    return found

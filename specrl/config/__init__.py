@@ -1,0 +1,204 @@
+"""The run configuration: TOML in, validated and frozen, JSON out. Imports neither torch nor vLLM.
+
+Every section is a frozen pydantic model that refuses unknown keys; the docstring below a field is its documentation
+and names its unit. `load_config` is the only way in: it merges the file with `--set a.b=c` overrides and turns every
+mistake into a `ConfigError` whose message is one line per wrong key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from specrl.config.base import STAGES, ConfigError, NonNegativeInt, PositiveInt, Section, StageName
+from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
+from specrl.config.errors import explain
+from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
+from specrl.config.rollout import (
+    REPLAYING,
+    WITH_DRAFTER,
+    BubblesConfig,
+    EngineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig, ValidateConfig
+
+__all__ = [
+    "STAGES",
+    "BubblesConfig",
+    "ClusterConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DrafterConfig",
+    "EngineConfig",
+    "GeneratorConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "PositiveInt",
+    "PrecisionConfig",
+    "Resources",
+    "SamplingConfig",
+    "Section",
+    "SpeculationConfig",
+    "StageName",
+    "StageResources",
+    "TinyModelConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "ValidateConfig",
+    "WarmStartConfig",
+    "dump_config",
+    "load_config",
+    "parse_config",
+]
+
+
+class Config(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Run name: letters, digits, `.`, `_`, `-`; results lie in `runs/NAME`."""
+    seed: NonNegativeInt = 0
+    runs_dir: Path = Path("runs")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    bubbles: BubblesConfig = BubblesConfig()
+    engine: EngineConfig = EngineConfig()
+    policy: PolicyConfig = PolicyConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    validate_: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
+    resources: Resources = Resources()
+    stage_resources: dict[StageName, StageResources] = Field(default_factory=dict)
+    cluster: ClusterConfig = ClusterConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return (self.runs_dir / self.name).absolute()
+
+    def resources_of(self, stage: StageName) -> Resources:
+        """`[resources]` with the stage's own overrides on top."""
+        own = self.stage_resources.get(stage, StageResources()).model_dump(exclude_none=True)
+        return self.resources.model_copy(update=own)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.sampling.max_response_tokens >= self.model.max_length:
+            raise ValueError(
+                f"sampling.max_response_tokens = {self.sampling.max_response_tokens} leaves no room for a prompt: "
+                f"must be below model.max_length = {self.model.max_length}"
+            )
+        self._check_bubbles()
+        self._check_ranks()
+        return self
+
+    def _check_bubbles(self) -> None:
+        use, method = f'bubbles.use = "{self.bubbles.use}"', f'speculation.method = "{self.speculation.method}"'
+        if self.bubbles.pregenerates and self.speculation.method not in REPLAYING:
+            raise ValueError(f"{use} needs drafts from stored text: {method} must be one of {_listed(REPLAYING)}")
+        if self.bubbles.trains_drafter and self.speculation.method not in WITH_DRAFTER:
+            raise ValueError(f"{use} needs a drafter to train: {method} must be one of {_listed(WITH_DRAFTER)}")
+        if self.bubbles.trains_drafter and not self.drafter.online_lr:
+            raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
+        if self.bubbles.use != "none" and self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"{use} needs ranks that stop on their own: engine.tensor_parallel = {self.engine.tensor_parallel} "
+                "must be 1"
+            )
+
+    def _check_ranks(self) -> None:
+        policy = "policy.tensor_parallel x policy.pipeline_parallel"
+        shard = self.policy.tensor_parallel * self.policy.pipeline_parallel
+        engine = ("engine.tensor_parallel", self.engine.tensor_parallel)
+        users: dict[StageName, list[tuple[str, int]]] = {
+            "prepare": [(policy, shard)] if self.warm_start.num_examples else [],
+            "pretrain": [(policy, shard), engine],
+            "calibrate": [(policy, shard)],
+            "train": [(policy, shard), engine],
+            "validate": [engine],
+            "export": [engine],
+        }
+        for stage, sizes in users.items():
+            ranks = self.resources_of(stage).ranks
+            for key, size in sizes:
+                if ranks % size:
+                    raise ValueError(
+                        f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
+                        "(nodes x ranks_per_node, in resources or stage_resources)"
+                    )
+        ranks = self.resources_of("train").ranks
+        engines = ranks // self.engine.tensor_parallel
+        if self.train.prompts_per_step % engines:
+            raise ValueError(
+                f"train.prompts_per_step = {self.train.prompts_per_step} must be a multiple of the {engines} engines "
+                "(ranks / engine.tensor_parallel)"
+            )
+        if self.train.prompts_per_step % self.train.updates_per_step:
+            raise ValueError(
+                f"train.updates_per_step = {self.train.updates_per_step} must divide "
+                f"train.prompts_per_step = {self.train.prompts_per_step}"
+            )
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a TOML file, apply `a.b=c` overrides, validate.
+
+    Values of overrides are read as TOML and, where that fails, as strings.
+
+    Raises:
+        ConfigError: no such file, bad TOML, bad override, or a wrong key, type or combination.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no configuration file at {path}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides or []:
+        _apply_override(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    """Validate a nested dict, as read from TOML or from a run's `config.json`.
+
+    Raises:
+        ConfigError: a wrong key, type or combination.
+    """
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as JSON; `parse_config(json.loads(...))` gives an equal one."""
+    return config.model_dump_json(indent=2, by_alias=True) + "\n"
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r}: expected key=value, such as train.num_steps=10")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *parents, leaf = key.strip().split(".")
+    for depth, parent in enumerate(parents):
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+    data[leaf] = value

@@ -1,0 +1,58 @@
+"""Resources of the jobs, the cluster, and tracking."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from specrl.config.base import PositiveFloat, PositiveInt, Section
+
+
+class StageResources(Section):
+    """Overrides of `[resources]` for one stage; what is not given is inherited."""
+
+    nodes: PositiveInt | None = None
+    ranks_per_node: PositiveInt | None = None
+    gpus_per_rank: Literal[0, 1] | None = None
+    cpus_per_rank: PositiveInt | None = None
+    memory_gib_per_rank: PositiveFloat | None = None
+    gpu_memory_gib: PositiveFloat | None = None
+    minutes: PositiveInt | None = None
+
+
+class Resources(Section):
+    """What a stage's job asks for. A rank is one process: one GPU, or one slot of CPUs."""
+
+    nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    gpus_per_rank: Literal[0, 1] = 0
+    cpus_per_rank: PositiveInt = 2
+    memory_gib_per_rank: PositiveFloat = 8.0
+    """Host memory of a rank, GiB."""
+    gpu_memory_gib: PositiveFloat = 80.0
+    """Memory of one GPU, GiB; only the plan reads it."""
+    minutes: PositiveInt = 60
+    """Wall-clock limit of the job, minutes."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class ClusterConfig(Section):
+    backend: Literal["local", "slurm"] = "local"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines run in the job before Python starts (module loads, exports)."""
+    interface: str | None = None
+    """Network interface for gloo/NCCL, such as `ib0`; none lets them choose."""
+    queue_minutes: PositiveInt = 24 * 60
+    """How long a job may wait in the queue before the flow gives up."""
+
+
+class TrackingConfig(Section):
+    uri: str | None = None
+    """MLflow tracking server; without it a sqlite file in the runs folder."""
+    experiment: str = "specrl"

@@ -1,0 +1,48 @@
+"""Stops a run whose engines no longer agree about the tokens that one samples and the other trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+MOST_ROWS = 12
+
+
+class EngineMismatchError(RuntimeError):
+    """Training and generation disagree by more than the run allows."""
+
+
+def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
+    """
+    Args:
+        metrics: of a step; without `mismatch/token_mult_prob_error` (nothing was trained on) there is nothing to check.
+        limit: `precision.max_token_mult_prob_error`.
+        layers_path: the calibration's table of layers.
+
+    Raises:
+        EngineMismatchError: the error is above the limit, or not a number; with the layers that FP8 changes most.
+    """
+    error = metrics.get("mismatch/token_mult_prob_error")
+    if error is None or error <= limit:
+        return
+    raise EngineMismatchError(
+        f"token_mult_prob_error is {error:.4f} (KL {metrics['mismatch/kl']:.4f} nats per token): training and "
+        f"generation disagree by more than precision.max_token_mult_prob_error = {limit:g}. Lower precision.max_kl, so "
+        f"that more layers stay in BF16, or use one precision in both. As calibrated:\n{layer_table(layers_path)}"
+    )
+
+
+def layer_table(layers_path: Path) -> str:
+    """The layers with the largest errors alone in FP8, as text."""
+    with pa.ipc.open_file(str(layers_path)) as reader:
+        rows = reader.read_all().to_pylist()
+    rows.sort(key=lambda row: -row["kl_alone"])
+    lines = [f"{'layer':24} {'precision':9} {'error':>7} {'KL alone':>10} {'amax':>9}"]
+    lines += [
+        f"{row['name']:24} {row['precision']:9} {row['relative_error']:7.2%} {row['kl_alone']:10.2e} "
+        f"{row['activation_amax_max']:9.3g}"
+        for row in rows[:MOST_ROWS]
+    ]
+    return "\n".join([*lines, f"... {len(rows) - MOST_ROWS} more in {layers_path}"] if len(rows) > MOST_ROWS else lines)

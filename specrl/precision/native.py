@@ -1,0 +1,83 @@
+"""FP8 by Transformer Engine on GPUs: blocks of 128x128 and 1x128, e4m3 forward and backward (`Float8BlockScaling`).
+
+Megatron opens Transformer Engine's autocast around every transformer layer; the layers that stay in BF16 close it for
+themselves. Nothing here runs on a CPU. `tests/gpu/test_fp8_native.py` compares it with the emulation on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from specrl.config import PrecisionConfig
+from specrl.precision.blocks import BLOCK
+
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Transformer Engine reads it when its recipes are imported; without it scales are powers of two."""
+
+
+def check_training(hf: Any, config: PrecisionConfig) -> None:
+    """Before Transformer Engine is used: scales as the run wants them, and nothing that would differ in silence.
+
+    Raises:
+        ValueError: no native FP8 where it is asked for or where a GPU is, or heads that its blocks would mix.
+    """
+    if not torch.cuda.is_available():
+        if config.hardware == "native":
+            raise ValueError(
+                'precision.hardware = "native": there is no GPU to train on in FP8; "any" emulates it, '
+                'or set precision.training = "bf16"'
+            )
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            'precision.training = "fp8" on a GPU needs Transformer Engine, which is not installed: Megatron-core would '
+            'train in BF16 without a word; install requirements/gpu.lock or set precision.training = "bf16"'
+        )
+    check_blocks(hf)
+    wanted = "0" if config.scales == "power_of_two" else "1"
+    if os.environ.setdefault(FP32_SCALES, wanted) != wanted:
+        raise ValueError(
+            f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment does not go with precision.scales = "
+            f'"{config.scales}": unset it'
+        )
+
+
+def check_blocks(hf: Any) -> None:
+    """
+    Raises:
+        ValueError: Transformer Engine would cut queries, keys and values into other blocks than the engine does.
+    """
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim % BLOCK:
+        raise ValueError(
+            f'precision.training = "fp8" on a GPU: heads of {head_dim} channels share blocks of {BLOCK} rows, and '
+            "Megatron keeps queries, keys and values in another order than the engine; use a model whose head_dim is "
+            f'a multiple of {BLOCK}, or precision.training = "bf16"'
+        )
+
+
+def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
+    """Let these of the model's linear layers compute without FP8."""
+    from transformer_engine.pytorch import fp8_autocast
+
+    for name in names:
+        module = layers.get(name)
+        if module is None:
+            continue  # another pipeline stage's
+        forward = module.forward
+
+        def in_bf16(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            with fp8_autocast(enabled=False):
+                return forward(*args, **kwargs)
+
+        module.forward = in_bf16
+
+
+def computes_in_fp8(module: Any) -> bool:
+    """Whether its last forward pass was in FP8, by what Transformer Engine noted in the module."""
+    return bool(getattr(module, "fp8", False))

@@ -1,0 +1,91 @@
+"""What the tail simulator needs of a finished run: its response lengths and how fast its ranks decoded."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from specrl.projection.tail import Curve, Response, Speed
+
+ASSUMED_REPLAYED_TOKENS = 5.0
+"""Tokens per iteration along stored text where a run has followed none: 0.2 decoding steps per token, same seeds."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    steps: list[list[list[Response]]]
+    """Per step each rank's responses, as they were dealt."""
+    speed: Speed
+    has_replayed: bool
+    """Whether `speed.replayed_tokens` is measured."""
+    generation_s: list[float]
+    """Per step, of the slowest rank."""
+    iterations: list[float]
+    """Decoding steps per step, of the rank that needed most."""
+    idle_s: list[float]
+
+
+def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
+    """
+    Raises:
+        ValueError: the folder has no steps with timelines.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
+    if not records:
+        raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet")
+    speed, has_replayed = measured_speed(records)
+    bubbles = [[rank["bubble"] for rank in record["ranks"]] for record in records]
+    return MeasuredRun(
+        steps=responses(rollouts_dir, [record["step"] for record in records]),
+        speed=speed,
+        has_replayed=has_replayed,
+        generation_s=[max(bubble["generated_at"] - bubble["started_at"] for bubble in step) for step in bubbles],
+        iterations=[record["metrics"]["spec/decode_steps"] for record in records],
+        idle_s=[record["metrics"]["bubble/idle_s"] for record in records],
+    )
+
+
+def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
+    """Seconds per iteration by running requests, and tokens per request and iteration with and without stored text."""
+    by_batch: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for record in records:
+        for batch, iterations, seconds in (row for rank in record["ranks"] for row in rank["bubble"]["pace"]):
+            by_batch[batch][0] += iterations
+            by_batch[batch][1] += seconds
+    curve = Curve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
+    tokens = sum(rank["bubble"]["num_tokens"] for record in records for rank in record["ranks"])
+    request_iterations = sum(batch * count for batch, (count, _) in by_batch.items())
+    drafts = sum(record["by_source"].get("replay", [0, 0, 0])[0] for record in records)
+    replayed = drafts + sum(record["by_source"].get("replay", [0, 0, 0])[2] for record in records)
+    own = max(1.0, (tokens - replayed) / max(1.0, request_iterations - drafts))
+    return Speed(curve, own, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS), bool(drafts)
+
+
+def responses(rollouts_dir: Path, steps: Sequence[int]) -> list[list[list[Response]]]:
+    """Per step and rank; a length is expected to be the mean of those to prompts of the same number of tokens."""
+    tables = [
+        [_read(path) for path in sorted((rollouts_dir / f"step={step:06d}").glob("rank-*.arrow"))] for step in steps
+    ]
+    sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for _, size, length in (row for step in tables for rank in step for row in rank):
+        sums[size][0] += length
+        sums[size][1] += 1
+    means = {size: total / count for size, (total, count) in sums.items()}
+    return [
+        [[Response(prompt, length, means[size]) for prompt, size, length in rank] for rank in step] for step in tables
+    ]
+
+
+def _read(path: Path) -> list[tuple[int, int, int]]:
+    """(prompt id, prompt tokens, response tokens) of each rollout."""
+    with pa.memory_map(str(path)) as source:
+        table = pa.ipc.open_file(source).read_all()
+        columns = (pc.list_value_length(table[f"{part}_tokens"]).to_pylist() for part in ("prompt", "response"))
+        return list(zip(table["prompt_id"].to_pylist(), *columns, strict=True))

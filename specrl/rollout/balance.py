@@ -1,0 +1,79 @@
+"""Prompts dealt to engines by expected response length, so that what remains of a bubble is true tail.
+
+The expectation is the mean length of the responses to prompts of the same difficulty in the last steps: a function of
+those steps' rollouts alone, so that a restarted run deals as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from specrl.data.prompts import Prompt
+
+WINDOW = 8
+"""Steps whose responses count: old enough to have seen every difficulty, young enough to follow the policy."""
+
+
+class ExpectedLengths:
+    """Mean response length by difficulty over the last `WINDOW` batches."""
+
+    def __init__(self) -> None:
+        self._batches: deque[list[tuple[str, int, int]]] = deque(maxlen=WINDOW)
+        self._means: dict[str, float] = {}
+        self._per_prompt_token = 1.0
+
+    def learn(self, prompts: Sequence[Prompt], lengths: Iterable[tuple[int, int]]) -> None:
+        """Add one batch.
+
+        Args:
+            lengths: (prompt id, response tokens) of each response; responses to other prompts are passed over.
+        """
+        by_id = {prompt.id: prompt for prompt in prompts}
+        known = ((by_id[prompt_id], length) for prompt_id, length in lengths if prompt_id in by_id)
+        self._batches.append([(prompt.difficulty, len(prompt.tokens), length) for prompt, length in known])
+        totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        prompt_tokens = response_tokens = 0
+        for batch in self._batches:
+            for difficulty, size, length in batch:
+                totals[difficulty][0] += length
+                totals[difficulty][1] += 1
+                prompt_tokens, response_tokens = prompt_tokens + size, response_tokens + length
+        self._means = {difficulty: total / count for difficulty, (total, count) in totals.items()}
+        self._per_prompt_token = response_tokens / prompt_tokens if prompt_tokens else 1.0
+
+    def of(self, prompt: Prompt) -> float:
+        """Tokens; of a difficulty never seen, as many per token of the prompt as responses have on average."""
+        return self._means.get(prompt.difficulty, self._per_prompt_token * len(prompt.tokens))
+
+
+def deal(prompts: Sequence[Prompt], expected: ExpectedLengths, engines: int) -> list[list[Prompt]]:
+    """As many prompts for each engine, longest expected first to the engine with the least to do that has room.
+
+    A prompt's responses stay together. Within a share the prompts keep the order of `prompts`.
+    """
+    assert len(prompts) % engines == 0
+    room = len(prompts) // engines
+    lengths = [expected.of(prompt) for prompt in prompts]
+    loads = [0.0] * engines
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    for index in sorted(range(len(prompts)), key=lambda i: (-lengths[i], i)):
+        engine = min((e for e in range(engines) if len(shares[e]) < room), key=lambda e: (loads[e], e))
+        shares[engine].append(index)
+        loads[engine] += lengths[index]
+    return [[prompts[index] for index in sorted(share)] for share in shares]
+
+
+def stored_lengths(folder: Path) -> list[tuple[int, int]]:
+    """(prompt id, response tokens) of every rollout below a folder."""
+    found: list[tuple[int, int]] = []
+    for path in sorted(folder.rglob("rank-*.arrow")):
+        with pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_file(source).read_all()
+            lengths = pc.list_value_length(table["response_tokens"])
+            found += zip(table["prompt_id"].to_pylist(), lengths.to_pylist(), strict=True)
+    return found

@@ -1,0 +1,112 @@
+"""Stored text as drafts: responses to the same prompt are followed as long as they agree, and found again after.
+
+Pure matching, no engine. A response in progress keeps a `ReplayCursor`: one step per new token, so that an iteration
+costs microseconds however long the response is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+LONGEST_SUFFIX, SHORTEST_SUFFIX = 8, 2
+"""Last tokens of a response that are looked up in stored text after it has left what it followed."""
+END = -1
+"""Stands before, between and after stored responses; no token."""
+
+
+class StoredResponses:
+    """Responses to one prompt as one sequence, `END` around each, and where each pair of tokens occurs in it."""
+
+    def __init__(self, responses: Iterable[Sequence[int]]) -> None:
+        self.tokens: list[int] = [END]
+        self.starts: list[int] = []
+        for response in responses:
+            self.starts.append(len(self.tokens))
+            self.tokens += [*response, END]
+        self._pairs: dict[tuple[int, int], list[int]] | None = None
+
+    def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
+        """Positions that follow an occurrence of `output`'s last tokens, and how many agree; ([], 0) where too few do.
+
+        The longest agreement counts, `LONGEST_SUFFIX` at most: beyond that all are as good.
+        """
+        found: dict[int, list[int]] = {}
+        for position in self._after_pair(output[-2], output[-1]) if len(output) >= SHORTEST_SUFFIX else ():
+            found.setdefault(self._agreement(position, output), []).append(position)
+        longest = max(found, default=0)
+        return found.get(longest, []), longest
+
+    def _after_pair(self, first: int, second: int) -> list[int]:
+        if self._pairs is None:  # most responses follow one text to its end, and never ask
+            self._pairs = {}
+            for position in range(2, len(self.tokens)):
+                self._pairs.setdefault((self.tokens[position - 2], self.tokens[position - 1]), []).append(position)
+        return self._pairs.get((first, second), [])
+
+    def _agreement(self, position: int, output: Sequence[int]) -> int:
+        length = SHORTEST_SUFFIX
+        limit = min(LONGEST_SUFFIX, len(output))
+        while length < limit and self.tokens[position - length - 1] == output[-length - 1]:
+            length += 1
+        return length
+
+
+class ReplayCursor:
+    """Where one response in progress is in the stored responses to its prompt."""
+
+    def __init__(self, stored: StoredResponses) -> None:
+        self._stored = stored
+        self._positions = list(stored.starts)
+        self._last: list[int] = []
+        self.matched = LONGEST_SUFFIX
+        """Tokens by which the followed texts agree with the response so far; a whole prefix counts as the longest."""
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        """Take the tokens that the response has got."""
+        text = self._stored.tokens
+        for token in tokens:
+            self._last = [*self._last[1 - LONGEST_SUFFIX :], token]
+            self._positions = [position + 1 for position in self._positions if text[position] == token]
+            if self._positions:
+                self.matched = min(self.matched + 1, LONGEST_SUFFIX)
+            else:
+                self._positions, self.matched = self._stored.after_longest_suffix(self._last)
+
+    def draft(self, k: int) -> list[int]:
+        """Up to k tokens that continue the followed texts: at each place what most of them say, the first at a tie."""
+        text, positions = self._stored.tokens, self._positions
+        tokens: list[int] = []
+        while positions and len(tokens) < k:
+            votes = Counter(text[position] for position in positions if text[position] != END)
+            if not votes:
+                break
+            token = votes.most_common(1)[0][0]  # of equal counts the one met first: the earliest stored
+            tokens.append(token)
+            positions = [position + 1 for position in positions if text[position] == token]
+        return tokens
+
+
+class ReplayIndex:
+    """Stored responses by prompt."""
+
+    def __init__(self, stored: Mapping[tuple[int, ...], StoredResponses]) -> None:
+        self._stored = stored
+
+    @classmethod
+    def of(cls, texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]]) -> ReplayIndex:
+        """Index stored responses by their prompt's tokens; where as many say one thing as another, the first counts."""
+        return cls({prompt: StoredResponses(responses) for prompt, responses in texts.items() if responses})
+
+    def cursor(self, prompt_tokens: Sequence[int]) -> ReplayCursor | None:
+        """A cursor for a new response to the prompt; none where nothing is stored for it."""
+        stored = self._stored.get(tuple(prompt_tokens))
+        return ReplayCursor(stored) if stored is not None else None
+
+    def propose(self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], k: int) -> list[int]:
+        """Up to k tokens that may follow the response so far; [] where nothing matches. A cursor does this in steps."""
+        cursor = self.cursor(prompt_tokens)
+        if cursor is None:
+            return []
+        cursor.advance(output_tokens)
+        return cursor.draft(k)

@@ -1,0 +1,145 @@
+"""Drafts inside the engine: how far to draft, who drafts, and stored text in the place of a drafter's proposals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specrl.rollout.acceptance import DRAFTER, REPLAY
+from specrl.rollout.draft_sources import DraftSource
+from specrl.rollout.replay import ReplayIndex
+from specrl.rollout.speculation import Controller
+from specrl.rollout.speculation_estimates import Arm
+from specrl.rollout.vllm_patch.backlog import Backlog
+from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord
+
+
+class NoDrafter:
+    """vLLM's `custom_class` for methods without a drafter: `Drafting` makes all proposals."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *_: object) -> None: ...
+
+    def propose(self, sampled_token_ids: Sequence[Any], *_: object, **__: object) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class Drafting:
+    """Takes the place of the runner's `propose_draft_token_ids`, which it asks for what the drafter proposes.
+
+    A request that agrees with stored text gets that as its draft, any other what the drafter proposes, in one batch
+    (vLLM verifies drafts of different lengths, none included). A model-based drafter must read every token of every
+    request, now or later (`Backlog`), so that its KV cache has no holes; the passes that lengthen drafts are left out
+    when no request needs them. The time from one proposal to the next is what the controller learns from.
+    """
+
+    def __init__(self, runner: Any, sampler: InvariantSampler, source: DraftSource, controller: Controller) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.source = source
+        self.controller = controller
+        self.index: ReplayIndex | None = None
+        self.backlog = Backlog(runner) if source.has_weights else None
+        """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
+        self.fixed: Arm | None = None
+        """Used instead of the controller's choice."""
+        self._arm = Arm(0, 0)
+        self._last_end: float | None = None
+        self._drafter_proposals = runner.propose_draft_token_ids
+
+    def install(self) -> None:
+        self.runner.propose_draft_token_ids = self
+
+    def begin(self) -> None:
+        """A generation begins: the time since the last one belongs to no iteration."""
+        self._last_end = None
+
+    def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
+        """Signature of the runner's method; drafts by request, in the order of its batch."""
+        iteration = self.sampler.last
+        batch = len(iteration.ids)
+        verified = self._arm
+        self._arm = self.fixed if self.fixed is not None else self.controller.choose(batch)
+        drafts = self._propose(self._arm, scheduler_output, arguments)
+        now = agreed(time.perf_counter())
+        if self.fixed is None and self._last_end is not None and iteration.all_decoding:
+            seconds = now - self._last_end
+            self.controller.observe(batch, verified, seconds if verified == self._arm else None, iteration.outcomes)
+        self._last_end = now
+        return drafts
+
+    def _propose(self, arm: Arm, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+        iteration = self.sampler.last
+        records = [self.sampler.records[request_id] for request_id in iteration.ids]
+        entries = zip(iteration.ids, records, iteration.rows, strict=True)
+        stored = [self._stored_text(*entry, arm.replay_k) for entry in entries]
+        all_stored = all(text or not row for text, row in zip(stored, iteration.rows, strict=True))
+        own = self._from_drafter(0 if all_stored else arm.k, scheduler_output, arguments)
+        drafts: list[list[int]] = []
+        for record, text, proposal in zip(records, stored, own, strict=True):
+            record.source = REPLAY if text else DRAFTER
+            # Past the end of a response nothing is wanted; the last token comes without a draft.
+            drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
+        return drafts
+
+    def _stored_text(self, request_id: str, record: RequestRecord, row: list[int], k: int) -> list[int]:
+        """A draft from the responses stored for the request's prompt; its cursor moves even when none is wanted."""
+        if self.index is None or not row:
+            return []
+        if len(record.logprobs) == len(row):  # its first tokens
+            record.cursor = self.index.cursor(self.runner.requests[request_id].prompt_token_ids)
+        if record.cursor is None:
+            return []
+        record.cursor.advance(row)
+        return record.cursor.draft(k)
+
+    def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+        if k == 0 and not self.source.reads_every_token:
+            return [[] for _ in self.sampler.last.ids]
+        if self.backlog is not None:
+            records = [self.sampler.records[request_id] for request_id in self.sampler.last.ids]
+            rows = self.sampler.last.rows
+            if k == 0 and self.sampler.last.all_decoding:
+                self.backlog.defer(records, rows, arguments)
+                return [[] for _ in rows]
+            self.backlog.forget_what_was_recomputed(records, rows)
+            self.backlog.catch_up(records, arguments)
+        scheduler_output.num_spec_tokens_to_schedule = k
+        proposals = self._drafter_proposals(scheduler_output, *arguments)
+        return proposals.tolist() if isinstance(proposals, torch.Tensor) else proposals
+
+
+def agreed(value: float) -> float:
+    """`value` of the first rank of a tensor-parallel engine: its ranks must take the same decisions."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return value
+    shared = torch.tensor([value], dtype=torch.float64)
+    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+    return float(shared)
+
+
+def draft_model(runner: Any) -> nn.Module | None:
+    """The drafter's module inside the engine, none for drafters without weights."""
+    model = getattr(getattr(runner, "drafter", None), "model", None)
+    return model if isinstance(model, nn.Module) else None
+
+
+def refuse_shared_head(runner: Any) -> None:
+    """Raises ValueError where vLLM made the drafter share the policy's head: refitting one would overwrite the other.
+
+    It does when the two are equal at load time, which needs a draft vocabulary as large as the policy's. The policy's
+    own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
+    """
+    drafter = draft_model(runner)
+    if runner.speculative_config is None or runner.speculative_config.method == "mtp":
+        return
+    if drafter is not None and drafter.lm_head is runner.model.lm_head:
+        raise ValueError("the drafter's head is the policy's; give it a draft vocabulary smaller than the policy's")

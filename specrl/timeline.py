@@ -1,0 +1,173 @@
+"""Who did what when in a step: spans of each rank, from which the bubble is measured and drawn.
+
+Times are Unix seconds: ranks on several nodes are as comparable as their clocks are (NTP: milliseconds).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "drafter_training"
+
+
+@dataclass(frozen=True)
+class Span:
+    name: str
+    started_at: float
+    ended_at: float
+
+    def within(self, start: float, end: float) -> float:
+        """Seconds of it that lie between two times."""
+        return max(0.0, min(self.ended_at, end) - max(self.started_at, start))
+
+
+@dataclass
+class Timer:
+    """Wall time of the named parts of a step, on this rank."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        started, clock = time.time(), time.monotonic()
+        yield
+        self.spans.append(Span(part, started, started + time.monotonic() - clock))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By part, summed."""
+        total: dict[str, float] = {}
+        for span in self.spans:
+            total[span.name] = total.get(span.name, 0.0) + span.ended_at - span.started_at
+        return total
+
+
+class Pace:
+    """Seconds per engine iteration by running requests: how a rank slows down in its tail."""
+
+    def __init__(self, num_requests: int, most_running: int) -> None:
+        self._most_running = most_running
+        self._left, self._batch = num_requests, min(num_requests, most_running)
+        self._since = time.perf_counter()
+        self._found: dict[int, list[float]] = {}
+
+    def on_progress(self, finished: int, total: int) -> None:
+        """For `Engine.generate`."""
+        self._left = total - finished
+
+    def iteration(self) -> bool:
+        """For `Engine.generate` as its `stop`: called after every iteration, never ends one."""
+        now = time.perf_counter()
+        count_seconds = self._found.setdefault(self._batch, [0, 0.0])
+        count_seconds[0] += 1
+        count_seconds[1] += now - self._since
+        self._since, self._batch = now, min(self._left, self._most_running)
+        return False
+
+    def rows(self) -> list[tuple[int, int, float]]:
+        """(running requests, iterations, seconds); without the iteration that finished the last request."""
+        return [(batch, int(count), seconds) for batch, (count, seconds) in sorted(self._found.items())]
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """One rank's generation in one step, and what it did until the slowest rank was done."""
+
+    rank: int
+    started_at: float
+    generated_at: float
+    """Its own share was done."""
+    resumed_at: float
+    """It was back to wait for the others."""
+    num_tokens: int
+    """Response tokens of its own share."""
+    tail_s: float
+    """From the end of the ninth tenth of its responses to the end of the last."""
+    spans: list[Span] = field(default_factory=list)
+    """What it did in between; the rest it waited."""
+    pregenerated_tokens: int = 0
+    drafter_steps: int = 0
+    pace: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of its own share: (running requests, engine iterations, seconds)."""
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One rank's step."""
+
+    bubble: Bubble
+    spans: list[Span]
+    """Generation, use of the bubble, and the parts after it; what lies in between is waiting."""
+
+
+@dataclass(frozen=True)
+class BubbleTotals:
+    """A step's bubbles together; seconds."""
+
+    idle_s: float
+    """From the end of each rank's own share to the end of the last one's, summed over ranks, put to use or not."""
+    used_s: float
+    """The part of `idle_s` in which something was done."""
+    overrun_s: float
+    """By how much the use of a bubble outlasted the slowest generation, on the rank where most."""
+    generation_s: float
+    """From the first rank's start to the last share's end, times ranks: what `idle_s` is a share of."""
+
+
+def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
+    """Of one step, all ranks' of it."""
+    last = max(bubble.generated_at for bubble in bubbles)
+    first = min(bubble.started_at for bubble in bubbles)
+    used = sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans)
+    overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
+    return BubbleTotals(
+        idle_s=sum(last - bubble.generated_at for bubble in bubbles),
+        used_s=used,
+        overrun_s=max(overruns, default=0.0),
+        generation_s=(last - first) * len(bubbles),
+    )
+
+
+def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
+    """Under their names in MLflow."""
+    found = totals(bubbles)
+    return {
+        "bubble/idle_s": found.idle_s,
+        "bubble/used_s": found.used_s,
+        "bubble/overrun_s": found.overrun_s,
+        "bubble/pregenerated_tokens": float(sum(bubble.pregenerated_tokens for bubble in bubbles)),
+        "bubble/drafter_steps": float(sum(bubble.drafter_steps for bubble in bubbles)),
+    }
+
+
+def tail_seconds(finish_times: Sequence[float], share: float = 0.9) -> float:
+    """From the time at which `share` of the responses were finished to the last one; 0 without responses."""
+    ordered = sorted(finish_times)
+    return ordered[-1] - ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
+
+
+def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
+    """Spans of one name that follow each other within `gap` seconds, as one."""
+    result: list[Span] = []
+    for span in spans:
+        follows = bool(result) and result[-1].name == span.name and span.started_at - result[-1].ended_at < gap
+        result.append(Span(span.name, result.pop().started_at, span.ended_at) if follows else span)
+    return result
+
+
+def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
+    """All of one rank's step: its generation and bubble, then the parts that came after."""
+    own = Span(GENERATION, bubble.started_at, bubble.generated_at)
+    return [own, *bubble.spans, *(span for span in timer if span.name not in (GENERATION, "step"))]
+
+
+def timeline_from(data: dict[str, Any]) -> RankTimeline:
+    """From JSON."""
+    bubble = data["bubble"]
+    spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
+    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})
+    return RankTimeline(bubble, [Span(**span) for span in data["spans"]])

@@ -1,0 +1,232 @@
+"""What drafters are built of, and what the unroll in `ttt.py` asks of one: `DraftModule`.
+
+Two are known: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`). Both run
+one decoder layer per drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary
+position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+MAX_SCORES = 1 << 26
+"""Attention scores kept at once; beyond it queries go in chunks that the backward pass recomputes."""
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Everything that fixes a drafter's computation."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    """Layer indices; index i means the residual stream that enters layer i, n the one that leaves the last of n."""
+    dtype: torch.dtype
+    """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
+
+    @classmethod
+    def of(
+        cls, hf_config: Any, *, draft_vocab_size: int, feature_layers: tuple[int, ...], intermediate_size: int | None
+    ) -> Self:
+        """Sizes of the policy's own layers, for a policy with this Hugging Face config."""
+        return cls(
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=intermediate_size or hf_config.intermediate_size,
+            num_heads=hf_config.num_attention_heads,
+            num_kv_heads=hf_config.num_key_value_heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            rms_norm_eps=hf_config.rms_norm_eps,
+            rope_theta=float(hf_config.rope_parameters["rope_theta"]),
+            max_position_embeddings=hf_config.max_position_embeddings,
+            vocab_size=hf_config.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            feature_layers=feature_layers,
+            dtype=hf_config.dtype or torch.bfloat16,
+        )
+
+
+class DraftModule(nn.Module, ABC):
+    """Parameters of a drafter, and one drafting step in parts; `training_time_test` in `ttt.py` puts them together.
+
+    What belongs to the policy (`SHARED`) is held as a copy that no gradient reaches.
+    """
+
+    PREFIX: ClassVar[str] = ""
+    """Before a parameter's name on disk."""
+    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
+    """The policy's tensors that drafting reads: name on disk, attribute here."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        for attribute in self.SHARED.values():
+            self.register_buffer(attribute, None, persistent=False)
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the policy if drafting reads it; the others are ignored."""
+        if name not in self.SHARED:
+            return
+        device = next(self.parameters()).device
+        # A refit streams its tensors in inference mode; one made there could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
+
+    @property
+    def policy_head(self) -> Callable[[Tensor], Tensor] | None:
+        """The policy's logits `[n, vocab]` from features `[n, hidden]`, for a drafter that has the policy's head and
+        drafts over the whole vocabulary; none for one with a head and a draft vocabulary of its own."""
+        return None
+
+    @property
+    @abstractmethod
+    def attention(self) -> Attention: ...
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """`[n]` each to normed embeddings `[n, hidden]`."""
+
+    @abstractmethod
+    def feed(self, features: Tensor) -> Tensor:
+        """The policy's features `[n, layers * hidden]` to what stands for the module's own output `[n, hidden]`."""
+
+    @abstractmethod
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Result of `embed`, and of `feed` or `finish`, to the residual stream `[n, hidden]` and attention's input."""
+
+    @abstractmethod
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """With the attention's result `[n, heads, head_dim]` to the module's output `[n, hidden]`."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output `[n, hidden]` to logits `[n, draft_vocab]`."""
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.normal_(layer.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class RMSNorm(nn.Module):
+    """RMS normalisation in float32, result in the input's type (as the engine does)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; `width` is the size of its input, and `bias` is on queries, keys and values (Qwen2)."""
+
+    def __init__(self, shape: DraftShape, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        kv_size = shape.num_kv_heads * shape.head_dim
+        self.q_proj = linear(width, shape.num_heads * shape.head_dim, bias=bias)
+        self.k_proj = linear(width, kv_size, bias=bias)
+        self.v_proj = linear(width, kv_size, bias=bias)
+        self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`[n, width]` and `[n]` to rotated, scaled queries `[n, heads, head_dim]`."""
+        q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
+        return rotate(q * self.shape.head_dim**-0.5, positions, self.shape.rope_theta)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`[n, width]` and `[n]` to rotated keys and values, each `[n, kv_heads, head_dim]`."""
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        keys = rotate(self.k_proj(x).unflatten(-1, heads), positions, self.shape.rope_theta)
+        return keys, self.v_proj(x).unflatten(-1, heads)
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding (halves rotated, as Llama does) of `[n, heads, head_dim]` at `positions [n]`."""
+    size = x.shape[-1]
+    frequencies = theta ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = x.float().chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+
+
+def chain_attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor) -> Tensor:
+    """Attention of drafting chains at one step: each sees the context up to its start, and itself.
+
+    Args:
+        queries: `[batch, chains, heads, head_dim]`, scaled.
+        keys: of the context `[batch, slots, kv_heads, head_dim]`, then of each later step of the chains themselves
+            `[batch, chains, kv_heads, head_dim]`; a chain sees only its own.
+        values: as `keys`.
+        visible: bool `[batch, chains, slots]`: the slots before or at the chain's start.
+
+    Returns:
+        `[batch, chains, heads, head_dim]`
+    """
+    batch, chains, heads, _ = queries.shape
+    chunk = max(1, MAX_SCORES // (batch * heads * visible.shape[-1]))
+    if chunk >= chains:
+        return _attend(queries, visible, *keys, *values)
+    parts = []
+    for start in range(0, chains, chunk):
+        part = slice(start, start + chunk)
+        own = [tensors[0:1] + [tensor[:, part] for tensor in tensors[1:]] for tensors in (keys, values)]
+        parts.append(checkpoint(_attend, queries[:, part], visible[:, part], *own[0], *own[1], use_reentrant=False))
+    return torch.cat(parts, 1)
+
+
+def _attend(queries: Tensor, visible: Tensor, *keys_values: Tensor) -> Tensor:
+    steps = len(keys_values) // 2
+    batch, chains, _, size = queries.shape
+    # Query heads that share a key head lie in the row dimension, so that keys are never repeated.
+    kv_heads = keys_values[0].shape[2]
+    q = queries.reshape(batch, chains, kv_heads, -1, size).permute(0, 2, 3, 1, 4)  # [batch, kv, group, chains, dim]
+    keys, values = ([t.transpose(1, 2) for t in part] for part in (keys_values[:steps], keys_values[steps:]))
+    rows = q.flatten(2, 3)  # [batch, kv, group * chains, dim]
+    context = (rows @ keys[0].transpose(-1, -2)).view(*q.shape[:-1], -1).float()
+    # Finite, so that rows without a chain (padding) stay free of NaN.
+    scores = [context.masked_fill(~visible[:, None, None], -1e9)]
+    scores += [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key in keys[1:]]
+    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
+    slots = visible.shape[-1]
+    result = (weights[..., :slots].flatten(2, 3) @ values[0]).view_as(q)
+    for step, value in enumerate(values[1:]):
+        result = result + weights[..., slots + step, None] * value[:, :, None]
+    return result.permute(0, 3, 1, 2, 4).flatten(2, 3)

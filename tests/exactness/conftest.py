@@ -1,0 +1,47 @@
+"""One engine per draft source for the whole folder: starting one costs more than most tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from specrl.rollout.engine import Engine
+from tests.exactness.engines import running
+from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
+
+Start = Callable[[str], Engine]
+LONGEST = {"none": 0, "eagle3": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, "draft_model": 2}
+"""k of the engine for each method."""
+
+
+@pytest.fixture(scope="package")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("exactness")
+    return write_policy(root / "policy", policy_weights(0)), write_drafter(root / "drafter", drafter_weights(1))
+
+
+@pytest.fixture(scope="package")
+def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """The engine of a method, started when it is first asked for, with no text stored and its longest k."""
+    policy, drafter = directories
+    engines: dict[str, Engine] = {}
+    with ExitStack() as stack:
+        # Another random policy drafts for this one: now and then they agree.
+        small = write_policy(tmp_path_factory.mktemp("small") / "policy", policy_weights(5))
+
+        def start(method: str) -> Engine:
+            if method not in engines:
+                config = toy_config(
+                    method, LONGEST[method], draft_model=small if method == "draft_model" else None, max_num_seqs=256
+                )
+                engines[method] = stack.enter_context(running(policy, drafter, config))
+            engine = engines[method]
+            if engine.replays:
+                engine.set_replay({})
+            engine.set_k(engine.longest_k)
+            return engine
+
+        yield start

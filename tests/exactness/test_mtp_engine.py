@@ -1,0 +1,173 @@
+"""vLLM drafts with the policy's own layer what the module drafts; refits reach it; no token differs (FP32)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specrl.config import Config, DrafterConfig
+from specrl.distributed import Ranks
+from specrl.rollout.engine import Engine, Request
+from specrl.rollout.parity import DrafterCollapseError, PolicyParityError, RefitError
+from specrl.rollout.refit import read_weights
+from specrl.training.drafter import Drafter
+from specrl.training.features import Features
+from tests.exactness.engines import in_batches, mixed_requests, running
+from tests.mimo import PREFIX, LiteralMtp, greedy_features, mtp_weights, write_mimo
+
+pytestmark = pytest.mark.engine
+K, PROMPT, RESPONSE = 3, 6, 24
+REQUESTS = mixed_requests(56, longest_prompt=60, max_tokens=40)
+
+
+@dataclass
+class Case:
+    engine: Engine
+    policy_dir: Path
+    drafter: Drafter
+    """Trained on greedy responses; the layer on disk is random."""
+    features: Features
+    """Of some of these responses."""
+
+    def refit(self, layer: dict[str, Tensor]) -> None:
+        self.engine.refit(read_weights(self.policy_dir), layer.items(), 1)
+
+    @property
+    def layer(self) -> dict[str, Tensor]:
+        return dict(self.drafter.named_weights())
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    policy_dir = write_mimo(tmp_path_factory.mktemp("mtp") / "policy")
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    drafter = Drafter.of_policy(policy_dir, DrafterConfig(), ranks)
+    prompts = torch.randint(4, 100, (32, PROMPT), generator=torch.Generator().manual_seed(1))
+    features = greedy_features(policy_dir, prompts, RESPONSE)
+    drafter.update([features], lr=3e-3, epochs=60)
+    few = Features(*(getattr(features, name)[:4] for name in features.__dataclass_fields__))
+    config = Config.model_validate(
+        {
+            "name": "mtp",
+            "model": {"source": "tiny", "dtype": "float32", "max_length": 128, "tiny": {"family": "mimo"}},
+            "sampling": {"max_response_tokens": 64},
+            "speculation": {"method": "mtp", "k": K},
+            "engine": {"max_num_seqs": 32, "kv_cache_gib": 0.125},
+        }
+    )
+    with running(policy_dir, None, config) as engine:
+        yield Case(engine, policy_dir, drafter, few)
+
+
+def test_the_engine_starts_with_the_layer_on_disk(case: Case) -> None:
+    case.engine.verify_drafter(mtp_weights(case.policy_dir).items())
+    case.engine.verify_policy(read_weights(case.policy_dir))
+    with pytest.raises(DrafterCollapseError, match=PREFIX):
+        case.engine.verify_drafter(case.layer.items())
+
+
+def test_vllm_drafts_what_the_module_drafts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.refit(case.layer)
+    case.engine.verify_drafter(case.layer.items())
+    case.engine.set_k(K)
+    proposer, proposals = case.engine._runner.drafter, list[dict[int, list[int]]]()
+    propose = proposer.propose
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        drafts: Tensor = propose(*args, **kwargs)
+        index = kwargs["token_indices_to_sample"]
+        start = int(kwargs["target_positions"][-1 if index is None else int(index[0])])
+        proposals[-1][start] = drafts[0].tolist()
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", record)
+    drafts = accepted = 0
+    for row in case.features.tokens.tolist():
+        proposals.append({})
+        generation = case.engine.generate([Request(row[:PROMPT], 0, RESPONSE, 0.0)])
+        assert generation.responses[0].tokens == row[PROMPT : PROMPT + len(generation.responses[0].tokens)]
+        drafts, accepted = drafts + generation.stats.num_drafts, accepted + generation.stats.num_accepted_tokens
+    literal, compared = LiteralMtp(case.policy_dir, case.layer), 0
+    for row, by_start in enumerate(proposals):
+        tokens, hidden = case.features.tokens[row].tolist(), case.features.hidden[row]
+        for start, drafted in by_start.items():
+            if start + 1 < len(tokens):
+                chain = literal.chain(tokens, hidden, start, K, forced=False)
+                assert drafted == [int(logits.argmax()) for logits in chain], (row, start)
+                compared += 1
+    assert compared > 20
+    expected = case.drafter.update([case.features], lr=0.0)["acceptance_length"]
+    assert expected > 1.3, "a layer that is never right would test little"
+    assert 1 + accepted / drafts == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_draft_length_and_no_batch_size_changes_a_token(case: Case, trained: bool) -> None:
+    case.refit(case.layer if trained else mtp_weights(case.policy_dir))
+    case.engine.set_k(0)
+    plain = [response.tokens for response in in_batches(case.engine, REQUESTS, 32)]
+    for k, size in ((K, 32), (1, 8), (K, 3)):
+        case.engine.set_k(k)
+        responses = in_batches(case.engine, REQUESTS, size)
+        assert [response.tokens for response in responses] == plain
+        assert not trained or sum(response.num_accepted_tokens for response in responses) > 0
+    case.engine.set_k(K)
+
+
+def test_drafting_goes_on_to_the_last_position_of_the_context(case: Case) -> None:
+    """Positions beyond the table of `max_position_embeddings` on disk."""
+    case.refit(case.layer)
+    request = replace(REQUESTS[0], prompt_tokens=[20, 30, 40] * 20, max_tokens=68, temperature=1.0)
+    responses = []
+    for k in (0, K):
+        case.engine.set_k(k)
+        responses.append(case.engine.generate([replace(request, seed=seed) for seed in range(8)]).responses)
+    assert [r.tokens for r in responses[0]] == [r.tokens for r in responses[1]]
+    assert max(60 + len(response.tokens) for response in responses[0]) == 128
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("input_proj.weight", "hidden_layernorm.weight", "mlp.down_proj.weight"),
+        *("self_attn.k_proj.weight", "self_attn.q_proj.bias"),
+    ],
+)
+def test_a_corrupted_tensor_of_the_layer_is_an_error_with_its_name(case: Case, name: str) -> None:
+    sent = case.layer | {PREFIX + name: case.layer[PREFIX + name].roll(1, 0)}
+    case.refit(sent)
+    with pytest.raises(DrafterCollapseError, match=PREFIX + name):
+        case.engine.verify_drafter(case.layer.items())
+    case.engine.verify_policy(read_weights(case.policy_dir))
+
+
+def test_a_missing_tensor_of_the_layer_or_of_the_policy_is_an_error_with_its_name(case: Case) -> None:
+    name = PREFIX + "final_layernorm.weight"
+    with pytest.raises(RefitError, match=name):
+        case.refit({key: tensor for key, tensor in case.layer.items() if key != name})
+    policy = {key: tensor for key, tensor in read_weights(case.policy_dir) if key != "lm_head.weight"}
+    with pytest.raises(RefitError, match=r"lm_head\.weight"):
+        case.engine.refit(policy.items(), case.layer.items(), 1)
+
+
+def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
+    policy = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in read_weights(case.policy_dir)}
+    case.engine.refit(policy.items(), case.layer.items(), 2)
+    case.engine.verify_policy(policy.items())
+    case.engine.verify_drafter(case.layer.items())
+    drafter = case.engine._drafter
+    assert drafter is not None and drafter.lm_head is case.engine._runner.model.lm_head
+    with pytest.raises(PolicyParityError, match=r"lm_head\.weight"):
+        case.engine.verify_policy(read_weights(case.policy_dir))
+
+
+def test_a_path_that_vllm_would_misread_is_refused(case: Case, tmp_path: Path) -> None:
+    misleading = write_mimo(tmp_path / "eagle3-run")
+    with pytest.raises(ValueError, match=r"eagle3.*choose another"):
+        Engine(misleading, None, config=case.engine.config, seed=0)

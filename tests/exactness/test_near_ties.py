@@ -1,0 +1,69 @@
+"""BF16: what differs with speculation is a near-tie, sampled and greedy; and what is no near-tie fails the gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specrl.exactness import ExactnessError, measure_exactness, traces
+from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.near_ties import compare, measure_noise
+from tests.exactness.engines import in_batches, mixed_requests, running
+from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
+
+pytestmark = pytest.mark.engine
+DTYPE = "bfloat16"
+REQUESTS = mixed_requests(32, max_tokens=96)
+FIRST = [
+    Request(likely_tokens()[place : place + 4], response_seed(1, 0, place, sample), 8, 1.0)
+    for place in (0, 3)
+    for sample in range(512)
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    root = tmp_path_factory.mktemp("bf16")
+    policy = write_policy(root / "policy", policy_weights(0), dtype=DTYPE)
+    drafter = write_drafter(root / "drafter", drafter_weights(1, DTYPE), DTYPE)
+    with running(policy, drafter, toy_config("eagle3", 3, dtype=DTYPE)) as engine:
+        yield engine
+
+
+def test_every_difference_in_bf16_is_a_near_tie(engine: Engine) -> None:
+    measured = measure_exactness(engine, REQUESTS, FIRST, engine.longest_k)
+    measured.check()
+    result = measured.result()
+    # At most 100 cells of each prompt can be expected five times in 512 samples.
+    assert result.p_value is not None and result.degrees_of_freedom > 0, result
+    assert result.sampled.num_tokens > 1000 and result.greedy.num_tokens > 1000
+    assert measured.sampled.noise.cdf < 0.05  # none at all where a toy's shapes round alike
+
+
+def test_recording_changes_no_token(engine: Engine) -> None:
+    engine.set_k(0)
+    plain = [response.tokens for response in in_batches(engine, REQUESTS, len(REQUESTS))]
+    recorded = traces(engine, REQUESTS, len(REQUESTS), 0)
+    assert [[pick.token for _, pick in sorted(trace.items())] for trace in recorded] == plain
+
+
+def test_another_policy_is_no_near_tie(engine: Engine) -> None:
+    """The control: refitted to slightly other weights, the engine differs by more than noise."""
+    plain = traces(engine, REQUESTS, len(REQUESTS), 0)
+    noise = measure_noise(plain, traces(engine, REQUESTS, 4, 0))
+    weights = {name: tensor.bfloat16() for name, tensor in policy_weights(0).items()}
+    moved = {name: (tensor * 1.3 if "down_proj" in name else tensor) for name, tensor in weights.items()}
+    engine.refit(moved.items(), drafter_weights(1, DTYPE).items(), 1)
+    other = traces(engine, REQUESTS, len(REQUESTS), 3)
+    engine.refit(weights.items(), drafter_weights(1, DTYPE).items(), 2)
+    assert compare(plain, other, noise).num_unexplained > 0
+
+
+def test_a_corrupted_distribution_fails_the_chi_squared_gate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skewed(*_: object) -> dict[tuple[int, ...], float]:
+        return {(token,) * 4: 0.01 for token in likely_tokens()}
+
+    monkeypatch.setattr("specrl.exactness.exact_probabilities", skewed)
+    with pytest.raises(ExactnessError, match="do not follow the policy"):
+        measure_exactness(engine, REQUESTS[:2], FIRST, engine.longest_k).check()

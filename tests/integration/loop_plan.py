@@ -1,0 +1,23 @@
+"""What `loop_runs` is asked to run. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoopRun:
+    """One run of the loop."""
+
+    name: str
+    ranks: int = 2
+    kills: int = 0
+    """Ranks killed at random times, one per start."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """On top of the toy configuration, by section."""
+
+
+def reward(prompt: str, response: str, answer: str) -> float:
+    """Something of which a toy policy has half, and that does not depend on how long its responses are."""
+    return float(len(response) % 2)

@@ -1,0 +1,204 @@
+"""RL loops on a toy policy, many in one process tree: `python -m tests.integration.loop_runs RUNS.json`.
+
+Everything is imported once; ranks are forked from there, because importing takes longer than a toy run. The parent is
+the launcher: it kills ranks where a run asks for it, ends the others as Slurm's launcher would, and starts them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from specrl.rollout.engine_arguments import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than a run
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
+
+from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
+from specrl.config import WITH_DRAFTER, DrafterConfig, parse_config
+from specrl.distributed import Ranks, join, leave
+from specrl.loop import run_loop
+from specrl.progress import Progress
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.stages import train
+from specrl.stages.context import StageContext
+from specrl.tracking import Silent
+from specrl.training.drafter import Drafter
+from tests.exactness.toy import likely_tokens, policy_weights, write_policy
+from tests.integration.loop_plan import LoopRun
+
+END_LOGIT = -0.5
+"""Of the end token: responses end after a dozen tokens on average, some only at their limit."""
+KILL_WITHIN_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+RUN_SECONDS = 600.0
+
+
+def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "name": run.name,
+        "seed": 5,
+        "runs_dir": str(runs_dir),
+        "model": {"source": "tiny", "dtype": "float32", "max_length": 192},
+        "data": {"reward": "tests.integration.loop_plan:reward"},
+        "sampling": {"max_response_tokens": 48},
+        "speculation": {"method": "eagle3", "k": 3},
+        "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
+        "policy": {"lr": 5e-5},
+        "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3},
+        "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
+        "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
+    }
+    return {
+        name: {**sections.get(name, {}), **run.settings.get(name, {})} if isinstance(value, dict) else value
+        for name, value in {**run.settings, **sections}.items()
+    }
+
+
+def write_inputs(folder: Path) -> None:
+    """What `prepare` and `pretrain` would have left: a policy that ends its responses now and then, and a drafter."""
+    weights = policy_weights(0)
+    weights["lm_head.weight"][2, 0] = END_LOGIT
+    write_policy(folder / "policy", weights)
+    alone = Ranks(0, 1, 0, torch.device("cpu"))
+    draft_tokens = torch.tensor(sorted({*likely_tokens(), 2}))
+    Drafter.create(folder / "policy", DrafterConfig(), draft_tokens, alone).save(folder / "drafter", 0)
+    tokens = likely_tokens() * 3
+    rows = [Rollout(0, 0, 0, i, 0, 0, 0, [5, 6, 7], tokens, [0.0] * 30, "", "", "stop") for i in range(4)]
+    write_rollouts(rollout_path(folder / "rollouts", 0, 0), rows)
+    write_result(folder / "prepare", PrepareResult(policy_dir=folder / "policy", seconds=1))
+    calibrated = CalibrateResult(
+        scales_path=folder, layers_path=folder, bf16_layers=[], kl_all_fp8=0, kl_chosen=0, seconds=1
+    )
+    write_result(folder / "calibrate", calibrated)
+    for name, drafter_dir in (("with-drafter", folder / "drafter"), ("without", None)):
+        result = PretrainResult(
+            drafter_dir=drafter_dir, rollouts_dir=folder / "rollouts", num_responses=4, reward_mean=0, seconds=1
+        )
+        write_result(folder / name, result)
+
+
+def make_context(folder: Path, run: LoopRun) -> StageContext:
+    config = parse_config(toy_settings(folder, run))
+    pretrained = folder / ("with-drafter" if config.speculation.method in WITH_DRAFTER else "without")
+    return StageContext(
+        config=config,
+        stage="train",
+        key="train-toy",
+        stage_dir=config.run_dir / "train-toy",
+        inputs={"prepare": folder / "prepare", "pretrain": pretrained, "calibrate": folder / "calibrate"},
+        mlflow_run_id="",
+    )
+
+
+def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
+    """One rank, from the newest checkpoint to the end."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    ranks = join()
+    with Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, Silent())
+        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        (context.run_dir / f"ready-{rank}").write_text(str(first_step))
+        run_loop(trainer, first_step, progress)
+    trainer.policy.save_pretrained(context.stage_dir / "policy")
+    leave()
+
+
+def start(context: StageContext, world_size: int) -> list[int]:
+    """Fork the ranks; their process ids."""
+    port = free_port()
+    for path in context.run_dir.glob("ready-*"):
+        path.unlink()
+    processes = []
+    for rank in range(world_size):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                work(context, rank, world_size, port)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        processes.append(process)
+    return processes
+
+
+def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
+    """Start the ranks until they get through; what happened on the way."""
+    context = make_context(folder, run)
+    context.run_dir.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(run.name)
+    killed: list[dict[str, float]] = []
+    while True:
+        processes = start(context, run.ranks)
+        kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
+        codes = wait(processes)
+        if not any(codes):  # also when the rank to be killed was through before
+            return {"kills": killed, "num_starts": len(killed) + 1}
+        assert kill is not None and -signal.SIGKILL in codes, f"{run.name} failed: {codes}"
+        killed.append(kill)
+
+
+def kill_one(context: StageContext, processes: list[int], generator: random.Random) -> dict[str, float]:
+    """Kill one rank at a random time after all are ready."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while len(list(context.run_dir.glob("ready-*"))) < len(processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pause = generator.uniform(0, KILL_WITHIN_SECONDS)
+    time.sleep(pause)
+    victim = generator.choice(processes)
+    os.kill(victim, signal.SIGKILL)
+    return {"after_s": pause, "rank": processes.index(victim)}
+
+
+def wait(processes: list[int]) -> list[int]:
+    """Exit codes; when one fails the others get a moment to notice, and are then ended, as by Slurm's launcher."""
+    codes: dict[int, int] = {}
+    give_up_at = time.monotonic() + RUN_SECONDS
+    while len(codes) < len(processes):
+        for process in set(processes) - codes.keys():
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                codes[process] = os.waitstatus_to_exitcode(status)
+                if codes[process]:
+                    give_up_at = min(give_up_at, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > give_up_at:
+            for process in set(processes) - codes.keys():
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[process] for process in processes]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main(folder: Path, runs: Path) -> None:
+    write_inputs(folder)
+    for data in json.loads(runs.read_text()):
+        run, started = LoopRun(**data), time.monotonic()
+        outcome = launch(folder, run)
+        (folder / run.name / "outcome.json").write_text(json.dumps({**outcome, "seconds": time.monotonic() - started}))
+        print(run.name, f"{time.monotonic() - started:.1f} s", outcome, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,123 @@
+"""What ranks do while they wait changes no rollout and no weight of the policy, whatever is killed (FP32)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specrl.projection.measured import read_run
+from specrl.projection.outlook import agreement
+from tests.integration.loop_plan import LoopRun
+from tests.integration.pipeline_runs import outside_of_groups
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
+REPLAY = {"method": "replay", "adaptive": False}
+BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
+NUM_KILLS = 5
+RUNS = [
+    LoopRun("none", settings={"speculation": {"adaptive": False}}),
+    LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
+    LoopRun("other-seeds", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}}),
+    LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
+    LoopRun("both", settings=BOTH),
+    LoopRun("both-killed", kills=NUM_KILLS, settings=BOTH),
+    LoopRun("four-ranks", ranks=4),
+    LoopRun("four-ranks-both-killed", ranks=4, kills=1, settings=BOTH),
+]
+NAMES = [run.name for run in RUNS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bubbles")
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in RUNS]))
+    command = [sys.executable, "-m", "tests.integration.loop_runs", str(folder), str(folder / "runs.json")]
+    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    table = pyarrow.dataset.dataset(run_dir / "rollouts", format="ipc").to_table(columns=COLUMNS)
+    return sorted(table.to_pylist(), key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
+
+
+def policy(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "train-toy" / "policy" / "model.safetensors")
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(run_dir.glob("train-toy/steps/*.json"))]
+
+
+@pytest.mark.parametrize("name", ["pregenerate", "other-seeds", "train_drafter", "both", "both-killed"])
+def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(runs: Path, name: str) -> None:
+    expected, found = rollouts(runs / "none"), rollouts(runs / name)
+    assert len(expected) == 3 * 8 * 2
+    assert found == expected
+    weights = policy(runs / "none")
+    assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
+
+
+def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
+    assert rollouts(runs / "four-ranks-both-killed") == rollouts(runs / "four-ranks")
+    weights = policy(runs / "four-ranks")
+    killed = policy(runs / "four-ranks-both-killed")
+    assert all(torch.equal(killed[key], tensor) for key, tensor in weights.items())
+    first, same = (
+        [row["response_tokens"] for row in rollouts(runs / run) if row["step"] == 0] for run in ("none", "four-ranks")
+    )
+    assert first == same
+
+
+def test_every_kill_cost_one_start(runs: Path) -> None:
+    outcome = json.loads((runs / "both-killed" / "outcome.json").read_text())
+    assert NUM_KILLS // 2 < len(outcome["kills"]) <= NUM_KILLS  # fewer when a start got through before its kill
+    assert outcome["num_starts"] == len(outcome["kills"]) + 1
+
+
+def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
+    made = {name: [record["metrics"] for record in steps(runs / name)] for name in NAMES}
+    for name in ("pregenerate", "other-seeds", "both"):
+        assert sum(row["bubble/pregenerated_tokens"] for row in made[name]) > 0
+        assert made[name][-1]["bubble/pregenerated_tokens"] == 0  # nothing comes after the last step
+    for name in ("train_drafter", "both"):
+        assert sum(row["bubble/drafter_steps"] for row in made[name]) > 0
+    assert all(row["bubble/used_s"] == 0 < row["bubble/idle_s"] for row in made["none"])
+    assert all(row["bubble/used_s"] <= row["bubble/idle_s"] for rows in made.values() for row in rows)
+
+
+def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs: Path) -> None:
+    """How often depends on the policy's steps, which are large for a toy, and on how much idle time there was."""
+
+    def accepted(*names: str) -> float:
+        records = [record for name in names for record in steps(runs / name)]
+        counts = [record["by_source"].get("replay", [0, 0, 0]) for record in records]
+        return sum(row[2] for row in counts) / max(1, sum(row[1] for row in counts))
+
+    assert accepted("pregenerate", "both", "both-killed") > 0.15
+    assert accepted("pregenerate", "both", "both-killed") > accepted("other-seeds")
+
+
+def test_the_simulator_needs_as_many_decoding_steps(runs: Path) -> None:
+    run = read_run(runs / "none" / "train-toy" / "steps", runs / "none" / "rollouts")
+    found = agreement(run, "none", most_running=16)
+    assert found.iterations[0] == pytest.approx(found.iterations[1], rel=0.1)
+
+
+def test_every_step_left_its_picture(runs: Path) -> None:
+    pictures = sorted((runs / "both" / "train-toy" / "steps").glob("*.svg"))
+    assert len(pictures) == 3
+    assert "rank 1" in pictures[0].read_text()

@@ -1,0 +1,201 @@
+"""Every draft source gives the tokens of plain decoding, in FP32, and says what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specrl.rollout.acceptance import DRAFTER, REPLAY
+from specrl.rollout.engine import Engine, Response
+from specrl.rollout.vllm_patch.backlog import Backlog
+from specrl.rollout.vllm_patch.sampler import RequestRecord
+from tests.exactness.engines import mixed_requests, running
+from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
+
+pytestmark = pytest.mark.engine
+REQUESTS = mixed_requests(32, seed=5)
+LONGEST = 16
+Texts = dict[tuple[int, ...], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("draft-sources")
+    write_policy(root / "policy", policy_weights(0))
+    write_drafter(root / "drafter", drafter_weights(1))
+    return root
+
+
+@pytest.fixture(scope="module")
+def mixed(root: Path) -> Iterator[Engine]:
+    with running(root / "policy", root / "drafter", toy_config("eagle3+replay", 3, adaptive=True)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain(mixed: Engine) -> list[Response]:
+    """k = 0 is compared with an engine without speculation in the exactness suite."""
+    mixed.set_k(0)
+    generation = mixed.generate(REQUESTS)
+    assert generation.stats.num_drafts == 0
+    return generation.responses
+
+
+@pytest.fixture(scope="module")
+def texts(plain: list[Response]) -> Texts:
+    """Responses to half of the prompts, some of them wrong in one token."""
+    wrong = likely_tokens()[0]
+    stored: Texts = {}
+    for index, (request, response) in enumerate(zip(REQUESTS, plain, strict=True)):
+        if index % 2 == 0:
+            text = response.tokens if index % 4 else [*response.tokens[:5], wrong, *response.tokens[6:]]
+            stored.setdefault(tuple(request.prompt_tokens), []).append(text)
+    return stored
+
+
+def tokens(responses: list[Response]) -> list[list[int]]:
+    return [response.tokens for response in responses]
+
+
+@pytest.mark.parametrize("k", [1, 3, None])
+def test_replay_and_eagle3_share_a_batch(mixed: Engine, plain: list[Response], texts: Texts, k: int | None) -> None:
+    mixed.set_replay(texts)
+    mixed.set_k(k)
+    generation = mixed.generate(REQUESTS)
+    assert tokens(generation.responses) == tokens(plain)
+    if k is not None:
+        by_source = generation.stats.by_source
+        assert by_source[REPLAY].num_accepted_tokens > 0.5 * by_source[REPLAY].num_draft_tokens > 0
+        assert by_source[DRAFTER].num_accepted_tokens > 0
+        assert len(generation.stats.drafted_per_pos) == LONGEST
+        for source in by_source:
+            of_requests = [
+                response.by_source[source] for response in generation.responses if source in response.by_source
+            ]
+            assert tuple(map(sum, zip(*of_requests, strict=True))) == by_source[source]
+
+
+def test_long_drafts_save_iterations_and_stored_text_can_be_taken_away(
+    mixed: Engine, plain: list[Response], texts: Texts
+) -> None:
+    mixed.set_k(3)
+    longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
+    request = REQUESTS[longest]
+    mixed.set_replay({tuple(request.prompt_tokens): [plain[longest].tokens]})
+    steps = mixed.generate([request]).stats.decode_steps
+    assert steps <= len(plain[longest].tokens) // LONGEST + 2
+    mixed.set_replay({})
+    generation = mixed.generate(REQUESTS)
+    assert REPLAY not in generation.stats.by_source
+    assert tokens(generation.responses) == tokens(plain)
+
+
+def test_a_stopped_generation_returns_what_it_has(mixed: Engine, plain: list[Response]) -> None:
+    mixed.set_k(3)
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 4
+
+    generation = mixed.generate(REQUESTS, stop=stop)
+    assert len(asked) == 4
+    reasons = [response.finish_reason for response in generation.responses]
+    assert reasons.count("abort") > 10
+    for response, whole in zip(generation.responses, plain, strict=True):
+        if response.finish_reason == "abort":
+            assert len(response.tokens) < len(whole.tokens)
+            assert response.logprobs == pytest.approx(whole.logprobs[: len(response.tokens)], abs=1e-4)
+        assert response.tokens == whole.tokens[: len(response.tokens)]
+    assert generation.num_tokens == sum(map(len, tokens(generation.responses)))
+    queued = mixed.generate(REQUESTS * 2, stop=lambda: True)  # more than run at once: some were never worked on
+    assert [response.tokens for response in queued.responses[len(REQUESTS) :]] == [[]] * len(REQUESTS)
+    assert tokens(mixed.generate(REQUESTS).responses) == tokens(plain)
+
+
+def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
+    mixed: Engine, plain: list[Response], texts: Texts
+) -> None:
+    weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in policy_weights(0).items()}
+    mixed.refit(weights.items(), drafter_weights(2).items(), version=1)
+    mixed.set_replay({})
+    mixed.set_k(0)
+    expected = tokens(mixed.generate(REQUESTS).responses)
+    assert expected != tokens(plain)
+    mixed.set_replay(texts)
+    mixed.set_k(3)
+    generation = mixed.generate(REQUESTS)
+    assert tokens(generation.responses) == expected
+    assert generation.stats.by_source[REPLAY].num_draft_tokens
+    mixed.refit(policy_weights(0).items(), drafter_weights(1).items(), version=2)
+
+
+def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engine, plain: list[Response]) -> None:
+    """Ten iterations without drafts, then drafts: as good as those of a drafter that read every token at once."""
+    drafting = mixed._drafting
+    assert drafting is not None
+    backlog, counters = drafting.backlog, []
+    assert backlog is not None
+    for used in (backlog, None, Forgetful(mixed._runner)):
+        drafting.backlog = used
+        asked: list[int] = []
+
+        def stop(asked: list[int] = asked) -> bool:
+            asked.append(1)
+            mixed.set_k(0 if len(asked) < 10 or len(asked) % 7 < 3 else 3)
+            return False
+
+        mixed.set_k(0)
+        generation = mixed.generate(REQUESTS[:16], stop=stop)
+        assert tokens(generation.responses) == tokens(plain)[:16]
+        counters.append(generation.stats)
+    drafting.backlog = backlog
+    assert counters[0] == counters[1]
+    assert counters[0].num_accepted_tokens > 20
+    assert counters[2] != counters[1]
+
+
+class Forgetful(Backlog):
+    """Leaves the holes."""
+
+    def catch_up(self, records: list[RequestRecord], arguments: tuple[Any, ...]) -> None:
+        for record in records:
+            record.unread.clear()
+
+
+def test_the_controller_learns_while_generating(mixed: Engine, texts: Texts, plain: list[Response]) -> None:
+    mixed.set_replay(texts)
+    mixed.set_k(None)
+    assert mixed.controller is not None
+    for size in (1, 4):
+        for start in range(0, len(REQUESTS), size):
+            mixed.generate(REQUESTS[start : start + size])
+    points = mixed.controller.curve()
+    assert {point.batch for point in points} >= {1, 4}
+    assert len({(point.k, point.replay_k) for point in points}) > 2
+    assert all(point.acceptance_length >= 1 and point.tokens_per_s > 0 for point in points)
+
+
+@pytest.mark.parametrize("method", ["replay", "draft_model"])
+def test_other_sources_give_the_same_tokens(root: Path, plain: list[Response], texts: Texts, method: str) -> None:
+    draft_model = root / "policy" if method == "draft_model" else None
+    with running(root / "policy", None, toy_config(method, 3, draft_model=draft_model)) as engine:
+        if method == "replay":
+            engine.set_replay(texts)
+        else:
+            with pytest.raises(ValueError, match="replays no stored text"):
+                engine.set_replay(texts)
+        generation = engine.generate(REQUESTS)
+        assert tokens(generation.responses) == tokens(plain)
+        assert generation.stats.num_accepted_tokens > 100
+        if method == "draft_model":  # drafts are greedy, and the draft model is the policy itself
+            greedy = [r for request, r in zip(REQUESTS, generation.responses, strict=True) if not request.temperature]
+            assert sum(r.num_accepted_tokens for r in greedy) > 0.9 * sum(r.num_draft_tokens for r in greedy) > 0
+        engine.set_k(0)
+        generation = engine.generate(REQUESTS[:8])
+        assert tokens(generation.responses) == tokens(plain)[:8]
+        assert generation.stats.num_drafts == 0

@@ -1,0 +1,192 @@
+"""The staleness guard: every fault that makes a drafter useless is noticed, repaired, and told; no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specrl.distributed import Ranks
+from specrl.rollout import vllm_sleep
+from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine
+from specrl.rollout.guard import AcceptanceWatch, DrafterGuard
+from specrl.rollout.parity import DrafterCollapseError
+from tests.exactness.engines import mixed_requests, running
+from tests.exactness.toy import (
+    NUM_LIKELY,
+    drafter_weights,
+    policy_weights,
+    toy_config,
+    write_drafter,
+    write_policy,
+)
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+REQUESTS = mixed_requests(64)
+Weights = dict[str, Tensor]
+
+
+class ToyTrainer:
+    """The trainer's drafter: tensors that a fault may change on their way to the engine, or for good."""
+
+    def __init__(self) -> None:
+        self.weights = drafter_weights(1)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.weights, "updates": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["model"]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    root = tmp_path_factory.mktemp("guard")
+    policy = write_policy(root / "policy", policy_weights(0))
+    drafter = write_drafter(root / "drafter", drafter_weights(1))
+    with running(policy, drafter, toy_config("eagle3", 3)) as engine:
+        yield engine
+
+
+def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
+    """A guard that has seen a good drafter, whose acceptance it now expects."""
+    trainer = ToyTrainer()
+    guard = DrafterGuard(engine, trainer, REQUESTS, ALONE)
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
+    report = guard.check(1)
+    assert report.speculating and not report.reloaded and guard.take_events() == []
+    return guard, trainer
+
+
+def zeros(weights: Weights) -> Weights:
+    """Weights lost, as after a sleep of the engine that nobody followed up with a refit."""
+    return {name: tensor if name in {"d2t", "t2d"} else torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+
+def from_policy(weights: Weights) -> Weights:
+    """The policy's tensors under the drafter's names."""
+    layer = policy_weights(0)
+    names = {f"midlayer.mlp.{name}_proj.weight": f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")}
+    return weights | {name: layer[source] for name, source in names.items()}
+
+
+def doubled_ids(weights: Weights) -> Weights:
+    """`d2t` written as ids where loaders add an offset: every draft means token 2i."""
+    return weights | {"d2t": torch.arange(NUM_LIKELY)}
+
+
+def inverted(weights: Weights) -> Weights:
+    """Learned the wrong way round: the least likely token is drafted. (Zeros would draft the toy's likeliest.)"""
+    return weights | {"lm_head.weight": -weights["lm_head.weight"]}
+
+
+def never_loaded(weights: Weights) -> Weights:
+    """Another version than the trainer's: a refit that left the drafter out."""
+    return drafter_weights(2)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("fault", [zeros, from_policy, doubled_ids, never_loaded])
+def test_a_drafter_damaged_on_its_way_is_replaced_by_the_last_good_one(
+    engine: Engine, fault: Callable[[Weights], Weights]
+) -> None:
+    guard, trainer = guarded(engine)
+    expected = engine.generate(REQUESTS)
+    engine.refit(policy_weights(0).items(), fault(trainer.weights).items(), 2)
+    damaged = engine.generate(REQUESTS)
+    assert [response.tokens for response in damaged.responses] == [r.tokens for r in expected.responses]
+    assert damaged.stats != expected.stats
+    report = guard.check(2)
+    assert report.reloaded and report.speculating
+    (event,) = guard.take_events()
+    assert "drafter collapse after refit 2: the engine's drafter differs" in event
+    assert "reloaded its last good version" in event
+    engine.verify_drafter(drafter_weights(1).items())
+    assert engine.generate(REQUESTS).stats == expected.stats
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("fault", [doubled_ids, inverted])
+def test_a_drafter_that_training_ruined_shows_in_its_acceptance(
+    engine: Engine, fault: Callable[[Weights], Weights]
+) -> None:
+    """Trainer and engine agree; only the probe tells."""
+    guard, trainer = guarded(engine)
+    trainer.weights = fault(trainer.weights)
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    engine.verify_drafter(trainer.named_weights())
+    report = guard.check(2)
+    assert report.reloaded
+    assert "acceptance at position 1 fell to" in guard.take_events()[0]
+    good = drafter_weights(1)
+    assert all(torch.equal(good[name], tensor) for name, tensor in trainer.named_weights())
+    assert not guard.check(2).reloaded
+
+
+@pytest.mark.engine
+def test_weights_that_are_not_numbers_are_a_collapse(engine: Engine) -> None:
+    guard, trainer = guarded(engine)
+    trainer.weights = trainer.weights | {"fc.weight": torch.full_like(trainer.weights["fc.weight"], torch.nan)}
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    assert guard.check(2).reloaded
+
+
+@pytest.mark.engine
+def test_sleep_is_refused_where_there_is_no_gpu(engine: Engine) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="cannot sleep on a cpu"):
+        vllm_sleep.sleep(engine)
+
+
+@pytest.mark.engine
+def test_speculation_ends_when_the_last_good_version_does_not_help(engine: Engine) -> None:
+    """Last of all: this engine does not speculate again."""
+    guard, trainer = guarded(engine)
+    engine.set_k(0)
+    plain = [response.tokens for response in engine.generate(REQUESTS).responses]
+    engine.set_k(3)
+    guard._last_good = {"model": doubled_ids(trainer.weights), "updates": 3}
+    trainer.weights = doubled_ids(trainer.weights)
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    report = guard.check(2)
+    assert not report.speculating and not engine.speculates
+    assert report.metrics()["refit/speculating"] == 0
+    assert "speculation is off" in guard.take_events()[0]
+    engine.set_k(3)
+    generation = engine.generate(REQUESTS)
+    assert generation.stats.num_drafts == 0
+    assert [response.tokens for response in generation.responses] == plain
+    assert not guard.check(3).speculating
+
+
+def stats_of(*accepted: int, drafts: int = 100) -> SpeculationStats:
+    drafted = (drafts,) * len(accepted)
+    return SpeculationStats(drafts, sum(drafted), sum(accepted), accepted, 50, drafted)
+
+
+def test_a_slow_drift_or_a_noisy_probe_is_no_collapse() -> None:
+    watch = AcceptanceWatch()
+    for version, accepted in enumerate((40, 35, 30, 26, 22, 18)):
+        watch.check(stats_of(accepted), version)
+    noisy = AcceptanceWatch()
+    for version, accepted in enumerate((3, 1)):
+        noisy.check(stats_of(accepted, drafts=10), version)
+
+
+def test_a_collapse_of_one_position_is_found_and_leaves_the_running_value() -> None:
+    watch = AcceptanceWatch()
+    watch.check(stats_of(60, 40, 30), 1)
+    with pytest.raises(DrafterCollapseError, match=r"position 2 fell to 0\.050 of 100 drafts .* version 2"):
+        watch.check(stats_of(60, 5, 3), 2)
+    with pytest.raises(DrafterCollapseError, match="nothing was drafted"):
+        watch.check(SpeculationStats(), 3)
+    watch.check(stats_of(58, 38, 31), 4)
+    assert watch.running == pytest.approx((0.59, 0.39, 0.305))

@@ -1,0 +1,52 @@
+"""`specrl serve` registers a schedule with Prefect; each of its flow runs is a run of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from flows.server import PrefectServer
+from tests.integration.pipeline_runs import SMOKE, specrl
+
+
+def call(url: str, **body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
+def first_with(url: str, key: str, values: tuple[str, ...], seconds: float = 240) -> Any:
+    """The first entry of a listing whose `key` is one of `values`, once there is one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := [entry for entry in call(f"{url}/filter") if entry[key] in values]:
+            return found[0]
+        time.sleep(0.3)
+    raise AssertionError(f"no {key} of {values} in {url} after {seconds} s")
+
+
+def test_a_served_configuration_runs_when_prefect_says_so(tmp_path: Path) -> None:
+    problems, runs = tmp_path / "problems.jsonl", tmp_path / "runs"
+    problems.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(80)))
+    data = {"source": "file", "path": str(problems), "reward": "exact_match"}
+    settings = [f"--set=data.{key}={value}" for key, value in data.items()]
+    with PrefectServer(runs) as server:
+        server.wait()
+        process = specrl("serve", str(SMOKE), "--cron", "0 3 1 1 *", f"--set=runs_dir={runs}", *settings)
+        try:
+            deployment = first_with(f"{server.url}/deployments", "name", ("smoke",))
+            assert [schedule["schedule"]["cron"] for schedule in deployment["schedules"]] == ["0 3 1 1 *"]
+            problems.unlink()
+            call(f"{server.url}/deployments/{deployment['id']}/create_flow_run")
+            failed = first_with(f"{server.url}/flow_runs", "state_type", ("FAILED", "CRASHED", "COMPLETED"))
+        finally:
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=120)
+    # What a run needs is looked at again at its own time, and a run that cannot start leaves nothing behind.
+    assert f"{problems}: there is no such file" in failed["state"]["message"]
+    assert not list(runs.glob("smoke*"))
+    assert "Traceback" not in output, output

@@ -1,0 +1,128 @@
+"""The parts of `specrl bench` that need no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.cli import invoke
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Page
+from specrl.bench.roofline import Machine, Network, Roofline, drafter_networks, policy_network
+from specrl.bench.rounds import orders
+from specrl.bench.settings import RolloutSettings, methods_of
+from specrl.bench.tables import Spread, markdown_table, per_position, ratios
+from specrl.bench.workloads import workloads
+from specrl.config import ConfigError, parse_config
+from specrl.report.svg import line_charts
+from specrl.rollout.requests import Request, Response
+
+MACHINE = Machine(bytes_per_s=1e9, flops_per_s=1e11)
+
+
+def test_ratios_are_taken_within_each_round() -> None:
+    assert ratios([10, 30, 60], [10, 10, 30]) == Spread(2.0, 1.0, 3.0)
+
+
+def test_few_rows_cost_the_reading_of_the_weights_and_many_the_arithmetic() -> None:
+    network = Network(weights=1_000_000, bytes_per_weight=2)
+    assert network.seconds(1, MACHINE) == pytest.approx(2e-3)
+    assert network.seconds(200, MACHINE) == pytest.approx(4e-3)
+
+
+def test_a_speculative_iteration_runs_the_policy_once_and_the_drafter_k_times() -> None:
+    policy, drafter = Network(1_000_000, 2), Network(100_000, 2)
+    line = Roofline(policy, drafter, None, MACHINE)
+    assert line.plain_seconds(1) == pytest.approx(2e-3)
+    assert line.speculative_seconds(1, 3) == pytest.approx(2e-3 + 3 * 2e-4)
+    assert line.speedup(1, 3, 2.6) == pytest.approx(2.0)
+    assert Roofline(policy, None, None, MACHINE).speedup(1, 3, 2.0) == pytest.approx(2.0)
+
+
+def test_weights_are_counted_from_the_shape() -> None:
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": 100,
+        "draft_vocab_size": 10,
+    }
+    attention, mlp = 8 * 2 * (4 + 4) + 4 * 2 * 8, 3 * 8 * 16
+    assert policy_network(shape, 2).weights == 3 * (attention + mlp) + 800
+    drafter, fusion = drafter_networks(shape, 2)
+    assert drafter.weights == 16 * 2 * 8 + 64 + mlp + 80
+    assert fusion.weights == 3 * 8 * 8
+
+
+def test_every_side_runs_once_in_every_round_and_none_is_always_first() -> None:
+    rounds = orders(3, 6)
+    assert all(sorted(order) == [0, 1, 2] for order in rounds)
+    assert {order[0] for order in rounds} == {0, 1, 2}
+
+
+def test_a_fixed_batch_takes_requests_that_last_and_other_ones_in_each_round() -> None:
+    requests = [Request([1], seed, 50, 1.0) for seed in range(64)]
+    lengths = [50 if index % 4 == 0 else 3 for index in range(64)]
+    responses = [Response([1] * length, [0.0] * length, "", "stop", 0, 0, 0, 0.0, 0.0) for length in lengths]
+    one, large, tail = workloads(requests, responses, [1, 32, "tail64"], 3, 20)
+    assert [[request.seed for request in requests] for requests in one.rounds] == [[0, 4], [8, 12], [16, 20]]
+    assert {request.max_tokens for requests in one.rounds for request in requests} == {20}
+    assert [len(requests) for requests in large.rounds] == [32] * 3
+    assert len({request.seed for request in large.rounds[0]}) == 32
+    assert tail.rounds == [requests] * 3
+    assert tail.batch == 64
+
+
+def test_tables_are_markdown() -> None:
+    assert markdown_table(["a", ">b"], [("x", "1")]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
+    assert per_position([0.5, 0.25]) == "0.50 / 0.25"
+    assert per_position([]) == "-"
+
+
+def test_plots_become_files_beside_the_page(tmp_path: Path) -> None:
+    page = Page(tmp_path / "2030-01-01-x.md")
+    page.plot("speedup", line_charts({"a < b": [(1, 1.0), (4, 2.0)]}, "x", "y", log_x=True), "what it shows")
+    page.write()
+    assert page.path.read_text() == "![what it shows](2030-01-01-x-speedup.svg)\n"
+    svg = (tmp_path / "2030-01-01-x-speedup.svg").read_text()
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert "a &lt; b" in svg
+    assert ">4</text>" in svg  # the x axis is named in batch sizes, not in their logarithms
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    settings = RolloutSettings(ks=(1, "adaptive")).model_dump(mode="json")
+    job = BenchJob("m:f", tmp_path, settings, "specrl bench", tmp_path / "p.md")
+    job.save(tmp_path / "job.json")
+    assert BenchJob.load(tmp_path / "job.json") == job
+    assert RolloutSettings.model_validate(job.settings).ks == (1, "adaptive")
+
+
+def test_methods_are_those_that_the_drafter_of_the_run_allows() -> None:
+    eagle = parse_config({"name": "run", "speculation": {"method": "eagle3"}})
+    ngram = parse_config({"name": "run", "speculation": {"method": "ngram"}})
+    assert methods_of(RolloutSettings(), eagle) == ("eagle3", "eagle3+replay", "ngram", "replay")
+    assert methods_of(RolloutSettings(), ngram) == ("ngram", "replay")
+    with pytest.raises(ConfigError, match="eagle3 needs a run"):
+        methods_of(RolloutSettings(methods=("eagle3",)), ngram)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ks", "1,x"], "'x' is neither a positive number nor adaptive"),
+        (["--batches", "0"], "'0' is neither a positive number nor tail64"),
+        (["--methods", "none"], "methods: 'none' is not one of eagle3"),
+        (["--ks", ","], "ks: name at least one"),
+        (["--repeats", "0"], "repeats = 0"),
+        ([], "no run nobody"),
+    ],
+)
+def test_a_wrong_request_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["bench", "rollouts", "--run", "nobody", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]

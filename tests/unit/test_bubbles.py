@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from specrl.config import ConfigError, parse_config
+from specrl.data.prompts import Prompt
+from specrl.distributed import Ranks
+from specrl.gantt import gantt
+from specrl.rollout.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
+from specrl.rollout.bubbles import Rendezvous, Split, by_tokens
+from specrl.timeline import (
+    PREGENERATION,
+    SPOT_TRAINING,
+    Bubble,
+    RankTimeline,
+    Span,
+    joined,
+    rank_spans,
+    tail_seconds,
+    timeline_from,
+    totals,
+)
+
+
+def make_meetings(count: int) -> list[Rendezvous]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
+    ranks = [Ranks(rank, count, rank, torch.device("cpu")) for rank in range(count)]
+    return [Rendezvous(store, rank, poll_seconds=0) for store, rank in zip([server, *clients], ranks, strict=True)]
+
+
+def test_all_are_done_when_the_last_one_says_so() -> None:
+    meetings = make_meetings(3)
+    for _ in range(3):
+        for meeting in meetings:
+            meeting.open()
+        meetings[1].arrive()
+        meetings[0].arrive()
+        assert [meeting.all_done() for meeting in meetings] == [False] * 3
+        meetings[2].arrive()
+        assert [meeting.all_done() for meeting in meetings] == [True] * 3
+
+
+def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
+    meetings = make_meetings(2)
+    for _ in range(2):
+        for meeting in meetings:
+            meeting.open()
+        claimed: list[range] = []
+        while piece := meetings[len(claimed) % 2].claim(61, at_least=4):
+            claimed.append(piece)
+        assert [item for piece in claimed for item in piece] == list(range(61))
+        assert len(claimed[0]) == 16 > len(claimed[1]) > len(claimed[2])
+        assert not meetings[1].claim(61)
+
+
+def test_counters_of_past_generations_are_deleted() -> None:
+    (meeting,) = make_meetings(1)
+    for _ in range(20):
+        meeting.open()
+        meeting.arrive()
+        meeting.claim(3)
+    assert meeting._store.num_keys() < 6
+
+
+def test_totals_count_waiting_use_and_overrun() -> None:
+    early = Bubble(
+        0, 100.0, 104.0, 110.5, 10, 1.0, [Span(PREGENERATION, 104.0, 108.0), Span(SPOT_TRAINING, 109, 110.5)]
+    )
+    late = Bubble(1, 100.5, 110.0, 110.0, 90, 4.0)
+    found = totals([early, late])
+    assert (found.idle_s, found.used_s, found.overrun_s) == (6.0, 5.0, 0.5)
+    assert found.generation_s == 20.0
+    assert totals([late]).overrun_s == 0.0
+
+
+def test_tail_and_joined_spans() -> None:
+    assert tail_seconds([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 20.0]) == 10.0
+    assert tail_seconds([]) == 0.0
+    spans = [Span("a", 0, 1), Span("a", 1.001, 2), Span("a", 3, 4), Span("b", 4, 5)]
+    assert joined(spans) == [Span("a", 0, 2), Span("a", 3, 4), Span("b", 4, 5)]
+
+
+def test_a_timeline_survives_json_and_is_drawn() -> None:
+    bubble = Bubble(0, 100.0, 104.0, 110.5, 10, 1.0, [Span(PREGENERATION, 104.0, 108.0)], 7, 0)
+    timeline = RankTimeline(bubble, rank_spans(bubble, [Span("generation", 100, 111), Span("refit", 111, 112)]))
+    assert timeline_from(json.loads(json.dumps(asdict(timeline)))) == timeline
+    picture = gantt([timeline])
+    assert "pregeneration: 4.00 to 8.00 s" in picture
+    assert "refit: 11.00 to 12.00 s" in picture
+    assert picture.count("<rect") == 3 + 3
+
+
+def test_both_begins_with_pregeneration_and_follows_what_is_measured() -> None:
+    split = Split()
+    assert split.prefers_pregeneration({PREGENERATION: 100.0})
+    seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
+    split.learn(seconds, stats(replayed=300, drafts=100, accepted=100))
+    split.learn(seconds, stats(replayed=300, drafts=100, accepted=200))
+    assert 0.5 < split.share < 0.9
+    assert not split.prefers_pregeneration({PREGENERATION: 9.0, SPOT_TRAINING: 1.0})
+    for step in range(9):
+        split.learn(seconds, stats(replayed=0, drafts=100, accepted=300 + 100 * step))
+    assert split.share == Split.LEAST
+
+
+def stats(*, replayed: int, drafts: int, accepted: int) -> SpeculationStats:
+    by_source = {
+        REPLAY: SourceCounts(replayed, replayed, replayed),
+        DRAFTER: SourceCounts(drafts, 3 * drafts, accepted),
+    }
+    return SpeculationStats(by_source=by_source)
+
+
+def test_prompts_of_equal_text_share_their_stored_responses() -> None:
+    prompts = [Prompt(number, "x", tokens, "") for number, tokens in enumerate([[1, 2], [1, 2], [3], [4]])]
+    stored = {0: [[5]], 1: [[6], [7]], 2: [[8]], 9: [[9]]}
+    assert by_tokens(prompts, stored) == {(1, 2): [[5], [6], [7]], (3,): [[8]]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bubbles": {"use": "both"}}, ("speculation.method", "eagle3+replay")),
+        ({"bubbles": {"use": "train_drafter"}, "speculation": {"method": "ngram"}}, ("needs a drafter", "eagle3")),
+        ({"bubbles": {"use": "train_drafter"}, "drafter": {"online_lr": 0}}, ("drafter.online_lr",)),
+        ({"bubbles": {"use": "sometimes"}}, ("bubbles.use", "pregenerate")),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(settings: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({"name": "run", **settings})
+    assert len(str(error.value).splitlines()) == 1
+    assert all(word in str(error.value) for word in words)

@@ -1,0 +1,105 @@
+"""What counts as a near-tie, and the chi-squared test that `validate` uses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from scipy import stats
+
+from specrl.exactness import Exactness, ExactnessError, Parity, heated
+from specrl.rollout.chi_squared import ChiSquared, chi_squared, combined
+from specrl.rollout.near_ties import Noise, Pick, compare, measure_noise
+from specrl.rollout.requests import Request
+
+NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
+LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)
+RIGHT = Pick(token=4, u=0.5, lower=0.4999, upper=0.9, gap=1.0, greedy=False)
+SAME = Pick(token=7, u=0.3, lower=0.1, upper=0.4, gap=1.0, greedy=False)
+
+
+def test_a_step_of_the_cdf_that_moved_by_no_more_than_noise_explains_a_difference() -> None:
+    comparison = compare([{5: SAME, 6: LEFT, 7: SAME}], [{5: SAME, 6: RIGHT}], NOISE)
+    assert [(d.request, d.position) for d in comparison.divergences] == [(0, 6)]
+    assert comparison.divergences[0].distance == pytest.approx(5e-4)
+    assert (comparison.num_tokens, comparison.num_unexplained) == (2, 0)
+    assert comparison.per_1000_tokens == 500
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RIGHT, lower=0.49, upper=0.9),  # the step moved further than noise does
+        replace(RIGHT, lower=0.51, upper=0.9),  # u is not in the step of the token picked
+        replace(RIGHT, u=0.6),  # another random number
+    ],
+)
+def test_other_differences_are_not_explained(other: Pick) -> None:
+    assert compare([{6: LEFT}], [{6: other}], NOISE).num_unexplained > 0
+
+
+def test_a_token_that_its_own_distribution_does_not_give_is_found_without_a_difference() -> None:
+    wrong = replace(SAME, u=0.7)
+    comparison = compare([{5: wrong}], [{5: wrong}], NOISE)
+    assert not comparison.divergences
+    assert comparison.num_unexplained == 2
+
+
+@pytest.mark.parametrize(("gap", "unexplained"), [(0.05, 0), (0.15, 0), (0.25, 1)])
+def test_greedy_differences_are_explained_by_the_distance_of_the_two_best(gap: float, unexplained: int) -> None:
+    left, right = (Pick(token, 0.5, 0.2, 0.4, gap, greedy=True) for token in (3, 4))
+    assert compare([{6: left}], [{6: right}], NOISE).num_unexplained == unexplained
+
+
+def test_noise_is_the_largest_movement_over_common_tokens() -> None:
+    moved = replace(SAME, lower=0.1002, upper=0.3995, gap=1.3)
+    noise = measure_noise([{5: SAME, 6: LEFT}], [{5: moved, 6: RIGHT}])
+    assert noise.cdf == pytest.approx(5e-4)
+    assert noise.gap == pytest.approx(0.3)
+    assert noise.num_tokens == 1
+
+
+def test_a_response_that_only_goes_on_is_an_error() -> None:
+    with pytest.raises(ValueError, match="equal as far as"):
+        compare([{5: SAME}], [{5: SAME, 6: LEFT}], NOISE)
+
+
+def test_chi_squared_pools_and_agrees_with_scipy() -> None:
+    exact = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.004}
+    generator = random.Random(0)
+    samples = generator.choices([0, 1, 2, 3, 4], [0.5, 0.3, 0.15, 0.004, 0.046], k=1000)
+    test = chi_squared(samples, exact)
+    observed = [samples.count(0), samples.count(1), samples.count(2), samples.count(3) + samples.count(4)]
+    wanted = stats.chisquare(observed, [500, 300, 150, 50])
+    assert test.degrees_of_freedom == 3
+    assert test.statistic == pytest.approx(wanted.statistic)
+    assert test.p_value == pytest.approx(wanted.pvalue)
+    both = combined([test, test])
+    assert (both.degrees_of_freedom, both.num_samples) == (6, 2000)
+    assert chi_squared(generator.choices([0, 1], k=1000), exact).p_value < 1e-9
+    assert chi_squared([0] * 900 + [9] * 100, {0: 1.0}).p_value == 1.0  # one cell only: nothing to choose between
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"first_tokens": ChiSquared(300.0, 20, 1000)}, "do not follow the policy: chi-squared 300.0 on 20"),
+        ({"sampled": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE)}, "sampled responses"),
+        ({"greedy": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE)}, "greedy responses"),
+    ],
+)
+def test_a_failed_gate_is_an_error_with_its_figures(broken: dict[str, object], message: str) -> None:
+    fine = Parity(compare([{5: SAME}], [{5: SAME}], NOISE), NOISE)
+    good = Exactness(ChiSquared(20.0, 20, 1000), fine, fine)
+    good.check()
+    assert good.metrics()["validate/unexplained_differences"] == 0
+    with pytest.raises(ExactnessError, match=message):
+        replace(good, **broken).check()  # type: ignore[arg-type]
+
+
+def test_every_second_prompt_is_tested_at_a_higher_temperature() -> None:
+    requests = [Request([prompt], seed, 4, 0.7) for prompt in (5, 6) for seed in (1, 2)]
+    assert [(request.temperature, request.top_p) for request in heated(requests)] == [(0.7, 1.0)] * 2 + [
+        (1.4, 0.95)
+    ] * 2
