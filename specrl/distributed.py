@@ -50,8 +50,11 @@ def join() -> Ranks:
     """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun and submitit set them; alone without them.
+    In a group that was formed otherwise it sets them, for vLLM reads them.
     """
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    alone = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from specrl.config import Config
 from specrl.distributed import join
@@ -77,8 +76,7 @@ class Engine:
             SamplerError: the sampler's self-test failed.
         """
         os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-        if not dist.is_initialized():
-            join()
+        join()
         vllm_patch.require_version()
         self.config = config
         self.max_length = config.model.max_length

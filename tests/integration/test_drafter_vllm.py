@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
+from specrl.rollout import vllm_patch
 from specrl.training.drafter import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
@@ -135,6 +137,8 @@ def vllm_proposals(
     prompts = [{"prompt_token_ids": row[:PROMPT]} for row in tokens.tolist()]
     engine.generate(prompts, parameters, use_tqdm=False)
     together = [after - before for after, before in zip(counters(engine), alone, strict=True)]
+    vllm_patch.stop(engine.llm_engine)
+    dist.destroy_process_group()  # vLLM's own, which no variable of the environment tells of
     return proposals, alone, together
 
 
