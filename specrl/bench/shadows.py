@@ -68,10 +68,12 @@ def shadows_of(source: str, directory: Path, policy_dir: Path, config: Config, r
 
 
 def micro_batches(rollouts: Rows[Rollout], tokens: int) -> list[MicroBatch]:
-    sequences = [
-        Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
-        for index, rollout in enumerate(rollouts)
-    ]
+    """Responses as the engine drafts them: it knows where `max_tokens` cuts one, and drafts no last token there."""
+    sequences = []
+    for index, rollout in enumerate(rollouts):
+        drafted = rollout.response_tokens[: -1 if rollout.finish_reason == "length" else None]
+        if drafted:
+            sequences.append(Sequence(rollout.prompt_tokens + drafted, len(rollout.prompt_tokens), index))
     return pack(sequences, tokens)
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
 
-def accepted_prefix(drafts: Sequence[int], picked: Sequence[int]) -> int:
-    """Number of leading drafts that are the tokens the sampler picked at their positions."""
+def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Collection[int] = ()) -> int:
+    """Number of leading drafts that are the tokens the sampler picked at their positions, to the response's end.
+
+    Past a stop token a draft may agree with what would have been picked, but nobody gets that token.
+    """
     count = 0
     for draft, token in zip(drafts, picked, strict=False):
         if draft != token:
             break
         count += 1
+        if token in stop_tokens:
+            break
     return count
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from specrl.rollout.engine import Engine
 from tests.exactness.engines import running
-from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
+from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
 
 Start = Callable[[str], Engine]
 LONGEST = {"none": 0, "eagle3": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, "draft_model": 2}
@@ -20,7 +20,8 @@ LONGEST = {"none": 0, "eagle3": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, 
 @pytest.fixture(scope="package")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("exactness")
-    return write_policy(root / "policy", policy_weights(0)), write_drafter(root / "drafter", drafter_weights(1))
+    policy = write_policy(root / "policy", policy_weights(0))
+    return policy, write_trained_drafter(root / "drafter", policy)
 
 
 @pytest.fixture(scope="package")

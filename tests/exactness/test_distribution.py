@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specrl.rollout.acceptance import DRAFTER, REPLAY
 from specrl.rollout.chi_squared import ChiSquared, chi_squared
 from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.refit import read_weights
 from specrl.rollout.requests import Generation
 from specrl.rollout.self_test import SamplerError
 from specrl.rollout.vllm_patch import InvariantSampler, RequestRecord
@@ -46,9 +49,9 @@ Cell = tuple[Setting, Tokens]
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_eagle3_samples_follow_the_policy(engine_of: Start, setting: Setting) -> None:
     generation, cells = sample(engine_of("eagle3"), (setting,), seed=7)
-    assert generation.stats.num_draft_tokens > NUM_SEQUENCES
-    if setting[0] == 1.0:  # at 0.6 this policy is sure of tokens that an untrained drafter hardly ever guesses
-        assert generation.stats.num_accepted_tokens > 200
+    stats = generation.stats
+    assert stats.num_accepted_tokens > NUM_SEQUENCES
+    assert stats.num_draft_tokens - stats.num_accepted_tokens > NUM_SEQUENCES / 100, "rejections are tested too"
     test = against_policy(cells, (setting,))
     assert test.p_value > P_VALUE, test
 
@@ -66,12 +69,13 @@ def test_samples_of_every_other_source_follow_the_policy(engine_of: Start, metho
     assert against_policy(cells, SETTINGS).p_value > P_VALUE
 
 
-def test_samples_follow_the_policy_after_three_refits(engine_of: Start) -> None:
+def test_samples_follow_the_policy_after_three_refits(engine_of: Start, directories: tuple[Path, Path]) -> None:
     engine = engine_of("eagle3")
     for version in (1, 2, 3):
         engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items(), version)
     _, cells = sample(engine, SETTINGS, seed=9)
-    engine.refit(policy_weights(0).items(), drafter_weights(1).items(), 4)
+    policy, drafter = directories
+    engine.refit(read_weights(policy), load_file(drafter / "model.safetensors").items(), 4)
     assert against_policy(cells, SETTINGS, policy=3).p_value > P_VALUE
     assert against_policy(cells, SETTINGS, policy=2).p_value < P_VALUE
 

@@ -10,8 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specrl.config import Config
+from specrl.config import Config, DrafterConfig
 from specrl.data.tiny import VOCAB_SIZE, character_tokenizer
+from specrl.distributed import Ranks
+from specrl.training.drafter import Drafter
+from specrl.training.features import Features
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 6, 4, 2
 NUM_LIKELY = 10
@@ -93,6 +96,27 @@ def write_policy(directory: Path, weights: dict[str, Tensor], *, tied: bool = Fa
     kept = {name: tensor.to(kind) for name, tensor in weights.items() if not (tied and name == "lm_head.weight")}
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     character_tokenizer(192).save_pretrained(directory)
+    return directory
+
+
+def write_trained_drafter(directory: Path, policy_dir: Path) -> Path:
+    """An EAGLE-3 drafter over the likely tokens that learned from the policy's own responses, so that it is often right."""
+    generator, likely = torch.Generator().manual_seed(0), torch.tensor(likely_tokens())
+    drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), likely, Ranks(0, 1, 0, torch.device("cpu")))
+    policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    tokens = likely[torch.randint(NUM_LIKELY, (128, 6), generator=generator)]
+    with torch.no_grad():
+        for _ in range(12):
+            probs = policy(tokens).logits[:, -1].softmax(-1)
+            tokens = torch.cat([tokens, probs.multinomial(1, generator=generator)], 1)
+        outputs = policy(tokens, output_hidden_states=True)
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    mask[:, -1] = False
+    spec = drafter.feature_spec
+    hidden = torch.cat([outputs.hidden_states[layer] for layer in spec.layers], -1)
+    features = Features(tokens, mask, hidden, outputs.logits[..., likely], outputs.logits.argmax(-1))
+    drafter.update([features], lr=3e-3, epochs=40)
+    drafter.save(directory, policy_version=0)
     return directory
 
 

@@ -21,6 +21,10 @@ def test_the_accepted_prefix_ends_at_the_first_draft_that_was_not_picked(
     assert accepted_prefix(drafts, picked) == expected
 
 
+def test_nothing_is_accepted_past_the_end_of_a_response() -> None:
+    assert accepted_prefix([1, 2, 3], [1, 2, 3, 4], stop_tokens={2}) == 2
+
+
 def test_rates_follow_the_projects_conventions() -> None:
     stats = SpeculationStats(
         num_drafts=10,

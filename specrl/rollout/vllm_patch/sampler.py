@@ -45,6 +45,7 @@ class RequestRecord:
     top_p: float
     started_at: float
     max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
     logprobs: list[float] = field(default_factory=list)
     """One per response token so far."""
     source: str = DRAFTER
@@ -131,6 +132,7 @@ class InvariantSampler:
                 *(state.num_prompt_tokens, row, params.temperature, max(params.top_k, 0), params.top_p),
                 started_at=time.time(),
                 max_tokens=params.max_tokens,
+                stop_tokens=frozenset(params.stop_token_ids or ()),
             )
 
     def _pick(
@@ -166,14 +168,15 @@ class InvariantSampler:
         decoding: list[bool] = []
         first = first_draft = 0
         for index, (request_id, start, count) in enumerate(zip(ids, starts, counts, strict=True)):
-            accepted = accepted_prefix(drafts[first_draft : first_draft + count], tokens[first : first + count])
+            record = self.records[request_id]
+            picked, drafted = tokens[first : first + count], drafts[first_draft : first_draft + count]
+            accepted = accepted_prefix(drafted, picked, record.stop_tokens)
             kept = slice(first, first + accepted + 1)
             rows.append(tokens[kept])
             first, first_draft = first + count + 1, first_draft + count
             decoding.append(start > 0 and not discarded[index])
             if discarded[index]:
                 continue
-            record = self.records[request_id]
             record.logprobs[start:] = logprobs[kept]
             if count:
                 outcomes.append(record.verified(count, accepted))
