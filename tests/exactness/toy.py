@@ -100,7 +100,7 @@ def write_policy(directory: Path, weights: dict[str, Tensor], *, tied: bool = Fa
 
 
 def write_trained_drafter(directory: Path, policy_dir: Path) -> Path:
-    """An EAGLE-3 drafter over the likely tokens that learned from the policy's own responses, so that it is often right."""
+    """An EAGLE-3 drafter over the likely tokens, taught by responses of the policy, so that it is often right."""
     generator, likely = torch.Generator().manual_seed(0), torch.tensor(likely_tokens())
     drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), likely, Ranks(0, 1, 0, torch.device("cpu")))
     policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
