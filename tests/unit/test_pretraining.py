@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
@@ -38,7 +39,12 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"))
+    """A policy that is sure of what comes next, so that there is something to foresee."""
+    directory = write_policy(tmp_path_factory.mktemp("policy"))
+    model = LlamaForCausalLM.from_pretrained(directory)
+    model.lm_head.weight.data.mul_(40)
+    model.save_pretrained(directory)
+    return directory
 
 
 class Counted(Policy):
@@ -54,7 +60,7 @@ class Counted(Policy):
 
 
 def batches(count: int = 24) -> list[MicroBatch]:
-    """Counting, from one number on to another: something to learn."""
+    """Of lengths from 6 to 18, a few to a micro-batch."""
     rows = [[(start + 3 * step) % VOCAB for step in range(6 + start % 13)] for start in range(count)]
     return pack([Sequence(row, 2, index) for index, row in enumerate(rows)], 50)
 
