@@ -197,13 +197,13 @@ class Policy:
 
         Args:
             features: what to keep for the drafter from this forward pass.
-            keep: of the first so many micro-batches only; all by default.
+            keep: keep them of the first so many micro-batches only; of all by default.
             temperature: logits are divided by it, so that log-probs are those of the sampled distribution.
             lr: learning rate of this update, instead of the schedule's.
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss` and `grad_norm`
-            (before clipping); and one `Features` per kept micro-batch of this rank.
+            (before clipping); and one `Features` per micro-batch of this rank.
 
         Raises:
             FloatingPointError: the loss is not finite; the weights are as before.
@@ -292,9 +292,9 @@ class Policy:
         """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
         device = self.ranks.device
         batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch().to(device)]
-        num_kept = len(micro_batches[:keep]) if spec else 0
-        inputs = LayerInputs(self.model, spec.layers if spec and num_kept else ())
+        inputs = LayerInputs(self.model, spec.layers if spec else ())
         draft_tokens = spec.draft_tokens.to(device) if spec else None
+        num_kept = len(micro_batches[:keep]) if spec else 0
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch = next(iterator)
