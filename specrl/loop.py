@@ -88,6 +88,7 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
             mismatch = agreement(trainer, rollouts)
             with timer("drafter_update"):
                 drafter_metrics = update_drafter(trainer, features)
+            del features  # or the next step's would come beside them
             with timer("refit"):
                 parity, guard = refit(trainer, version=step + 1, kv_scales=kv_scales)
             with timer("checkpoint"):
@@ -176,22 +177,10 @@ def update_drafter(trainer: Trainer, features: list[Features]) -> dict[str, floa
         return {}
     metrics = spot.merge() if spot is not None else {}
     if not metrics:
-        metrics = drafter.update(within_budget(features, config.max_tokens_per_step), lr=config.online_lr)
+        metrics = drafter.update(features, lr=config.online_lr)
     if spot is not None:
         spot.remember(features)
     return metrics
-
-
-def within_budget(features: list[Features], max_tokens: int) -> list[Features]:
-    """The first micro-batches whose padded area stays within `max_tokens`; they come longest sequences first."""
-    kept: list[Features] = []
-    total = 0
-    for item in features:
-        total += item.tokens.numel()
-        if total > max_tokens and kept:
-            break
-        kept.append(item)
-    return kept
 
 
 def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> tuple[ParityReport, GuardReport]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
 from statistics import median
 
 from specrl.bench.rounds import Side, Workload, measure
-from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of
+from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, speculation_of
 from specrl.bench.subject import Subject
-from specrl.config import Config, SpeculationConfig
+from specrl.config import Config
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
@@ -19,6 +20,8 @@ COMPILED = (PLAIN, "eagle3")
 or more on a CPU."""
 GPU_SHARE = 0.85
 """Of a GPU's memory, for all engines together."""
+KV_CACHE_GIB = 0.5
+"""On a CPU, of each engine at most: all of them live at once."""
 
 
 class Lineup:
@@ -40,15 +43,20 @@ class Lineup:
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft sources; of eager and compiled the one that is faster on `pilot` stays."""
         for method in self.methods:
-            sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices(method)]
-            for side in sides:
-                if side.engine.replays:
-                    side.engine.set_replay(stored)
-            if len(sides) > 1:
-                found = measure(sides, pilot)
-                sides = [entry.side for entry in sorted(found, key=lambda entry: -median(entry.rates))]
-                sides[1].engine.shutdown()
-            self.engines[method] = sides[0]
+            self.engines[method] = self._fastest(method, pilot, stored)
+            gc.collect()  # the slower engine, now that nothing holds it: its memory is the next one's
+
+    def _fastest(self, method: str, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> Side:
+        sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices(method)]
+        for side in sides:
+            if side.engine.replays:
+                side.engine.set_replay(stored)
+        if len(sides) == 1:
+            return sides[0]
+        best, *others = sorted(measure(sides, pilot), key=lambda entry: -median(entry.rates))
+        for other in others:
+            other.side.engine.shutdown()
+        return best.side
 
     @property
     def middle_k(self) -> int:
@@ -66,10 +74,12 @@ class Lineup:
 
     def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
         """Every k of a drafter; where stored text or the long tail makes runs costly, the few that tell."""
-        ks = self.settings.ks
-        if ADAPTIVE not in ks or (workload.name != TAIL and not self.engines[method].engine.replays):
+        ks, in_tail = self.settings.ks, workload.name == TAIL
+        if ADAPTIVE not in ks:
             return ks
-        return (self.middle_k, ADAPTIVE) if method == "eagle3" else (ADAPTIVE,)
+        if method == ("eagle3" if in_tail else "ngram"):
+            return (self.middle_k, ADAPTIVE)
+        return (ADAPTIVE,) if in_tail or self.engines[method].engine.replays else ks
 
     def _side(self, method: str, k: int, compiled: bool) -> Side:
         config = self._config(method, compiled)
@@ -83,18 +93,17 @@ class Lineup:
     def _config(self, method: str, compiled: bool) -> Config:
         config = self.subject.config
         longest = max([k for k in self.settings.ks if isinstance(k, int)], default=self.middle_k)
-        speculation = config.speculation.model_dump() | {"method": method, "k": longest if method != PLAIN else 0}
+        speculation = speculation_of(config.speculation, method, longest if method != PLAIN else 0)
         largest = max([TAIL_SIZE if batch == TAIL else int(batch) for batch in self.settings.batches])
         engine = config.engine.model_copy(
             update={
                 "compile": compiled,
                 "max_num_seqs": max(config.engine.max_num_seqs, largest),
                 "gpu_memory_fraction": self._gpu_share,
+                "kv_cache_gib": min(config.engine.kv_cache_gib, KV_CACHE_GIB),
             }
         )
-        return config.model_copy(
-            update={"speculation": SpeculationConfig.model_validate(speculation), "engine": engine}
-        )
+        return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
         for side in [*self.plains, *self.engines.values()]:

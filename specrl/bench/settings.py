@@ -76,6 +76,12 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
     return settings.methods or allowed
 
 
+def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
+    """The run's speculation with another draft source and longest draft."""
+    draft_model = run.draft_model if method == "draft_model" else None
+    return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
+
+
 class DrafterSettings(Section):
     """`specrl bench drafter`."""
 

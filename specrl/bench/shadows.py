@@ -14,9 +14,9 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed import Ranks
-from specrl.loop import within_budget
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training import pretraining
+from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
 from specrl.training.drafter import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.policy import Policy
@@ -42,8 +42,8 @@ class Shadow:
         """Take a step's features: measure, then train."""
         self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
         if self.online:
-            budget = within_budget(features, config.drafter.max_tokens_per_step)
-            self.drafter.update(budget, lr=config.drafter.online_lr)
+            budget = within_budget((item.tokens.numel() for item in features), config.drafter.max_tokens_per_step)
+            self.drafter.update(features[:budget], lr=config.drafter.online_lr)
 
 
 def pretrain(policy: Policy, rollouts: Rows[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
@@ -52,10 +52,8 @@ def pretrain(policy: Policy, rollouts: Rows[Rollout], config: Config, ranks: Ran
         [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
     )
     drafter = Drafter.create(policy.model_dir, config.drafter, draft_tokens, ranks, config.seed)
-    features = policy.forward_features(
-        micro_batches(rollouts, config.drafter.tokens_per_micro_batch), drafter.feature_spec
-    )
-    drafter.update(features, lr=config.drafter.lr, epochs=epochs)
+    settings = config.drafter.model_copy(update={"epochs": epochs})
+    pretraining.pretrain(policy, drafter, micro_batches(rollouts, settings.tokens_per_micro_batch), settings)
     return drafter
 
 

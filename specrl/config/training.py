@@ -51,7 +51,10 @@ class DrafterConfig(Section):
     tokens_per_micro_batch: PositiveInt = 512
     """Padded tokens per rank and optimizer step of the pretraining."""
     max_tokens_per_step: PositiveInt = 32768
-    """Features of at most this many tokens per rank are kept for the online update."""
+    """Features of at most this many padded tokens per rank are recorded for the online update, longest first."""
+    max_tokens_per_window: PositiveInt = 131072
+    """Features of at most this many padded tokens per rank are held at once in pretraining. If all fit they are
+    computed once; otherwise anew in every epoch, window by window: slower, with the same result."""
 
 
 class TrainConfig(Section):

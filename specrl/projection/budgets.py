@@ -11,7 +11,7 @@ from specrl.rollout.draft_sources import trains_drafter
 
 _TRAINER_MEND = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
-    "set policy.recompute=true or lower engine.gpu_memory_fraction"
+    "set policy.recompute=true, lower engine.gpu_memory_fraction or drafter.max_tokens_per_window (pretrain)"
 )
 _ENGINE_MEND = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
 
@@ -63,7 +63,8 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
     if stage == "pretrain" and drafts:
         responses = config.drafter.num_prompts * config.drafter.samples_per_prompt
-        return memory.policy_items(rank, trainable=False) + memory.drafter_items(rank, responses=responses)
+        drafter = memory.drafter_items(rank, responses=responses, pretraining=True)
+        return memory.policy_items(rank, trainable=False) + drafter
     if stage == "calibrate":
         return memory.policy_items(rank, trainable=False)
     if stage == "train":

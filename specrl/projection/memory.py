@@ -149,11 +149,12 @@ def logits(rank: Rank) -> MemoryItem:
     return _item("logits", whole * rank.dtype_bytes + 2 * FP32 * min(whole, LOGIT_CHUNK[rank.gpu]), how, "policy")
 
 
-def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
+def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
     """The drafter under training, whole on every rank, and the features it learns from.
 
     Args:
         responses: sampled responses of all data-parallel ranks together, of any length up to `model.max_length`.
+        pretraining: in windows of `max_tokens_per_window`, otherwise on `max_tokens_per_step` of a step.
     """
     shape, drafter, steps = rank.shape, rank.config.drafter, rank.config.drafter.ttt_steps
     count, policy_layer = rank.drafter_parameters, drafts_with_policy_layer(rank.config)
@@ -167,7 +168,7 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
     activations = batch * steps * FP32 * (layer + 2 * vocabulary)
     scores = min(batch * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
-    tokens, size = min(drafter.max_tokens_per_step, longest), features * rank.dtype_bytes
+    budget = drafter.max_tokens_per_window if pretraining else drafter.max_tokens_per_step
     shared = "the policy's, whole, and its head" if policy_layer else "the policy's, whole"
     return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
@@ -178,8 +179,35 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
             f"{batch} tokens x {steps} unrolled steps",
             "drafter",
         ),
-        _item("drafter's features", tokens * size, f"{tokens} tokens x {size / 1024:.1f} KiB"),
+        *_feature_items(rank, min(budget, longest), features, pretraining=pretraining),
     ]
+
+
+def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) -> list[MemoryItem]:
+    """What the drafter learns from: `numbers` per token.
+
+    The logits among them leave the policy's head packed and are then laid out, so that they are there twice. Idle ranks
+    keep what they train on from two steps back (`training/spot.py`). Features that fit are packed once for all epochs,
+    with targets in float32 and a mask per token.
+    """
+    config, size = rank.config, numbers * rank.dtype_bytes
+    copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
+    how = f"{tokens} tokens x {size / 1024:.1f} KiB"
+    steps = ", of 3 steps" if copies > 1 else ""
+    items = [_item("drafter's features", copies * tokens * size, how + steps)]
+    if drafts_with_policy_layer(config):
+        return items
+    vocabulary = config.drafter.draft_vocab_size
+    logits = tokens * vocabulary * rank.dtype_bytes
+    items.append(
+        _item("drafter's targets", logits, f"{tokens} tokens x {vocabulary}, before they are laid out", "policy")
+    )
+    if pretraining and config.drafter.epochs > 1:
+        hidden = (numbers - vocabulary) * rank.dtype_bytes
+        packed = hidden + vocabulary * FP32 + config.model.max_length
+        how = f"{tokens} tokens x {packed / 1024:.1f} KiB, if all fit the window"
+        items.append(_item("features, packed", tokens * packed, how, "drafter"))
+    return items
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specrl.rollout.nucleus import BLOCK, blocks, most_probable
+
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
-BLOCK = 64
-"""Tokens per block of the two-level search; FP32 sums within a block, FP64 across blocks."""
-CACHE_ELEMENTS = 1 << 19
-"""Logits worked on at once on a CPU, 2 MiB in FP32: fresh memory in larger pieces costs more than the work itself."""
+CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Logits worked on at once. On a CPU 2 MiB in FP32: fresh memory in larger pieces costs more than the work itself. On a
+GPU 256 MiB, which bounds what the copies of many rows take."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -71,7 +72,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     greedy = temperature == 0
     if not plain and bool(greedy.all()):
         return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
-    size = max(1, CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
+    size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
     picked = []
     for start in range(0, logits.shape[0], size):
         part = slice(start, start + size)
@@ -99,35 +100,9 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
         divisor = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
         scaled = scaled / divisor.to(logits.device)[:, None]
     probs = torch.softmax(scaled, -1)
-    for row in torch.nonzero((top_k > 0) | (top_p < 1)).flatten().tolist():
-        least = _least_probability(probs[row], int(top_k[row]), float(top_p[row]))
-        probs[row].masked_fill_(probs[row] < least, 0)
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        probs = most_probable(probs, top_k, top_p)
     return probs
-
-
-def _least_probability(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Least probability [] that top-k and top-p leave in a row `probs` [vocab].
-
-    Sorts candidates instead of the vocabulary. Top-k: the k-th largest block maximum is at most the k-th largest value.
-    Top-p: values below (1 - top_p) / n of the mass sum up to less than 1 - top_p of it, so none of them is needed.
-    """
-    if 0 < top_k < probs.shape[0]:
-        maxima = _blocks(probs[None])[0].amax(-1)
-        if top_k <= maxima.shape[0]:
-            probs = probs[probs >= torch.topk(maxima, top_k).values[-1]]
-        probs = probs[probs >= torch.topk(probs, top_k).values[-1]]
-    if top_p >= 1:
-        return probs.amin()
-    mass = probs.sum(dtype=torch.float64)
-    candidates = probs[probs >= (1 - top_p) * mass / probs.shape[0]].sort(descending=True).values
-    inside = torch.searchsorted(candidates.double().cumsum(0), mass * top_p)
-    return candidates[inside.clamp(max=candidates.shape[0] - 1)]
-
-
-def _blocks(probs: Tensor) -> Tensor:
-    """[rows, vocab] as [rows, blocks, BLOCK], the last block filled up with zeros."""
-    rest = -probs.shape[1] % BLOCK
-    return (torch.nn.functional.pad(probs, (0, rest)) if rest else probs).view(probs.shape[0], -1, BLOCK)
 
 
 def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,11 +111,11 @@ def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Two levels instead of a cumulative sum over the vocabulary: which block, then which token in it. The block sums are
     FP32 over 64 values (relative error below 2^-21), everything after is FP64. No token of probability 0 is picked.
     """
-    blocks = _blocks(probs)
-    across = blocks.sum(-1).double().cumsum(-1)  # [rows, blocks]
+    parts = blocks(probs)
+    across = parts.sum(-1).double().cumsum(-1)  # [rows, blocks]
     total = across[:, -1]
     block, offset = _first_above(across, u * total)
-    chosen = blocks[torch.arange(len(blocks), device=probs.device), block].double()  # [rows, BLOCK]
+    chosen = parts[torch.arange(len(parts), device=probs.device), block].double()  # [rows, BLOCK]
     token, _ = _first_above(chosen.cumsum(-1), offset)
     logprobs = (chosen.gather(-1, token[:, None])[:, 0] / total).log().float()
     return block * BLOCK + token, logprobs

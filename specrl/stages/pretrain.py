@@ -22,6 +22,7 @@ from specrl.tracking import Tracker, stage_run
 from specrl.training.batches import Sequence, pack
 from specrl.training.drafters import new_drafter, save_drafter
 from specrl.training.policy import Policy
+from specrl.training.pretraining import pretrain
 from specrl.training.update import share_of
 
 
@@ -99,12 +100,12 @@ def pretrain_drafter(
     own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
-    features = policy.forward_features(batches, drafter.feature_spec)
-    metrics = drafter.update(
-        features,
-        lr=config.drafter.lr,
-        epochs=config.drafter.epochs,
-        on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+    metrics = pretrain(
+        policy,
+        drafter,
+        batches,
+        config.drafter,
+        lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
     )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
     save_drafter(drafter, policy, drafter_dir, policy_version=0)

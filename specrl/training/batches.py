@@ -43,6 +43,11 @@ class MicroBatch:
     """`Sequence.index` of each row."""
 
     @property
+    def area(self) -> int:
+        """Tokens, padding included."""
+        return self.tokens.numel()
+
+    @property
     def num_tokens(self) -> int:
         """Response tokens to train on."""
         return int(self.mask.sum())
@@ -77,6 +82,21 @@ def pack(sequences: Iterable[Sequence], tokens_per_micro_batch: int, pad_multipl
     if rows:
         batches.append(_pad(rows, width))
     return batches
+
+
+def within_budget(areas: Iterable[int], max_tokens: int) -> int:
+    """How many micro-batches, from the first on, stay within `max_tokens` together, but at least one.
+
+    Args:
+        areas: padded tokens of each; `pack` puts the longest sequences first.
+    """
+    count = total = 0
+    for area in areas:
+        total += area
+        if total > max_tokens and count:
+            break
+        count += 1
+    return count
 
 
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:

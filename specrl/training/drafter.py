@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +198,58 @@ class Drafter:
             `loss` (of the last epoch, nats, sum over decayed steps), `grad_norm` (mean, before clipping), and what
             `metrics_from_sums` names: measured in the last epoch on the batches before each is trained on.
         """
-        train, epochs = lr > 0, epochs if lr > 0 else 1
-        num_steps = max(self.ranks.gather(len(features)))
         # Once, not in every epoch, unless the targets are distributions over the whole vocabulary.
-        keeps = epochs > 1 and self.model.policy_head is None
+        keeps = lr > 0 and epochs > 1 and self.model.policy_head is None
         packed = [self._pack(item) for item in features] if keeps else None
+
+        def batches(order: list[int]) -> Iterator[ChainBatch | None]:
+            for index in order:
+                yield packed[index] if packed is not None else self._pack(features[index])
+            yield from repeat(None)
+
+        return self._train(batches, len(features), lr, epochs, on_progress)
+
+    def update_streaming(
+        self,
+        stream: Callable[[list[int]], Iterator[Features | None]],
+        size: int,
+        *,
+        lr: float,
+        epochs: int,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, float]:
+        """*`update`, with the same result, on features that do not fit into memory together.
+
+        Args:
+            stream: asked in each epoch for the features of this rank's micro-batches in the order given, then none
+                for every step that another rank takes alone; it holds what it likes of them.
+            size: number of this rank's micro-batches.
+        """
+
+        def batches(order: list[int]) -> Iterator[ChainBatch | None]:
+            for features in stream(order):
+                yield None if features is None else self._pack(features)
+
+        return self._train(batches, size, lr, epochs, on_progress)
+
+    def _train(
+        self,
+        batches: Callable[[list[int]], Iterator[ChainBatch | None]],
+        size: int,
+        lr: float,
+        epochs: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> dict[str, float]:
+        """*`update` on what `batches` yields for an order of this rank's `size` micro-batches."""
+        train, epochs = lr > 0, epochs if lr > 0 else 1
+        num_steps = max(self.ranks.gather(size))
         sums = torch.zeros(self.config.ttt_steps + 1, 4, dtype=torch.float64, device=self.ranks.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         norms: list[float] = []
         for epoch in range(epochs):
             last = epoch == epochs - 1
-            order = self._order(len(features), epoch) if train else list(range(len(features)))
-            for index in range(num_steps):
-                batch = self._batch(features, packed, order, index)
+            order = self._order(size, epoch) if train else list(range(size))
+            for index, batch in zip(range(num_steps), batches(order), strict=False):
                 done = epoch * num_steps + index
                 rate = lr * schedule(done, epochs * num_steps) if epochs > 1 else lr
                 step_loss, step_sums, norm = self._step(batch, rate, measure=last)
@@ -231,13 +271,6 @@ class Drafter:
     def _order(self, size: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
         return torch.randperm(size, generator=generator).tolist()
-
-    def _batch(
-        self, features: Sequence[Features], packed: list[ChainBatch | None] | None, order: list[int], index: int
-    ) -> ChainBatch | None:
-        if index >= len(order):
-            return None
-        return packed[order[index]] if packed is not None else self._pack(features[order[index]])
 
     def step_alone(self, features: Features, lr: float) -> tuple[float, Tensor, float]:
         """One optimizer step of this rank's copy alone; the ranks' drafters differ until `average`.

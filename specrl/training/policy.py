@@ -22,6 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import AutoConfig
@@ -37,6 +38,7 @@ from specrl.training.model import (
     DTYPES,
     HeadInput,
     HeadOutput,
+    PolicyModel,
     build_model,
     check_supported,
     transformer_config,
@@ -115,21 +117,7 @@ class Policy:
         self.ranks = ranks
         check_supported(self.hf_config, config.tensor_parallel, config.pipeline_parallel)
         parallel.set_up(config.tensor_parallel, config.pipeline_parallel, seed)
-        cuda = ranks.device.type == "cuda"
-        if fp8 is not None and not fp8.is_native:
-            cuda = False  # Megatron's local layers, on whatever device
-        megatron = transformer_config(
-            self.hf_config, self.dtype, cuda=cuda, recompute=config.recompute, native_fp8=cuda and fp8 is not None
-        )
-        megatron.finalize_model_grads_func = _sum_gradients
-        self.model = build_model(self.hf_config, megatron, cuda=cuda)
-        self._weights = weights.weight_map(
-            self.hf_config,
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-            fused_norms=cuda,
-        )
-        weights.load(self.model, self._weights, model_dir)
+        self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
         if fp8 is not None:
@@ -145,6 +133,25 @@ class Policy:
             self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, total_steps=total_steps)
         else:
             self.model.eval().requires_grad_(False)
+
+    def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
+        """This rank's part of the network, with the directory's weights."""
+        cuda = self.ranks.device.type == "cuda"
+        if fp8 is not None and not fp8.is_native:
+            cuda = False  # Megatron's local layers, on whatever device
+        megatron = transformer_config(
+            self.hf_config, self.dtype, cuda=cuda, recompute=self.config.recompute, native_fp8=cuda and fp8 is not None
+        )
+        megatron.finalize_model_grads_func = _sum_gradients
+        model = build_model(self.hf_config, megatron, cuda=cuda)
+        names = weights.weight_map(
+            self.hf_config,
+            tensor_parallel=self.config.tensor_parallel,
+            pipeline_parallel=self.config.pipeline_parallel,
+            fused_norms=cuda,
+        )
+        weights.load(model, names, self.model_dir)
+        return model, names, megatron
 
     @property
     def dp_rank(self) -> int:
@@ -182,6 +189,7 @@ class Policy:
         loss: LossFn,
         *,
         features: FeatureSpec | None = None,
+        keep: int | None = None,
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
@@ -189,6 +197,7 @@ class Policy:
 
         Args:
             features: what to keep for the drafter from this forward pass.
+            keep: keep them of the first so many micro-batches only; of all by default.
             temperature: logits are divided by it, so that log-probs are those of the sampled distribution.
             lr: learning rate of this update, instead of the schedule's.
 
@@ -201,7 +210,7 @@ class Policy:
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
-        outcomes, kept = self._run(micro_batches, temperature, features, loss)
+        outcomes, kept = self._run(micro_batches, temperature, features, loss, keep)
         metrics = self._sum(outcomes)
         num_tokens = metrics.pop("num_tokens")
         if not math.isfinite(metrics["loss"]):
@@ -278,19 +287,23 @@ class Policy:
         temperature: float,
         spec: FeatureSpec | None = None,
         loss: LossFn | None = None,
+        keep: int | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
         """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
         device = self.ranks.device
         batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch().to(device)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         draft_tokens = spec.draft_tokens.to(device) if spec else None
+        num_kept = len(micro_batches[:keep]) if spec else 0
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch = next(iterator)
-            head = HeadInput(batch.mask, batch.tokens[:, 1:][batch.mask[:, :-1]], temperature, draft_tokens)
+            is_kept = len(inputs.recorded) < num_kept
+            targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
+            head = HeadInput(batch.mask, targets, temperature, draft_tokens if is_kept else None)
             if self.kv_observer is not None:
                 self.kv_observer.lengths = batch.lengths
-            with inputs.micro_batch() if spec else nullcontext():
+            with inputs.micro_batch() if is_kept else nullcontext():
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)
 
@@ -307,15 +320,19 @@ class Policy:
                 )
         finally:
             inputs.remove()
-        if spec is None or not micro_batches:
+        if spec is None:
             return outcomes, []
-        heads = [outcome.head for outcome in outcomes] or [None] * len(batches)
+        batches, heads = batches[:num_kept], [outcome.head for outcome in outcomes[:num_kept]] or [None] * num_kept
         size = {
             "num_layers": self.hf_config.num_hidden_layers,
             "hidden_size": self.hf_config.hidden_size,
             "dtype": self.dtype,
         }
-        return outcomes, [assemble(spec, *found, **size) for found in zip(batches, inputs.recorded, heads, strict=True)]
+        # What was recorded goes as it is taken over: both at once would be twice the features.
+        return outcomes, [
+            assemble(spec, batch, inputs.recorded.pop(0), head, **size)
+            for batch, head in zip(batches, heads, strict=True)
+        ]
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         """*Loss, token count and the loss function's metrics over all micro-batches of all data-parallel ranks."""

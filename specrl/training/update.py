@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specrl.config import Config
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.losses import TokenTargets, policy_loss
 from specrl.training.policy import LossFn, Policy
@@ -25,7 +25,8 @@ def update_policy(
 
     Returns:
         Token means `loss`, `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, and `grad_norm` (means over the
-        updates), with `num_tokens`, prompts included; and this rank's features of every sequence trained on.
+        updates), with `num_tokens`, prompts included; and this rank's features of the micro-batches that stay within
+        `drafter.max_tokens_per_step`. Of others none are recorded: the whole step's would fill the memory.
     """
     chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
     parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
@@ -34,12 +35,14 @@ def update_policy(
     reference = _reference_logprobs(policy, rollouts, chosen, config)
     metrics: dict[str, float] = {}
     features: list[Features] = []
-    for part in parts:
+    own = [_own_micro_batches(policy, rollouts, part, config) for part in parts]
+    budget = within_budget((batch.area for batches in own for batch in batches), config.drafter.max_tokens_per_step)
+    for part, batches in zip(parts, own, strict=True):
         num_tokens = sum(len(rollouts[i].response_tokens) for i in part)
-        batches = _own_micro_batches(policy, rollouts, part, config)
         recorded: dict[int, list[float]] = {}
         loss = _loss(rollouts, reference, num_tokens, config, recorded, several=len(parts) > 1)
-        result, kept = policy.train_step(batches, loss, features=spec, temperature=_temperature(config))
+        keep = budget - len(features)  # the same on all shards of a data-parallel rank, as their micro-batches are
+        result, kept = policy.train_step(batches, loss, features=spec, keep=keep, temperature=_temperature(config))
         features += kept
         if len(parts) == 1:
             _store_logprobs(policy, rollouts, recorded)

@@ -11,10 +11,10 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.roofline import Machine, Network, Roofline, drafter_networks, policy_network
 from specrl.bench.rounds import orders
-from specrl.bench.settings import RolloutSettings, methods_of
+from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
 from specrl.bench.workloads import workloads
-from specrl.config import ConfigError, parse_config
+from specrl.config import ConfigError, SpeculationConfig, parse_config
 from specrl.report.svg import line_charts
 from specrl.rollout.requests import Request, Response
 
@@ -108,6 +108,13 @@ def test_methods_are_those_that_the_drafter_of_the_run_allows() -> None:
     assert methods_of(RolloutSettings(), ngram) == ("ngram", "replay")
     with pytest.raises(ConfigError, match="eagle3 needs a run"):
         methods_of(RolloutSettings(methods=("eagle3",)), ngram)
+
+
+def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) -> None:
+    run = SpeculationConfig(method="draft_model", draft_model=tmp_path)
+    assert speculation_of(run, "draft_model", 5) == run.model_copy(update={"k": 5})
+    assert all(speculation_of(run, method, 3).draft_model is None for method in ("ngram", "replay", "eagle3"))
+    assert speculation_of(run, "none", 0).draft_model is None
 
 
 @pytest.mark.parametrize(

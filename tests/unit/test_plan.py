@@ -95,6 +95,29 @@ def test_the_drafters_features_are_bounded_by_their_budget() -> None:
     assert features(configured(drafter={"max_tokens_per_step": 10**6})) == pytest.approx(16 * features(small))
 
 
+def test_pretraining_needs_its_window_of_features_and_what_is_packed_of_it() -> None:
+    def items(stage: str, **drafter: int) -> dict[str, float]:
+        [budget] = [budget for budget in plan(configured(drafter=drafter)).budgets if budget.stage == stage]
+        return {item.name: item.gib for item in budget.items}
+
+    small, large = (items("pretrain", max_tokens_per_window=size) for size in (8192, 32768))
+    for name in ("drafter's features", "drafter's targets", "features, packed"):
+        assert large[name] == pytest.approx(4 * small[name])
+    assert "features, packed" not in items("pretrain", epochs=1)
+    assert "features, packed" not in items("train")
+    # 160 x 2 responses of at most 512 tokens: a window above that is never filled.
+    assert items("pretrain", max_tokens_per_window=10**9) == items("pretrain", max_tokens_per_window=160 * 2 * 512)
+
+
+def test_idle_training_keeps_the_features_of_more_steps() -> None:
+    def features(use: str) -> float:
+        made = plan(configured(bubbles={"use": use}, speculation={"method": "eagle3+replay"}))
+        [train] = [budget for budget in made.budgets if budget.stage == "train"]
+        return next(item.gib for item in train.items if item.name == "drafter's features")
+
+    assert features("train_drafter") == pytest.approx(3 * features("none"))
+
+
 def test_recompute_trades_activations_for_compute() -> None:
     def peak(*, recompute: bool) -> float:
         policy = {"recompute": recompute, "tokens_per_micro_batch": 8192}

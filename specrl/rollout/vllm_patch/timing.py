@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from specrl.rollout.vllm_patch.lifecycle import model_runner
 
 PARTS = ("policy", "drafter", "sampler", "scheduler")
@@ -58,24 +60,31 @@ def iteration_times(llm_engine: Any) -> Iterator[IterationTimes]:
 
 def _timer(function: Callable[..., Any], seconds: dict[str, float], part: str) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started = _now()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds[part] += time.perf_counter() - started
+            seconds[part] += _now() - started
 
     return timed
 
 
 def _counted(step: Callable[[], Any], times: IterationTimes) -> Callable[[], Any]:
     def counted() -> Any:
-        started = time.perf_counter()
+        started = _now()
         outputs = step()
-        times.total += time.perf_counter() - started
+        times.total += _now() - started
         times.iterations += 1
         return outputs
 
     return counted
+
+
+def _now() -> float:
+    """A GPU runs behind the Python that feeds it: unless it is waited for, its time falls to whichever part waits."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:

@@ -1,0 +1,105 @@
+"""Top-k and top-p for many rows at once against what they mean for one row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specrl.rollout import nucleus, sampling
+from specrl.rollout.sampling import pick, probabilities
+
+JUST_BELOW_ONE = 1 - 2.0**-24
+
+
+def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Row by row, over the whole vocabulary: everything at least as probable as the last one inside stays."""
+    probs = torch.softmax(logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
+    for row in range(len(probs)):
+        values, k, p = probs[row], int(top_k[row]), float(top_p[row])
+        if 0 < k < len(values):
+            values = values[values >= values.sort(descending=True).values[k - 1]]
+        least = values.amin()
+        if p < 1:
+            mass = values.sum(dtype=torch.float64)
+            ordered = values[values >= (1 - p) * mass / len(values)].sort(descending=True).values
+            inside = torch.searchsorted(ordered.double().cumsum(0), mass * p)
+            least = ordered[inside.clamp(max=len(ordered) - 1)]
+        probs[row, probs[row] < least] = 0
+    return probs
+
+
+def logits_of(kind: str, vocab: int, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(vocab, generator=generator)
+    if kind == "few values":  # ties everywhere
+        return (2 * noise).round()
+    if kind == "two values":  # sums that are exact, so that top-p falls on a token's edge
+        return torch.where(noise > 0, 0.0, -torch.inf) if bool((noise > 0).any()) else torch.zeros(vocab)
+    if kind == "equal":
+        return torch.zeros(vocab)
+    return noise * {"flat": 0.1, "wide": 2.0, "peaked": 8.0}[kind]
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["few values", "two values", "equal", "flat", "wide", "peaked"]),
+        st.sampled_from([0, 1, 2, 20, 127, 128, 129, 500, 1024, 4000]),
+        st.sampled_from([1.0, JUST_BELOW_ONE, 0.99, 0.95, 0.75, 0.5, 0.25, 1 / 3, 1e-3, 1e-7]),
+        st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(ROWS, st.sampled_from([3, 64, 100, 128, 129, 1024, 2048, 3001]), st.integers(0, 2**32))
+def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, float]], vocab: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.stack([logits_of(kind, vocab, generator) for kind, *_ in rows])
+    top_k = torch.tensor([k for _, k, _, _ in rows])
+    top_p = torch.tensor([p for *_, p, _ in rows], dtype=torch.float32)
+    temperature = torch.tensor([t for *_, t in rows])
+    expected = reference(logits, temperature, top_k, top_p)
+    assert torch.equal(probabilities(logits, temperature, top_k, top_p), expected)
+    u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+    tokens, logprobs = pick(logits, temperature, top_k, top_p, u)
+    drawn, scores = sampling._inverse_cdf(expected, u)
+    greedy = temperature == 0
+    if not bool(((temperature == 1) & (top_k == 0) & (top_p == 1)).all()):
+        assert torch.equal(tokens, torch.where(greedy, logits.argmax(-1), drawn))
+        assert torch.equal(logprobs, torch.where(greedy, torch.zeros_like(scores), scores))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 4.0, 9.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (700, 0.9), (2000, 1.0), (2000, 0.99)])
+def test_nuclei_of_any_size_are_found(scale: float, top_k: int, top_p: float) -> None:
+    """From a handful of tokens to more than are ever sorted at once."""
+    logits = torch.randn(6, 20_000, generator=torch.Generator().manual_seed(6)) * scale
+    settings = torch.ones(6), torch.full((6,), top_k), torch.full((6,), top_p)
+    assert torch.equal(probabilities(logits, *settings), reference(logits, *settings))
+
+
+def test_few_rows_are_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[int] = []
+    slow = nucleus.least_probability
+
+    def counted(probs: Tensor, top_k: int, top_p: float) -> Tensor:
+        alone.append(top_k)
+        return slow(probs, top_k, top_p)
+
+    monkeypatch.setattr(nucleus, "least_probability", counted)
+    logits = torch.randn(200, 20_000, generator=torch.Generator().manual_seed(7)) * 5
+    probabilities(logits, torch.ones(200), torch.zeros(200, dtype=torch.int64), torch.full((200,), 0.9))
+    assert len(alone) < 20
+
+
+def test_the_size_of_a_piece_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(8)) * 3
+    settings = torch.ones(9), torch.tensor([0, 5, 0] * 3), torch.tensor([0.9, 1.0, 1.0] * 3)
+    u = torch.rand(9, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    whole = pick(logits, *settings, u)
+    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", {"cpu": 1000})
+    assert all(torch.equal(a, b) for a, b in zip(whole, pick(logits, *settings, u), strict=True))

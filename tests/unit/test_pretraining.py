@@ -1,0 +1,134 @@
+"""Pretraining in windows: the same drafter as from all features at once, with no more of them held than allowed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+from specrl.config import PolicyConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.drafter import Drafter
+from specrl.training.features import Features, FeatureSpec
+from specrl.training.policy import Policy
+from specrl.training.pretraining import pretrain, windows
+from tests.unit.test_drafter import VOCAB, assert_equal_state, free_port, make_drafter, write_policy
+
+# isort: split
+from megatron.core import parallel_state
+
+WINDOW = 150
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that is sure of what comes next, so that there is something to foresee."""
+    directory = write_policy(tmp_path_factory.mktemp("policy"))
+    model = LlamaForCausalLM.from_pretrained(directory)
+    model.lm_head.weight.data.mul_(40)
+    model.save_pretrained(directory)
+    return directory
+
+
+class Counted(Policy):
+    """A frozen policy that remembers how many padded tokens each of its forward passes had."""
+
+    def __init__(self, policy_dir: Path, ranks: Ranks) -> None:
+        super().__init__(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
+        self.areas: list[int] = []
+
+    def forward_features(self, micro_batches: list[MicroBatch], spec: FeatureSpec) -> list[Features]:
+        self.areas.append(sum(batch.area for batch in micro_batches))
+        return super().forward_features(micro_batches, spec)
+
+
+def batches(count: int = 24) -> list[MicroBatch]:
+    """Of lengths from 6 to 18, a few to a micro-batch."""
+    rows = [[(start + 3 * step) % VOCAB for step in range(6 + start % 13)] for start in range(count)]
+    return pack([Sequence(row, 2, index) for index, row in enumerate(rows)], 50)
+
+
+def trained(policy: Counted, policy_dir: Path, window: int, own: list[MicroBatch]) -> tuple[dict[str, float], Drafter]:
+    drafter = make_drafter(policy_dir, policy.ranks, max_tokens_per_window=window, epochs=6, lr=3e-3)
+    policy.areas.clear()
+    return pretrain(policy, drafter, own, drafter.config), drafter
+
+
+def test_windows_give_the_drafter_that_all_features_give(policy_dir: Path, ranks: Ranks) -> None:
+    policy, own = Counted(policy_dir, ranks), batches()
+    total = sum(batch.area for batch in own)
+    expected, at_once = trained(policy, policy_dir, total, own)
+    assert policy.areas == [total]
+    for _ in range(2):
+        metrics, drafter = trained(policy, policy_dir, WINDOW, own)
+        assert metrics == expected
+        assert_equal_state(drafter.state_dict(), at_once.state_dict())
+        assert max(policy.areas) <= WINDOW
+        assert len(policy.areas) >= 2 * 6 and sum(policy.areas) == 6 * total
+    untrained = make_drafter(policy_dir, ranks)
+    before = untrained.update(policy.forward_features(own, untrained.feature_spec), lr=0.0)
+    assert expected["loss"] < 0.8 * before["loss"]
+
+
+def test_progress_counts_the_steps_of_all_epochs(policy_dir: Path, ranks: Ranks) -> None:
+    policy, own = Counted(policy_dir, ranks), batches()
+    drafter = make_drafter(policy_dir, ranks, max_tokens_per_window=WINDOW, epochs=2)
+    told: list[tuple[int, int]] = []
+    pretrain(policy, drafter, own, drafter.config, lambda done, total: told.append((done, total)))
+    assert told == [(step + 1, 2 * len(own)) for step in range(2 * len(own))]
+
+
+AREAS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=3)
+
+
+@given(AREAS, st.integers(1, 100))
+def test_windows_are_the_steps_in_order_and_bounded_on_every_rank(areas: list[list[int]], max_tokens: int) -> None:
+    found = windows(areas, max_tokens)
+    assert [step for window in found for step in window] == list(range(max(len(own) for own in areas)))
+    assert all(
+        len(window) == 1 or sum(own[window.start : window.stop]) <= max_tokens for window in found for own in areas
+    )
+    for window, after in pairwise(found):  # none could have been longer
+        assert any(sum(own[window.start : after.start + 1]) > max_tokens for own in areas)
+
+
+def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    policy = Counted(policy_dir, join())
+    own = batches() if rank == 0 else batches(9)
+    found: dict[str, Any] = {}
+    for name, window in (("once", 10**6), ("windows", WINDOW)):
+        metrics, drafter = trained(policy, policy_dir, window, own)
+        found[name] = (metrics, drafter.state_dict(), list(policy.areas))
+    torch.save(found, out / f"rank{rank}.pt")
+    leave()
+
+
+def test_ranks_with_more_and_fewer_micro_batches_go_through_the_same_windows(policy_dir: Path, tmp_path: Path) -> None:
+    mp.spawn(train_rank, args=(policy_dir, tmp_path, free_port()), nprocs=2)  # type: ignore[no-untyped-call]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    for rank in (first, second):
+        (expected, state, _), (metrics, found, _) = rank["once"], rank["windows"]
+        assert metrics == expected
+        assert_equal_state(found, state)
+    areas = [rank["windows"][2] for rank in (first, second)]
+    assert len(areas[0]) == len(areas[1]) > 6
+    assert max(areas[0] + areas[1]) <= WINDOW and 0 in areas[1]
