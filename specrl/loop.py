@@ -219,7 +219,8 @@ def store(trainer: Trainer, step: int, rollouts: list[Rollout]) -> None:
     own = [rollout for rollout in rollouts if rollout.rank == ranks.rank]
     write_rollouts(rollout_path(trainer.rollouts_dir, step, ranks.rank), own)
     if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
-        checkpoint.save(trainer.checkpoint_dir, trainer.policy, trainer.drafter, step + 1, keep=config.keep_checkpoints)
+        parts, scales = (trainer.policy, trainer.drafter), trainer.engine.precision.kv_scales
+        checkpoint.save(trainer.checkpoint_dir, *parts, step + 1, keep=config.keep_checkpoints, kv_scales=scales)
 
 
 def timelines(trainer: Trainer, bubbles: list[Bubble], timer: Timer) -> list[RankTimeline]:

@@ -47,6 +47,16 @@ class EnginePrecision:
 
         return vllm_fp8.hf_updates(self.recipe)
 
+    @property
+    def kv_scales(self) -> KvScales | None:
+        """Of the FP8 KV cache, as the last weights came with them; none with a BF16 one."""
+        return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
+
+    def restore(self, kv_scales: KvScales | None) -> None:
+        """Scales of a run that goes on, for the next weights to come with; none leaves the calibration's."""
+        if self.recipe is not None:
+            self.recipe = self.recipe.with_kv_scales(kv_scales)
+
     def mode(self, model: nn.Module) -> Mode:
         if not self.has_fp8_linears:
             return "off"

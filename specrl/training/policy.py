@@ -66,7 +66,9 @@ class KvObserver(Protocol):
     """Watches queries, keys and values in the forward pass."""
 
     lengths: Tensor | None
-    """[batch], without padding."""
+    """[batch], without padding; none for micro-batches that it is not to see."""
+    training_only: bool
+    """It is to see those of `train_step` only."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,8 @@ class Policy:
             batch = next(iterator)
             head = HeadInput(batch.mask, batch.tokens[:, 1:][batch.mask[:, :-1]], temperature, draft_tokens)
             if self.kv_observer is not None:
-                self.kv_observer.lengths = batch.lengths
+                hidden = self.kv_observer.training_only and loss is None
+                self.kv_observer.lengths = None if hidden else batch.lengths
             with inputs.micro_batch() if spec else nullcontext():
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)
