@@ -45,7 +45,8 @@ class RefitProbe:
         Raises:
             PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average.
         """
-        batches = pack([Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)], MAX_TOKENS)
+        sequences = [Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
+        batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
         trainer: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
             for row, index in enumerate(batch.indices):

@@ -53,6 +53,10 @@ batch: it is added up over micro-batches and data-parallel ranks, and nothing di
 """
 
 
+FP8_TOKENS = 16
+"""Transformer Engine's FP8 products, those of weight gradients among them, want a multiple of it as token count."""
+
+
 class LinearPrecision(Protocol):
     """Changes the arithmetic of a model's linear layers in place."""
 
@@ -173,6 +177,11 @@ class Policy:
         return int(parallel_state.get_pipeline_model_parallel_world_size())
 
     @property
+    def pad_multiple(self) -> int:
+        """The padded length of a micro-batch must be a multiple of it: pass it to `batches.pack`."""
+        return FP8_TOKENS if self.model.config.fp8 else 1
+
+    @property
     def optimizer(self) -> PolicyOptimizer:
         if self._optimizer is None:
             raise ValueError("this policy was built with trainable=False: it has no optimizer")
@@ -283,7 +292,7 @@ class Policy:
     ) -> tuple[list[_Outcome], list[Features]]:
         """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
         device = self.ranks.device
-        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch().to(device)]
+        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         draft_tokens = spec.draft_tokens.to(device) if spec else None
 
