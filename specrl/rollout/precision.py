@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from specrl.config import PrecisionConfig
+from specrl.precision import native
 from specrl.precision.recipe import KvScales, Mode, Recipe
 
 FIRST_FP8_CAPABILITY = (8, 9)
@@ -98,6 +99,8 @@ def _check_linears(config: PrecisionConfig) -> None:
         ValueError: FP8 that this device does not have and may not emulate.
     """
     cuda = torch.cuda.is_available()
+    if cuda:
+        native.check_device("precision.generation")
     if config.hardware == "native" and not cuda:
         raise ValueError('precision.hardware = "native": vLLM has no native FP8 on this device; "any" emulates it')
     if config.scales == "power_of_two" and cuda:

@@ -119,14 +119,26 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     assert first.engine.precision.kv_scales == CALIBRATED
     shipped = KvScales([0.1 + 0.2, 1e-9], [1 / 3, 2.5], [7.0, 0.25])  # to the last bit
     first.engine.precision.restore(shipped)
-    loop.store(first, 0, [])
+    checkpoint.save(first.checkpoint_dir, policy, None, 1, keep=1, kv_scales=first.engine.precision.kv_scales)
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None and checkpoint.kv_scales(found) == shipped
     second = trainer()
     assert train.restore(second, tmp_path) == 1
     assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
-    checkpoint.save(tmp_path / "plain", policy, None, 1, keep=1)
+    checkpoint.save(tmp_path / "plain", policy, None, 1, keep=1)  # with a BF16 one
     assert checkpoint.kv_scales(tmp_path / "plain" / "step=000001") is None
+
+
+def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:
+    calls: list[str] = []
+    engine = SimpleNamespace(assert_quantised=lambda: calls.append("engine"))
+    precision = SimpleNamespace(assert_quantised=lambda trained: calls.append("trainer"))
+    trainer: Any = SimpleNamespace(engine=engine, precision=precision)
+    assert not loop.check_quantised(trainer, 0.0)
+    assert loop.check_quantised(trainer, 5.0)
+    assert calls == ["engine", "engine", "trainer"]
+    in_bf16: Any = SimpleNamespace(engine=engine, precision=None)
+    assert loop.check_quantised(in_bf16, 0.0)
 
 
 def test_an_engine_without_an_fp8_kv_cache_has_no_scales_to_store() -> None:
