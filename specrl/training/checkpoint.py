@@ -1,8 +1,9 @@
 """Checkpoints of policy and drafter: exact to the bit on the layout they were written on.
 
 `directory/step=000012/` holds one safetensors file per rank (its share of FP32 masters and Adam state), the drafter
-once, and `manifest.json`, with the scales of an FP8 KV cache, written last. Everything is written in a temporary folder that is then renamed. Only the
-layout that wrote a checkpoint reads it; `Policy.save_pretrained` is the format for everyone else.
+once, and `manifest.json`, with the scales of an FP8 KV cache, written last. Everything is written in a temporary folder
+that is then renamed. Only the layout that wrote a checkpoint reads it; `Policy.save_pretrained` is the format for
+everyone else.
 """
 
 from __future__ import annotations
