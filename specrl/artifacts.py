@@ -124,6 +124,9 @@ class ExactnessResult(Artifact):
     num_samples: int
     p_value: float | None
     """Of first tokens against exact probabilities; none for greedy runs."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Drafted for those samples: without drafts the test says nothing."""
     sampled: ParityCounts
     greedy: ParityCounts
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specrl.artifacts import ExactnessResult, ParityCounts
+from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.chi_squared import ChiSquared, chi_squared, combined
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.near_ties import Comparison, Noise, Trace, compare, measure_noise
+from specrl.rollout.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
 HOT = (2.0, 0.95)
 """Factor on the temperature, and top_p, of every second prompt of the chi-squared test: a trained policy is so sure of
@@ -22,7 +23,8 @@ P_VALUE = 1e-6
 FIRST_TOKENS = 4
 """Tokens of a response that the chi-squared test looks at; the first is never drafted, the others are."""
 SMALL_BATCH = 4
-"""The other batch size of plain decoding that rounding noise is measured with, on the first `NOISE_REQUESTS`."""
+"""A batch size of plain decoding that rounding noise is measured with, on the first `NOISE_REQUESTS`; the other has as
+many rows as the verification of drafts."""
 NOISE_REQUESTS = 8
 Tokens = tuple[int, ...]
 
@@ -53,6 +55,8 @@ class Parity:
 class Exactness:
     first_tokens: ChiSquared | None
     """None for greedy runs, which leave nothing to chance."""
+    drafts: SpeculationStats
+    """Of the samples of first tokens: without accepted and rejected drafts the test says nothing about them."""
     sampled: Parity
     greedy: Parity
 
@@ -63,6 +67,8 @@ class Exactness:
             degrees_of_freedom=test.degrees_of_freedom if test else 0,
             num_samples=test.num_samples if test else 0,
             p_value=test.p_value if test else None,
+            num_draft_tokens=self.drafts.num_draft_tokens,
+            num_accepted_tokens=self.drafts.num_accepted_tokens,
             sampled=self.sampled.counts(),
             greedy=self.greedy.counts(),
         )
@@ -75,6 +81,7 @@ class Exactness:
             "validate/greedy_differences_per_1000_tokens": parities[1].per_1000_tokens,
             "validate/unexplained_differences": float(sum(parity.num_unexplained for parity in parities)),
             "validate/cdf_noise": self.sampled.noise.cdf,
+            "validate/exactness_accepted_tokens": float(self.drafts.num_accepted_tokens),
         }
         return metrics | ({"validate/chi_squared_p_value": self.first_tokens.p_value} if self.first_tokens else {})
 
@@ -105,12 +112,49 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
     stochastic = any(request.temperature > 0 for request in first)
     plain = traces(engine, requests, len(requests), 0)
-    noise = measure_noise(plain[:NOISE_REQUESTS], traces(engine, requests[:NOISE_REQUESTS], SMALL_BATCH, 0))
-    return Exactness(
-        first_tokens=first_tokens_test(engine, heated(first), k) if stochastic else None,
+    noise = noise_of_shapes(engine, requests, plain, k)
+    if engine.replays:
+        engine.set_replay(texts_to_replay(engine, requests, plain, first))
+    test, drafts = first_tokens_test(engine, heated(first), k) if stochastic else (None, SpeculationStats())
+    measured = Exactness(
+        first_tokens=test,
+        drafts=drafts,
         sampled=Parity(compare(plain, traces(engine, requests, len(requests), k), noise), noise),
         greedy=measure_parity(engine, greedy, k, noise),
     )
+    if engine.replays:
+        engine.set_replay({})
+    return measured
+
+
+def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
+    """Of plain decoding in batches of other sizes, one of them as large as the verification of `requests`."""
+    few = requests[:NOISE_REQUESTS]
+    small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
+    rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
+    others = [
+        replace(requests[i % len(requests)], seed=(requests[i % len(requests)].seed + 1 + i) % 2**63)
+        for i in range(max(0, rows - len(few)))
+    ]
+    large = measure_noise(plain[: len(few)], traces(engine, [*few, *others], rows, 0)[: len(few)])
+    return worst(small, large).or_rounding(engine.config.model.dtype)
+
+
+def texts_to_replay(
+    engine: Engine, requests: list[Request], plain: list[Trace], first: list[Request]
+) -> dict[Tokens, list[list[int]]]:
+    """Stored text that is right, and wrong at one place for every second prompt; one plain sample for `first`."""
+    texts: dict[Tokens, list[list[int]]] = {}
+    for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
+        text = [trace[position].token for position in sorted(trace)]
+        if index % 2:
+            text[len(text) // 2] = text[0]
+        texts[tuple(request.prompt_tokens)] = [text]
+    samples = {tuple(request.prompt_tokens): request for request in first}
+    engine.set_k(0)
+    for prompt, response in zip(samples, engine.generate(list(samples.values())).responses, strict=True):
+        texts.setdefault(prompt, []).append(response.tokens)
+    return texts
 
 
 def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
@@ -149,23 +193,25 @@ def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[
     ]
 
 
-def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> ChiSquared:
+def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[ChiSquared, SpeculationStats]:
     """Chi-squared of speculative samples of the first tokens, against the engine's own plain distributions."""
     engine.set_k(k)
-    generation = engine.generate([replace(request, max_tokens=FIRST_TOKENS) for request in requests])
+    # The last token of a response comes without a draft: one more than is looked at.
+    generation = engine.generate([replace(request, max_tokens=FIRST_TOKENS + 1) for request in requests])
     samples: dict[Tokens, list[Tokens]] = {}
     kinds: dict[Tokens, Request] = {}
     for request, response in zip(requests, generation.responses, strict=True):
         prompt = tuple(request.prompt_tokens)
         kinds[prompt] = request
-        samples.setdefault(prompt, []).append(tuple(response.tokens))
+        samples.setdefault(prompt, []).append(tuple(response.tokens[:FIRST_TOKENS]))
     engine.set_k(0)
-    return combined(
+    test = combined(
         [
             chi_squared(drawn, exact_probabilities(engine, kinds[prompt], len(drawn)))
             for prompt, drawn in samples.items()
         ]
     )
+    return test, generation.stats
 
 
 def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> dict[Tokens, float]:

@@ -128,6 +128,7 @@ _DEFINITIONS = (
     Metric("validate/greedy_differences_per_1000_tokens", "", "The same for greedy responses."),
     Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
+    Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in the samples of the chi-squared test."),
     Metric(
         "speedup/generation", "", "Plain / speculative generation time, matched pairs, median over all batch sizes."
     ),

@@ -142,8 +142,11 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
         return []
     rows = []
     if exactness["p_value"] is not None:
-        freedom = f"{exactness['degrees_of_freedom']} degrees of freedom, {exactness['num_samples']} samples"
-        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} (chi-squared, {freedom})"))
+        details = (
+            f"{exactness['degrees_of_freedom']} degrees of freedom, {exactness['num_samples']} samples, "
+            f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
+        )
+        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} (chi-squared, {details})"))
     for name in ("sampled", "greedy"):
         counts = exactness[name]
         text = f"{counts['num_differences']} differences in {counts['num_tokens']} tokens, all near-ties"

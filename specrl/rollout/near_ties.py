@@ -9,10 +9,13 @@ decoding. Greedy differences are judged by the distance of the two best log-prob
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOOR = 1e-6
 """Smallest noise assumed, in CDF units and in nats: FP32 sums of a thousand terms round this far."""
+BF16_CDF, BF16_GAP = 2.0**-6, 2.0**-3
+"""The same where logits are BF16: those from 16 to 32 are 1/8 apart, and one step of one logit moves the CDF by up to
+p (1 - p) / 8. Two shapes may well be rounded alike wherever they are compared, and a third differently."""
 HOLDS = 1e-5
 """How far u may lie outside of the picked token's step, which the sampler summed up in another order."""
 ALLOWANCE = 2.0
@@ -48,6 +51,12 @@ class Noise:
     gap: float
     """Largest movement of the distance of the two best log-probs, nats."""
     num_tokens: int
+
+    def or_rounding(self, dtype: str) -> Noise:
+        """At least what one step of a logit in `dtype` makes, though this measurement did not meet it."""
+        if dtype != "bfloat16":
+            return self
+        return replace(self, cdf=max(self.cdf, BF16_CDF), gap=max(self.gap, BF16_GAP))
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,11 @@ def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
             gap = max(gap, abs(p.gap - q.gap))
             num_tokens += 1
     return Noise(cdf, gap, num_tokens)
+
+
+def worst(first: Noise, second: Noise) -> Noise:
+    """Of two measurements."""
+    return Noise(max(first.cdf, second.cdf), max(first.gap, second.gap), first.num_tokens + second.num_tokens)
 
 
 def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comparison:

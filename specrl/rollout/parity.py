@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 
 class RefitError(RuntimeError):
@@ -56,3 +57,32 @@ def check_policy(
             f"engine.parity_tolerance = {tolerance:g}"
         )
     return report
+
+
+def check_moved_on(
+    engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]], earlier: Sequence[Sequence[float]]
+) -> bool:
+    """Whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
+
+    A refit that silently did nothing passes `check_policy` for as long as the policy moves less than the tolerance.
+
+    Returns:
+        False while the two policies are too near to each other to tell.
+
+    Raises:
+        PolicyParityError: the engine still computes with the earlier policy.
+    """
+    to_new, to_old = mean_distance(engine, trainer), mean_distance(engine, earlier)
+    if mean_distance(trainer, earlier) <= 2 * min(to_new, to_old):
+        return False
+    if to_old < to_new:
+        raise PolicyParityError(
+            f"the engine still computes with an earlier policy: its log-probs are {to_old:.2g} nats from that one's on "
+            f"average, and {to_new:.2g} from the trainer's"
+        )
+    return True
+
+
+def mean_distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
+    """Mean |left - right| of log-probs of the same sequences, nats."""
+    return fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specrl.config import Config, PrecisionConfig
 from specrl.rollout.engine import Engine
-from specrl.rollout.parity import ParityReport, check_policy
+from specrl.rollout.parity import ParityReport, check_moved_on, check_policy
 from specrl.schemas import read_rollouts
 from specrl.training.batches import Sequence, pack
 from specrl.training.policy import Policy
@@ -38,21 +38,25 @@ class RefitProbe:
     def __init__(self, sequences: list[list[int]], config: Config) -> None:
         self._sequences = sequences
         self._tolerance = config.engine.parity_tolerance + expected_difference(config.precision)
+        self._earlier: list[list[float]] | None = None
+        """The trainer's log-probs under the last policy that the engine was seen to have reached."""
 
     def check(self, engine: Engine, policy: Policy) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
         Raises:
-            PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average.
+            PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average, or are still those
+                of an earlier policy.
         """
         sequences = [Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
         batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
-        trainer: dict[int, list[float]] = {}
+        by_index: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
             for row, index in enumerate(batch.indices):
-                trainer[index] = logprobs[row][batch.mask[row]].tolist()
-        return check_policy(
-            engine.sequence_logprobs(self._sequences),
-            [trainer[index] for index in range(len(self._sequences))],
-            self._tolerance,
-        )
+                by_index[index] = logprobs[row][batch.mask[row]].tolist()
+        trainer = [by_index[index] for index in range(len(self._sequences))]
+        found = engine.sequence_logprobs(self._sequences)
+        report = check_policy(found, trainer, self._tolerance)
+        if self._earlier is None or check_moved_on(found, trainer, self._earlier):
+            self._earlier = trainer
+        return report

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 LONGEST_SUFFIX, SHORTEST_SUFFIX = 8, 2
 """Last tokens of a response that are looked up in stored text after it has left what it followed."""
+MOST_FOLLOWED, MOST_PLACES = 64, 256
+"""Positions followed at once, and places of a pair that are looked at: text that repeats itself has thousands, and each
+would be compared in every iteration."""
 END = -1
 """Stands before, between and after stored responses; no token."""
 
@@ -35,13 +38,15 @@ class StoredResponses:
         for position in self._after_pair(output[-2], output[-1]) if len(output) >= SHORTEST_SUFFIX else ():
             found.setdefault(self._agreement(position, output), []).append(position)
         longest = max(found, default=0)
-        return found.get(longest, []), longest
+        return found.get(longest, [])[:MOST_FOLLOWED], longest
 
     def _after_pair(self, first: int, second: int) -> list[int]:
         if self._pairs is None:  # most responses follow one text to its end, and never ask
             self._pairs = {}
             for position in range(2, len(self.tokens)):
-                self._pairs.setdefault((self.tokens[position - 2], self.tokens[position - 1]), []).append(position)
+                places = self._pairs.setdefault((self.tokens[position - 2], self.tokens[position - 1]), [])
+                if len(places) < MOST_PLACES:
+                    places.append(position)
         return self._pairs.get((first, second), [])
 
     def _agreement(self, position: int, output: Sequence[int]) -> int:

@@ -70,7 +70,8 @@ class Yield:
         guess, weight = (
             (self._guess(arm), PRIOR_REQUESTS) if shared is None else (shared.expected(arm), SHARED_REQUESTS)
         )
-        return (weight * guess + self._tokens[arm]) / (weight + self._requests[arm])
+        # Text may match nothing for a while and then well: arms seen at different times compare badly.
+        return max(1.0, (weight * guess + self._tokens[arm]) / (weight + self._requests[arm]))
 
     def _guess(self, arm: Arm) -> float:
         """Hopeful, so that longer drafts are tried: what was seen goes on nearly as it does between shorter ones."""
@@ -78,7 +79,7 @@ class Yield:
             shorter = sorted(a for a in self._tokens if a[axis] < arm[axis] and a[1 - axis] == arm[1 - axis])[-2:]
             if len(shorter) == 2 and self._requests[shorter[1]]:
                 less, more = (self.expected(a) for a in shorter)
-                slope = (more - less) / (shorter[1][axis] - shorter[0][axis])
+                slope = max(0.0, more - less) / (shorter[1][axis] - shorter[0][axis])
                 return more + CONTINUATION * slope * (arm[axis] - shorter[1][axis])
         return sum(GUESSED_ACCEPTANCE**i for i in range(max(arm) + 1))
 

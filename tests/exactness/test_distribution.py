@@ -51,7 +51,8 @@ def test_eagle3_samples_follow_the_policy(engine_of: Start, setting: Setting) ->
     generation, cells = sample(engine_of("eagle3"), (setting,), seed=7)
     stats = generation.stats
     assert stats.num_accepted_tokens > NUM_SEQUENCES
-    assert stats.num_draft_tokens - stats.num_accepted_tokens > NUM_SEQUENCES / 100, "rejections are tested too"
+    if setting != (0.6, 0.9):  # which leaves this policy one choice after the first token
+        assert stats.num_draft_tokens - stats.num_accepted_tokens > NUM_SEQUENCES / 100, "rejections are tested too"
     test = against_policy(cells, (setting,))
     assert test.p_value > P_VALUE, test
 
@@ -165,10 +166,11 @@ def sample(
 ) -> tuple[Generation, list[Cell]]:
     """`count` responses, the settings in turn, each with a seed of its own."""
     drawn = [settings[index % len(settings)] for index in range(count)]
-    requests = [Request(PROMPT, response_seed(seed, 0, 0, i), LENGTH, *setting) for i, setting in enumerate(drawn)]
+    # The last token of a response is never drafted: one more than is looked at.
+    requests = [Request(PROMPT, response_seed(seed, 0, 0, i), LENGTH + 1, *setting) for i, setting in enumerate(drawn)]
     generation = engine.generate(requests)
     responses = zip(drawn, generation.responses, strict=True)
-    return generation, [(setting, tuple(response.tokens)) for setting, response in responses]
+    return generation, [(setting, tuple(response.tokens[:LENGTH])) for setting, response in responses]
 
 
 def against_policy(cells: list[Cell], settings: Sequence[Setting], policy: int = 0) -> ChiSquared:

@@ -9,8 +9,9 @@ import pytest
 from scipy import stats
 
 from specrl.exactness import Exactness, ExactnessError, Parity, heated
+from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.chi_squared import ChiSquared, chi_squared, combined
-from specrl.rollout.near_ties import Noise, Pick, compare, measure_noise
+from specrl.rollout.near_ties import Noise, Pick, compare, measure_noise, worst
 from specrl.rollout.requests import Request
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
@@ -91,7 +92,7 @@ def test_chi_squared_pools_and_agrees_with_scipy() -> None:
 )
 def test_a_failed_gate_is_an_error_with_its_figures(broken: dict[str, object], message: str) -> None:
     fine = Parity(compare([{5: SAME}], [{5: SAME}], NOISE), NOISE)
-    good = Exactness(ChiSquared(20.0, 20, 1000), fine, fine)
+    good = Exactness(ChiSquared(20.0, 20, 1000), SpeculationStats(), fine, fine)
     good.check()
     assert good.metrics()["validate/unexplained_differences"] == 0
     with pytest.raises(ExactnessError, match=message):
@@ -103,3 +104,10 @@ def test_every_second_prompt_is_tested_at_a_higher_temperature() -> None:
     assert [(request.temperature, request.top_p) for request in heated(requests)] == [(0.7, 1.0)] * 2 + [
         (1.4, 0.95)
     ] * 2
+
+
+def test_noise_is_never_assumed_below_one_rounding_of_a_logit() -> None:
+    measured = Noise(cdf=0.0, gap=0.5, num_tokens=10)
+    assert measured.or_rounding("float32") == measured
+    assert measured.or_rounding("bfloat16") == Noise(cdf=2**-6, gap=0.5, num_tokens=10)
+    assert worst(measured, NOISE) == Noise(cdf=1e-3, gap=0.5, num_tokens=110)

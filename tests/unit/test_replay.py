@@ -103,3 +103,12 @@ def test_matching_costs_microseconds_per_token(agrees: bool) -> None:
         cursor.advance([token])
         cursor.draft(16)
     assert (time.process_time() - started) / len(output) < 200e-6
+
+
+def test_text_that_repeats_itself_is_followed_at_few_places() -> None:
+    index = ReplayIndex.of({(1,): [[7, 8, 9, 6] * 2000]})
+    cursor = index.cursor((1,))
+    assert cursor is not None
+    cursor.advance([5, 9, 6])
+    assert cursor.draft(6) == [7, 8, 9, 6, 7, 8]
+    assert len(cursor._positions) <= 64

@@ -223,6 +223,16 @@ def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
     assert [seen.expected(Arm(k, 0)) for k in range(4)] == pytest.approx(expected, abs=0.05)
 
 
+def test_text_that_begins_to_match_late_breaks_no_estimate() -> None:
+    """Longer drafts were seen while nothing matched, shorter ones while much did: extrapolated, that was below zero."""
+    seen = Yield(possible_arms(0, 16))
+    for _ in range(60):
+        seen.observe(1, Arm(0, 8), [])
+    for _ in range(2900):
+        seen.observe(1, Arm(0, 4), [Outcome(REPLAY, 4, 1)])
+    assert all(seen.expected(arm) >= 1 for arm in possible_arms(0, 16))
+
+
 def test_what_replay_hides_of_the_drafter_is_not_guessed() -> None:
     seen = Yield(possible_arms(1, 4))
     before = seen.expected(Arm(1, 0))

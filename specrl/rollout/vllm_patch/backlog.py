@@ -45,9 +45,10 @@ class Backlog:
             # A row's features are of the last token before it and of its own but the last.
             position = record.prompt_length + len(record.logprobs) - len(row) - 1
             self._drop_unless_adjoining(record, position)
-            record.unread.append(Unread(position, row, features[start : start + len(row)]))
-        kept = sum(part.features.nbytes for record in records for part in record.unread)
-        if kept > MOST_BYTES:
+            part = Unread(position, row, features[start : start + len(row)])
+            record.unread.append(part)
+            record.unread_bytes += part.features.nbytes
+        if sum(record.unread_bytes for record in records) > MOST_BYTES:
             self.catch_up(records, arguments)
 
     def catch_up(self, records: list[RequestRecord], arguments: tuple[Any, ...]) -> None:
@@ -58,7 +59,7 @@ class Backlog:
         for chunk in chunks(waiting, self.runner.drafter.max_num_tokens):
             self._read(chunk, arguments)
         for record in records:
-            record.unread.clear()
+            _clear(record)
 
     def forget_what_was_recomputed(self, records: list[RequestRecord], rows: list[list[int]]) -> None:
         """After a preemption the policy works on the sequence anew; what was kept has lost its place in the cache."""
@@ -66,12 +67,12 @@ class Backlog:
             if row:
                 self._drop_unless_adjoining(record, record.prompt_length + len(record.logprobs) - len(row) - 1)
             else:
-                record.unread.clear()
+                _clear(record)
 
     @staticmethod
     def _drop_unless_adjoining(record: RequestRecord, position: int) -> None:
         if record.unread and record.unread[-1].position + len(record.unread[-1].tokens) != position:
-            record.unread.clear()
+            _clear(record)
 
     def _read(self, chunk: list[tuple[int, Unread]], arguments: tuple[Any, ...]) -> None:
         """One pass of the drafter over tokens of several requests, which asks for no drafts."""
@@ -109,6 +110,11 @@ class Backlog:
             ),
             sampling_metadata=metadata,
         )
+
+
+def _clear(record: RequestRecord) -> None:
+    record.unread.clear()
+    record.unread_bytes = 0
 
 
 def join(parts: list[Unread]) -> Unread:

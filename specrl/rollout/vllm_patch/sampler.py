@@ -54,6 +54,7 @@ class RequestRecord:
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
     unread: list[Any] = field(default_factory=list)
     """What the drafter has yet to read of it, see `Backlog`."""
+    unread_bytes: int = 0
 
     def verified(self, drafted: int, accepted: int) -> Outcome:
         """Count its draft."""
@@ -174,7 +175,9 @@ class InvariantSampler:
             kept = slice(first, first + accepted + 1)
             rows.append(tokens[kept])
             first, first_draft = first + count + 1, first_draft + count
-            decoding.append(start > 0 and not discarded[index])
+            # A request that was preempted reads its own output again before it goes on: that is a prefill.
+            read = int(self.runner.input_batch.num_computed_tokens_cpu[index])
+            decoding.append(start > 0 and not discarded[index] and read == record.prompt_length + start - 1)
             if discarded[index]:
                 continue
             record.logprobs[start:] = logprobs[kept]

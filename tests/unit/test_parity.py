@@ -1,0 +1,27 @@
+"""Log-probs on the probe tell whether a refit arrived, however small the step was."""
+
+from __future__ import annotations
+
+import pytest
+
+from specrl.rollout.parity import PolicyParityError, check_moved_on
+
+OLD, NEW = [[-1.0, -2.0], [-0.5]], [[-1.02, -1.97], [-0.51]]
+
+
+def shifted(rows: list[list[float]], by: float) -> list[list[float]]:
+    return [[value + by for value in row] for row in rows]
+
+
+def test_an_engine_left_at_the_old_policy_is_found_within_every_tolerance() -> None:
+    with pytest.raises(PolicyParityError, match="still computes with an earlier policy"):
+        check_moved_on(shifted(OLD, 0.002), NEW, OLD)
+
+
+def test_an_engine_that_follows_is_seen_to() -> None:
+    assert check_moved_on(shifted(NEW, 0.002), NEW, OLD)
+
+
+def test_a_step_smaller_than_the_engines_rounding_tells_nothing() -> None:
+    assert not check_moved_on(shifted(NEW, 0.03), NEW, OLD)
+    assert not check_moved_on(OLD, OLD, OLD)
