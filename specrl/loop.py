@@ -77,13 +77,15 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
     """Run the steps from `first_step` on; what a kill interrupts is redone by the next call, with the same result."""
     config = trainer.config
     refit(trainer, version=first_step)
+    is_checked = False
     for step in range(first_step, config.train.num_steps):
         timer = Timer()
         with timer("step"):
             with timer("generation"):
                 rollouts, speculation, bubbles = generate(trainer, step)
             with timer("policy_update"):
-                policy_metrics, features = update(trainer, rollouts, is_first=step == first_step)
+                policy_metrics, features = update(trainer, rollouts)
+                is_checked = is_checked or check_quantised(trainer, policy_metrics["num_tokens"])
                 kv_scales = measure_kv_scales(trainer, timer)
             mismatch = agreement(trainer, rollouts)
             with timer("drafter_update"):
@@ -139,15 +141,28 @@ def score(rollouts: list[Rollout], config: Config) -> None:
         rollout.advantage = advantage
 
 
-def update(trainer: Trainer, rollouts: list[Rollout], *, is_first: bool) -> tuple[dict[str, float], list[Features]]:
+def update(trainer: Trainer, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
     """Train the policy on the step's rollouts; what its forward pass shows of it is kept for the drafter."""
     spec = trainer.drafter.feature_spec if trainer.drafter else None
-    metrics, features = update_policy(trainer.policy, rollouts, trainer.config, spec)
-    if is_first:  # FP8 that is silently off would go unnoticed for ever
-        trainer.engine.assert_quantised()
-        if trainer.precision is not None and metrics["num_tokens"]:
-            trainer.precision.assert_quantised(trained=True)
-    return metrics, features
+    return update_policy(trainer.policy, rollouts, trainer.config, spec)
+
+
+def check_quantised(trainer: Trainer, num_tokens: float) -> bool:
+    """That engine and trainer computed FP8 where they should: silently off, it would go unnoticed for ever.
+
+    Args:
+        num_tokens: that the step trained on.
+
+    Returns:
+        Whether everything was checked: a trainer that was given no token has computed nothing yet.
+
+    Raises:
+        NotQuantisedError: naming the first layer that computed in another precision.
+    """
+    trainer.engine.assert_quantised()
+    if trainer.precision is not None and num_tokens:
+        trainer.precision.assert_quantised(trained=True)
+    return trainer.precision is None or num_tokens > 0
 
 
 def measure_kv_scales(trainer: Trainer, timer: Timer) -> KvScales | None:
@@ -208,7 +223,8 @@ def store(trainer: Trainer, step: int, rollouts: list[Rollout]) -> None:
     own = [rollout for rollout in rollouts if rollout.rank == ranks.rank]
     write_rollouts(rollout_path(trainer.rollouts_dir, step, ranks.rank), own)
     if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
-        checkpoint.save(trainer.checkpoint_dir, trainer.policy, trainer.drafter, step + 1, keep=config.keep_checkpoints)
+        parts, scales = (trainer.policy, trainer.drafter), trainer.engine.precision.kv_scales
+        checkpoint.save(trainer.checkpoint_dir, *parts, step + 1, keep=config.keep_checkpoints, kv_scales=scales)
 
 
 def timelines(trainer: Trainer, bubbles: list[Bubble], timer: Timer) -> list[RankTimeline]:

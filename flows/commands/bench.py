@@ -115,12 +115,12 @@ def precision(
     seeds: Annotated[str | None, typer.Option(help="Seeds, such as 1,2,3.")] = None,
     correction: Annotated[str | None, typer.Option(help="Of the corrected setting: tis, icepop, seq-mask.")] = None,
     kv_cache: Annotated[str | None, typer.Option(help="Of engines with FP8 weights: bf16, fp8.")] = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts for the accuracy.")] = None,
+    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step; 8 by default.")] = None,
+    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt; 4 by default.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts for the accuracy; 64 by default.")] = None,
     json_path: JsonPath = None,
     page: PagePath = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the one rank; 1 by default.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the one rank; 2 by default.")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """The same RL steps in BF16, with FP8 in generation, in both engines, and corrected: agreement and accuracy."""

@@ -1,7 +1,8 @@
 """`specrl bench precision`: the same RL steps in BF16, with FP8 in generation only, in both engines, and corrected.
 
 Each setting and seed is a run of the train stage's own loop on one rank, from the run's policy and drafter before RL
-and with its calibration, in a process of its own; then the accuracy on held-out prompts, by the same engine.
+and with its calibration, in a process of its own; then the accuracy on held-out prompts, by the same engine. What has
+been measured is not measured again by the next call, as long as settings, code and the run's stages are the same.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from specrl.artifacts import PretrainResult, write_json
+from specrl.artifacts import (
+    RESULT_FILE,
+    CalibrateResult,
+    PrepareResult,
+    PretrainResult,
+    digest,
+    read_result,
+    write_json,
+)
 from specrl.bench import report_precision
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import PrecisionSettings
-from specrl.config import Config, ConfigError, StageName, parse_config
+from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
+from specrl.keys import code_digest, files_digest
 from specrl.report.results import find_stages, read_config
 from specrl.stages.context import StageContext
 from specrl.steps import StepRecord, read_steps
 
-OUTCOME_FILE = "outcome.json"
+OUTCOME_FILE, CONTEXT_FILE = "outcome.json", "context.json"
 UNLIMITED = 1e6
 """Agreement that is lost is what this measures: it does not stop a setting."""
 
@@ -70,6 +80,8 @@ class Measured:
     seed: int
     records: list[StepRecord]
     outcome: Outcome
+    is_earlier: bool = False
+    """Measured by an earlier call of the benchmark."""
 
     def mean(self, metric: str) -> float:
         """Over the steps that trained on something."""
@@ -97,45 +109,100 @@ class Measured:
 def main(job: BenchJob) -> None:
     settings = PrecisionSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "precision"
+    calibrated, max_kl = check(job.run_dir)
     found = []
     for seed in settings.seeds:
         for index, setting in enumerate(SETTINGS):
             found.append(measure(job.run_dir, folder / f"{index}-seed-{seed}", setting, seed, settings))
             write_rows(job.json_path, [item.row() for item in found])  # what is measured stays if the next one fails
-    report_precision.write(job, settings, found)
+    report_precision.write(job, settings, found, calibrated, max_kl)
+
+
+def check(run_dir: Path) -> tuple[CalibrateResult, float]:
+    """Before the first run: the calibration that all settings with FP8 use, and its budget.
+
+    Raises:
+        ConfigError: the run is not that far.
+        ValueError: this machine cannot train its policy in FP8; the runs in BF16 would be lost time.
+    """
+    from transformers import AutoConfig
+
+    from specrl.precision import native
+
+    inputs, config = find_inputs(run_dir), read_config(run_dir)
+    hf = AutoConfig.from_pretrained(read_result(inputs["prepare"], PrepareResult).policy_dir)
+    native.check_training(hf, config.precision.model_copy(update={"training": "fp8"}))
+    return read_result(inputs["calibrate"], CalibrateResult), config.precision.max_kl
 
 
 def measure(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> Measured:
-    """One setting and seed, anew.
+    """One setting and seed: what an earlier call has measured of the same, or anew.
 
     Raises:
         RuntimeError: its process failed; the message names its log.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     context = make_context(run_dir, folder, setting, seed, settings)
-    path, log = folder / "context.json", folder / "log.txt"
-    context.save(path)
     started = time.monotonic()
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads))
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "specrl.bench.precision", str(path)]
-        code = subprocess.run(command, env={**os.environ, **threads}, stdout=file, stderr=file, check=False).returncode
-    if code:
-        raise RuntimeError(f"bench precision, {setting.name}, seed {seed}: failed; log: {log}")
+    known = is_measured(context, folder)
+    if not known:
+        run(context, folder, f"{setting.name}, seed {seed}", settings.threads)
     measured = Measured(
         setting,
         context.config.train.importance_correction,
         seed,
         read_steps(context.stage_dir / "steps"),
         Outcome(**json.loads((context.stage_dir / OUTCOME_FILE).read_text())),
+        is_earlier=known,
     )
-    row = measured.row()
+    shutil.rmtree(context.run_dir / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads again
+    row, spent = measured.row(), "measured before" if known else f"{time.monotonic() - started:.0f} s"
     print(
         f"{setting.name}, seed {seed}: token_mult_prob_error {row['token_mult_prob_error']:.4f}, accuracy "
-        f"{row['accuracy']:.1%}, {time.monotonic() - started:.0f} s",
+        f"{row['accuracy']:.1%}, {spent}",
         flush=True,
     )
     return measured
+
+
+def is_measured(context: StageContext, folder: Path) -> bool:
+    """Whether the outcome of this very context lies there: its key stands for configuration, inputs and code."""
+    path = folder / CONTEXT_FILE
+    if not path.is_file() or not (context.stage_dir / OUTCOME_FILE).is_file():
+        return False
+    return bool(json.loads(path.read_text())["key"] == context.key)
+
+
+def run(context: StageContext, folder: Path, name: str, num_threads: int) -> None:
+    """Anew, in a process of its own.
+
+    Raises:
+        RuntimeError: it failed; the message names its log.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    path, log = folder / CONTEXT_FILE, folder / "log.txt"
+    context.save(path)
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "specrl.bench.precision", str(path)]
+        code = subprocess.run(command, env={**os.environ, **threads}, stdout=file, stderr=file, check=False).returncode
+    if code:
+        raise RuntimeError(
+            f"bench precision, {name}: failed; log: {log}; the same command goes on from here with what was measured"
+        )
+
+
+def find_inputs(run_dir: Path) -> dict[StageName, Path]:
+    """Folders of the stages that every setting starts from.
+
+    Raises:
+        ConfigError: the run is not that far.
+    """
+    stages = find_stages(run_dir)
+    needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
+    missing = [stage for stage in needed if stage not in stages or not (stages[stage].stage_dir / RESULT_FILE).exists()]
+    if missing:
+        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+    return {stage: stages[stage].stage_dir for stage in needed}
 
 
 def make_context(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> StageContext:
@@ -143,17 +210,16 @@ def make_context(run_dir: Path, folder: Path, setting: Setting, seed: int, setti
     Raises:
         ConfigError: the run is not that far.
     """
-    stages = find_stages(run_dir)
-    needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
-    missing = [stage for stage in needed if stage not in stages]
-    if missing:
-        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+    inputs = find_inputs(run_dir)
+    config = make_config(read_config(run_dir), folder, setting, seed, settings)
+    own = [(path / RESULT_FILE, str(path)) for path in inputs.values()] + [(Path(__file__), "bench")]
+    code = code_digest(Path(__file__).parents[1])
     return StageContext(
-        config=make_config(read_config(run_dir), folder, setting, seed, settings),
+        config=config,
         stage="train",
-        key=f"train-{folder.name}",
+        key=f"train-{digest([dump_config(config), files_digest(own), code])}",
         stage_dir=folder / "stage",
-        inputs={stage: stages[stage].stage_dir for stage in needed},
+        inputs=inputs,
         mlflow_run_id="",
     )
 
@@ -164,12 +230,11 @@ def make_config(config: Config, folder: Path, setting: Setting, seed: int, setti
     data |= {"name": folder.name, "runs_dir": str(folder.parent), "seed": seed}
     data["precision"] |= {"generation": setting.generation, "training": setting.training}
     data["precision"]["kv_cache"] = settings.kv_cache if setting.generation == "fp8" else "bf16"
-    data["precision"]["max_token_mult_prob_error"] = UNLIMITED
+    data["precision"]["max_token_mult_prob_error"] = data["engine"]["parity_tolerance"] = UNLIMITED
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
     data["train"]["importance_correction"] = settings.correction if setting.corrected else "none"
     for section, key in (("train", "prompts_per_step"), ("train", "samples_per_prompt"), ("validate", "num_prompts")):
-        if (value := getattr(settings, key)) is not None:
-            data[section][key] = value
+        data[section][key] = getattr(settings, key)
     data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": settings.threads}
     return parse_config(data)
 

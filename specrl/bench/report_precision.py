@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from specrl.artifacts import CalibrateResult
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import PrecisionSettings
@@ -16,25 +17,54 @@ if TYPE_CHECKING:
     from specrl.bench.precision import Measured
 
 ERROR = "mismatch/token_mult_prob_error"
+RATE = "performance/training_tokens_per_s"
+KV_SECONDS = "timing/kv_scales_s"
+PARITY = "refit/mean_abs_logprob_diff"
 LEGEND = """
 Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over a step's tokens of
 exp(|log p_training - log p_generation|), over all steps; *worst step*: the largest of any step. *accuracy*: held-out
 prompts, after the steps, by the engine they were sampled with. *acceptance length*: the drafter, in BF16 always, on the
-same prompts. *update*: seconds of a policy update against BF16, medians. *KV scales*: share of the step that measuring
-them took. *engine*, *trainer*: how FP8 was computed.
+same prompts. *parity*: mean |log-prob(engine) - log-prob(trainer)| of the probe after each refit; no limit stops a
+setting here. *update*: cost of training on a token against BF16, of median tokens per second over the steps that
+trained. *KV scales*: share of the step that measuring them took, where they were measured. *engine*, *trainer*: how FP8
+was computed.
 """
 
 
-def write(job: BenchJob, settings: PrecisionSettings, found: Sequence[Measured]) -> None:
+def write(
+    job: BenchJob,
+    settings: PrecisionSettings,
+    found: Sequence[Measured],
+    calibrated: CalibrateResult,
+    max_kl: float,
+) -> None:
+    """
+    Args:
+        max_kl: the budget of the calibration that all settings with FP8 use.
+    """
     page = Page(job.page)
     page.text(heading("FP8 in generation and training", job.command, settings.threads))
     page.text(f"Run `{job.run_dir.name}`, {settings.num_steps} RL steps, seeds {', '.join(map(str, settings.seeds))}.")
+    if earlier := sum(item.is_earlier for item in found):
+        page.text(f"{earlier} of these {len(found)} runs are an earlier call's, of the same code, stages and settings.")
+    page.text(calibration(calibrated, max_kl, found))
     page.text(table(found))
     page.text(LEGEND)
     page.text(order(found))
     for name, metric, label in (("reward", "reward/mean", "mean reward"), ("error", ERROR, "token_mult_prob_error")):
         page.plot(name, line_charts(curves(found, metric), "RL step", label), f"{label} by RL step, mean of the seeds")
     page.write()
+
+
+def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[Measured]) -> str:
+    """Whether the choice of layers holds the budget on prompts that it was not made on."""
+    kept = len(calibrated.bf16_layers)
+    total = kept + max(item.outcome.quantised_layers for item in found)
+    verdict = "within" if calibrated.kl_chosen <= max_kl else "above"
+    return (
+        f"Calibration: {kept} of {total} linear layers stay in BF16; KL on held-out prompts {calibrated.kl_chosen:.5f} "
+        f"nats per token, {verdict} its budget of {max_kl:g} (all layers in FP8: {calibrated.kl_all_fp8:.5f})."
+    )
 
 
 def by_setting(found: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -49,10 +79,8 @@ def table(found: Sequence[Measured]) -> str:
     plain = {item.seed: item for item in groups["BF16"]}
     rows = []
     for name, items in groups.items():
-        updates = [
-            item.median("timing/policy_update_s") / plain[item.seed].median("timing/policy_update_s") for item in items
-        ]
-        shares = [item.median("timing/kv_scales_s") / item.median("timing/step_s") for item in items]
+        updates = [cost for item in items if (cost := update_cost(item, plain[item.seed])) is not None]
+        shares = [share for item in items if (share := kv_scales_share(item)) is not None]
         worst = max(record.metrics.get(ERROR, 1.0) for item in items for record in item.records)
         memory = max((item.outcome.memory_gib or 0.0) for item in items)
         rows.append(
@@ -65,8 +93,9 @@ def table(found: Sequence[Measured]) -> str:
                 spread([item.outcome.accuracy for item in items], ".1%"),
                 spread([item.records[-1].metrics["reward/mean"] for item in items], ".3f"),
                 f"{fmean(item.outcome.acceptance_length for item in items):.2f}",
-                f"{fmean(updates):.2f}x",
-                f"{fmean(shares):.1%}",
+                spread([item.mean(PARITY) for item in items], ".4f"),
+                f"{fmean(updates):.2f}x" if updates else "-",
+                f"{fmean(shares):.1%}" if shares else "-",
                 f"{fmean(item.median('performance/generation_tokens_per_s') for item in items):.0f}",
                 f"{memory:.1f} GiB" if memory else "-",
                 f"{items[0].outcome.engine_mode} / {items[0].outcome.training_mode}",
@@ -75,10 +104,24 @@ def table(found: Sequence[Measured]) -> str:
         )
     columns = (
         *("setting", "correction", ">error", ">worst step", ">KL, nats/token", ">accuracy", ">last reward"),
-        *(">acceptance length", ">update", ">KV scales", ">generated tokens/s", ">GPU memory", "engine / trainer"),
-        ">FP8 layers",
+        *(">acceptance length", ">parity", ">update", ">KV scales", ">generated tokens/s", ">GPU memory"),
+        *("engine / trainer", ">FP8 layers"),
     )
     return markdown_table(columns, rows)
+
+
+def update_cost(item: Measured, plain: Measured) -> float | None:
+    """Time per token trained on, against the BF16 run of the seed: how much each trained on differs, as rewards do."""
+    own, other = (
+        [rate for record in run.records if (rate := record.metrics.get(RATE, 0.0)) > 0] for run in (item, plain)
+    )
+    return median(other) / median(own) if own and other else None
+
+
+def kv_scales_share(item: Measured) -> float | None:
+    """Of the steps that measured them."""
+    measured = [record.metrics for record in item.records if KV_SECONDS in record.metrics]
+    return median(values[KV_SECONDS] / values["timing/step_s"] for values in measured) if measured else None
 
 
 def order(found: Sequence[Measured]) -> str:

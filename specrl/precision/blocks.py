@@ -108,7 +108,9 @@ def _amax(blocks: Tensor) -> Tensor:
 
 def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
     """amax / 448 per block, as [row blocks, 1, column blocks, 1]; NaN and infinity carry through."""
-    scales = _amax(blocks).clamp_(min=MIN_AMAX).div_(E4M3_MAX)
+    # GPUs divide by a number as they multiply with its reciprocal: another last bit than a CPU's, which this avoids.
+    largest = blocks.new_full((), E4M3_MAX)
+    scales = _amax(blocks).clamp_(min=MIN_AMAX).div_(largest)
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())

@@ -114,7 +114,7 @@ def calibrate(
         always_bf16: layers that stay in BF16 whatever they cost.
         on_progress: called with what is done, the total and the name of the phase.
     """
-    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
+    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
     statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
     found_scales = observer.take(ranks)

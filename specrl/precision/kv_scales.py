@@ -28,10 +28,15 @@ QUERY, KEY, VALUE = range(3)
 class KvObserver:
     """Watches the attention layers of a policy: hand it to the policy as `policy.kv_observer`."""
 
-    def __init__(self, model: Any, num_layers: int, device: torch.device) -> None:
+    def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
+        """
+        Args:
+            training_only: leave out passes that do not train: the parity probe's and those of reference weights.
+        """
+        self.training_only = training_only
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.lengths: Tensor | None = None
-        """Set by the policy before each micro-batch: [batch], so that padding is left out."""
+        """Set by the policy before each micro-batch: [batch], so that padding is left out; none: look away."""
         self.seconds = 0.0
         """Spent here since the last `take`; on GPUs the time to launch it."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -68,8 +73,9 @@ class KvObserver:
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """[batch, heads, seq, width] each."""
+        if self.lengths is None:
+            return
         started = time.perf_counter()
-        assert self.lengths is not None
         inside = torch.arange(query.shape[2], device=query.device) < self.lengths[:, None]
         maxima = torch.stack([part.detach().abs().amax((1, 3)).float() for part in (query, key, value)])
         bins = ((maxima[:, inside].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, self._counts.shape[2] - 1)

@@ -18,6 +18,10 @@ from specrl.precision.blocks import BLOCK
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine reads it when its recipes are imported; without it scales are powers of two."""
+QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+"""Attributes of its `Float8BlockScaling`: how inputs, weights and gradients are scaled."""
+FIRST_CAPABILITY = (9, 0)
+"""Of GPUs that multiply e4m3 in blocks. On older ones vLLM would take kernels that leave activations in BF16."""
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
@@ -38,12 +42,50 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
             'precision.training = "fp8" on a GPU needs Transformer Engine, which is not installed: Megatron-core would '
             'train in BF16 without a word; install requirements/gpu.lock or set precision.training = "bf16"'
         )
+    check_device("precision.training")
     check_blocks(hf)
     wanted = "0" if config.scales == "power_of_two" else "1"
     if os.environ.setdefault(FP32_SCALES, wanted) != wanted:
         raise ValueError(
             f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment does not go with precision.scales = "
             f'"{config.scales}": unset it'
+        )
+    set_scales(power_of_two=config.scales == "power_of_two")
+
+
+def check_device(key: str) -> None:
+    """
+    Args:
+        key: of the configuration, that asks for native FP8.
+
+    Raises:
+        ValueError: this GPU cannot.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < FIRST_CAPABILITY:
+        raise ValueError(
+            f'{key} = "fp8": FP8 in blocks needs a GPU of compute capability 9.0 (Hopper) or later, this one has '
+            f'{major}.{minor}; set {key} = "bf16"'
+        )
+
+
+def set_scales(*, power_of_two: bool) -> None:
+    """Of the recipes that Transformer Engine makes from now on. Megatron has imported it, so that it has read its
+    variable already: what is kept as attributes of the class is set there.
+
+    Raises:
+        ValueError: a recipe made now has other scales all the same.
+    """
+    from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
+
+    for name in QUANTISERS:
+        setattr(Float8BlockScaling, name, QParams(power_2_scale=power_of_two, amax_epsilon=0.0))
+    made = Float8BlockScaling(fp8_format=Format.E4M3)
+    wrong = [name for name in QUANTISERS if getattr(made, name).power_2_scale is not power_of_two]
+    if wrong:
+        raise ValueError(
+            f"this Transformer Engine keeps its own scales in {wrong[0]}: start specrl with "
+            f"{FP32_SCALES}={'0' if power_of_two else '1'} in the environment"
         )
 
 

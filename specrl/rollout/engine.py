@@ -13,7 +13,7 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed import join
-from specrl.precision.recipe import KvScales, Mode, Recipe, recipe_of
+from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout import vllm_patch
 from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.draft_sources import draft_lengths, draft_source
@@ -40,8 +40,17 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
 def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
-    """An engine on a trained policy, in the precision that its training ended with."""
+    """An engine on a trained policy, in the precision that its training ended with.
+
+    Raises:
+        ValueError: `precision` asks for FP8 and the training left no recipe for it.
+    """
     recipe = recipe_of(policy_dir) if config.precision.uses_fp8 else None
+    if recipe is None and config.precision.uses_fp8:
+        raise ValueError(
+            f"precision asks for FP8, but {policy_dir} has no {RECIPE_FILE}: its training used none, and the engine "
+            'would silently compute in BF16; train it with this precision, or set all of it to "bf16"'
+        )
     return Engine(policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe)
 
 

@@ -20,6 +20,12 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
+    # Native FP8 only. DeepGEMM would round the scales of blocks up to powers of two and quantise weights anew by them:
+    # other numbers than the trainer's.
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
+    # depend on how many share its batch.
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
 }
 """Set, where the user has not, before vLLM is imported."""
 

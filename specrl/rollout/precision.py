@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from specrl.config import PrecisionConfig
+from specrl.precision import native
 from specrl.precision.recipe import KvScales, Mode, Recipe
 
 FIRST_FP8_CAPABILITY = (8, 9)
@@ -46,6 +47,16 @@ class EnginePrecision:
         from specrl.rollout import vllm_fp8
 
         return vllm_fp8.hf_updates(self.recipe)
+
+    @property
+    def kv_scales(self) -> KvScales | None:
+        """Of the FP8 KV cache, as the last weights came with them; none with a BF16 one."""
+        return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
+
+    def restore(self, kv_scales: KvScales | None) -> None:
+        """Scales of a run that goes on, for the next weights to come with; none leaves the calibration's."""
+        if self.recipe is not None:
+            self.recipe = self.recipe.with_kv_scales(kv_scales)
 
     def mode(self, model: nn.Module) -> Mode:
         if not self.has_fp8_linears:
@@ -88,6 +99,8 @@ def _check_linears(config: PrecisionConfig) -> None:
         ValueError: FP8 that this device does not have and may not emulate.
     """
     cuda = torch.cuda.is_available()
+    if cuda:
+        native.check_device("precision.generation")
     if config.hardware == "native" and not cuda:
         raise ValueError('precision.hardware = "native": vLLM has no native FP8 on this device; "any" emulates it')
     if config.scales == "power_of_two" and cuda:

@@ -48,7 +48,8 @@ class RefitProbe:
             PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average, or are still those
                 of an earlier policy.
         """
-        batches = pack([Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)], MAX_TOKENS)
+        sequences = [Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
+        batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
         by_index: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
             for row, index in enumerate(batch.indices):

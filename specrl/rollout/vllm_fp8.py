@@ -25,6 +25,7 @@ from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_row
 from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name, layer_names
 
 EMULATION = "specrl_fp8"
+NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
 NATIVE = "fp8_per_block"
 """vLLM's online quantisation: 128x128 weight blocks, FP32 scales, at each load; 1x128 activation blocks."""
 
@@ -122,10 +123,29 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
 
 def mode_of(model: nn.Module) -> Mode:
     """What the policy inside the engine does."""
-    methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
-    if EmulatedFp8Linear.__name__ in methods:
+    layers = list(model.modules())
+    if any(isinstance(_method(layer), EmulatedFp8Linear) for layer in layers):
         return "emulated"
-    return "native" if "Fp8PerBlockOnlineLinearMethod" in methods else "off"
+    return "native" if any(_is_native(layer) and _flaw(layer) is None for layer in layers) else "off"
+
+
+def _method(layer: nn.Module) -> Any:
+    return getattr(layer, "quant_method", None)
+
+
+def _is_native(layer: nn.Module) -> bool:
+    """Whether vLLM was asked for FP8 here."""
+    return type(_method(layer)).__name__ == NATIVE_METHOD
+
+
+def _flaw(layer: nn.Module) -> str | None:
+    """What keeps a layer for which vLLM was asked for native FP8 from it: kernels for older devices take its weights
+    only; none where weights and activations are quantised."""
+    weight: Any = layer.weight
+    kernel = type(getattr(_method(layer), "fp8_linear", None)).__name__
+    if "Marlin" in kernel:
+        return f"computes with {kernel}: its activations are not in FP8"
+    return None if weight.dtype == torch.float8_e4m3fn else f"holds weights of {weight.dtype}, not in FP8"
 
 
 def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts_activations: bool) -> None:
@@ -140,12 +160,13 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
     """
     expected = set(recipe.engine_layers)
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        kind = type(method).__name__
-        is_fp8 = kind in (EmulatedFp8Linear.__name__, "Fp8PerBlockOnlineLinearMethod")
+        method = _method(module)
+        is_fp8 = isinstance(method, EmulatedFp8Linear) or _is_native(module)
         if is_fp8 != (name in expected) and (is_fp8 or name in expected):
             precision = "FP8" if is_fp8 else "BF16"
             raise NotQuantisedError(f"{name} of the engine computes in {precision}, not as calibrated")
+        if _is_native(module) and (flaw := _flaw(module)):
+            raise NotQuantisedError(f"{name} of the engine {flaw}")
         if not isinstance(method, EmulatedFp8Linear):
             continue
         if method.num_weight_quantisations < num_loads:

@@ -139,6 +139,8 @@ def restore(trainer: Trainer, pretraining: Path) -> int:
     """
     found = checkpoint.latest(trainer.checkpoint_dir)
     first_step = checkpoint.load(found, trainer.policy, trainer.drafter) if found else 0
+    if found:
+        trainer.engine.precision.restore(checkpoint.kv_scales(found))  # the loop's first refit ships them
     if trainer.ranks.is_first:
         for path in [*trainer.rollouts_dir.glob("step=*"), *trainer.steps_dir.glob("step=*")]:
             if int(path.stem.partition("=")[2]) >= first_step:

@@ -1,8 +1,9 @@
 """Checkpoints of policy and drafter: exact to the bit on the layout they were written on.
 
 `directory/step=000012/` holds one safetensors file per rank (its share of FP32 masters and Adam state), the drafter
-once, and `manifest.json`, written last. Everything is written in a temporary folder that is then renamed. Only the
-layout that wrote a checkpoint reads it; `Policy.save_pretrained` is the format for everyone else.
+once, and `manifest.json`, with the scales of an FP8 KV cache, written last. Everything is written in a temporary folder
+that is then renamed. Only the layout that wrote a checkpoint reads it; `Policy.save_pretrained` is the format for
+everyone else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specrl.artifacts import write_json
+from specrl.precision.recipe import KvScales
 from specrl.training.policy import Policy
 
 MANIFEST = "manifest.json"
@@ -36,11 +39,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def save(directory: Path, policy: Policy, drafter: Stateful | None, step: int, keep: int) -> None:
+def save(
+    directory: Path,
+    policy: Policy,
+    drafter: Stateful | None,
+    step: int,
+    keep: int,
+    kv_scales: KvScales | None = None,
+) -> None:
     """Write `directory/step=NNNNNN` and remove all but the newest `keep` checkpoints; collective.
 
     Args:
         step: the next step to run after a restart.
+        kv_scales: of the engine's FP8 KV cache, with which that step generates.
     """
     ranks = policy.ranks
     final = directory / f"step={step:06d}"
@@ -58,7 +69,8 @@ def save(directory: Path, policy: Policy, drafter: Stateful | None, step: int, k
         written.result()
     ranks.barrier()
     if ranks.is_first:
-        write_json(temporary / MANIFEST, {**_describe(policy), "step": step, "drafter": drafter is not None})
+        state = {"step": step, "drafter": drafter is not None, "kv_scales": asdict(kv_scales) if kv_scales else None}
+        write_json(temporary / MANIFEST, {**_describe(policy), **state})
         shutil.rmtree(final, ignore_errors=True)
         temporary.replace(final)
         _sync_directory(directory)
@@ -87,6 +99,12 @@ def load(directory: Path, policy: Policy, drafter: Stateful | None) -> int:
         drafter.load_state_dict(torch.load(directory / DRAFTER, map_location="cpu", weights_only=True))
     policy.ranks.barrier()
     return int(manifest["step"])
+
+
+def kv_scales(directory: Path) -> KvScales | None:
+    """The scales that `save` was given."""
+    found = json.loads((directory / MANIFEST).read_text()).get("kv_scales")
+    return KvScales(**found) if found else None
 
 
 def latest(directory: Path) -> Path | None:

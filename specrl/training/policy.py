@@ -55,6 +55,10 @@ batch: it is added up over micro-batches and data-parallel ranks, and nothing di
 """
 
 
+FP8_TOKENS = 16
+"""Transformer Engine's FP8 products, those of weight gradients among them, want a multiple of it as token count."""
+
+
 class LinearPrecision(Protocol):
     """Changes the arithmetic of a model's linear layers in place."""
 
@@ -68,7 +72,9 @@ class KvObserver(Protocol):
     """Watches queries, keys and values in the forward pass."""
 
     lengths: Tensor | None
-    """[batch], without padding."""
+    """[batch], without padding; none for micro-batches that it is not to see."""
+    training_only: bool
+    """It is to see those of `train_step` only."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,11 @@ class Policy:
     @property
     def pp_size(self) -> int:
         return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+    @property
+    def pad_multiple(self) -> int:
+        """The padded length of a micro-batch must be a multiple of it: pass it to `batches.pack`."""
+        return FP8_TOKENS if self.model.config.fp8 else 1
 
     @property
     def optimizer(self) -> PolicyOptimizer:
@@ -291,7 +302,7 @@ class Policy:
     ) -> tuple[list[_Outcome], list[Features]]:
         """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
         device = self.ranks.device
-        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch().to(device)]
+        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         draft_tokens = spec.draft_tokens.to(device) if spec else None
         num_kept = len(micro_batches[:keep]) if spec else 0
@@ -302,7 +313,8 @@ class Policy:
             targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
             head = HeadInput(batch.mask, targets, temperature, draft_tokens if is_kept else None)
             if self.kv_observer is not None:
-                self.kv_observer.lengths = batch.lengths
+                hidden = self.kv_observer.training_only and loss is None
+                self.kv_observer.lengths = None if hidden else batch.lengths
             with inputs.micro_batch() if is_kept else nullcontext():
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)

@@ -93,7 +93,7 @@ def _own_micro_batches(policy: Policy, rollouts: list[Rollout], part: list[int],
         for i in part
     ]
     own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
-    return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch)
+    return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch, policy.pad_multiple)
 
 
 def _loss(

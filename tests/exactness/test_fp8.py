@@ -21,7 +21,7 @@ from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import join
 from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import KvScales, NotQuantisedError, Recipe, engine_name
-from specrl.rollout.engine import Engine
+from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.parity import PolicyParityError
 from specrl.rollout.precision import EnginePrecision
 from specrl.training.batches import Sequence, pack
@@ -201,6 +201,9 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     engine.refit(weights.items(), None, 2, newer)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.5, 0.5)
     assert engine.sequence_logprobs(SEQUENCES) != before
+    engine.precision.restore(KvScales([0.25] * LAYERS, [0.25] * LAYERS, [0.125] * LAYERS))  # of a run that goes on
+    engine.refit(weights.items(), None, 3)
+    assert (attention._k_scale_float, attention._v_scale_float) == (0.25, 0.125)
     engine.set_k(0)
     plain = [response.tokens for response in engine.generate(REQUESTS[:14]).responses]
     engine.set_k(3)
@@ -219,6 +222,38 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r'precision\.kv_cache = "fp8": this device has no FP8 KV cache'):
         EnginePrecision(PrecisionConfig(kv_cache="fp8"), RECIPE)
+
+
+@pytest.mark.parametrize("kernel", ["CutlassFp8BlockScaledMMKernel", "MarlinFP8ScaledMMLinearKernel"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: torch.dtype) -> None:
+    """vLLM's own method stands in both for FP8 and for what it falls back to on older devices."""
+    from specrl.rollout import vllm_fp8
+
+    method = type("Fp8PerBlockOnlineLinearMethod", (), {"fp8_linear": type(kernel, (), {})()})()
+    model, recipe = torch.nn.Module(), Recipe(1)
+    for name in recipe.engine_layers:
+        *parents, leaf = name.split(".")
+        parent = model
+        for part in parents:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, torch.nn.Module())
+            parent = parent.get_submodule(part)
+        layer: Any = torch.nn.Module()
+        layer.weight, layer.quant_method = torch.zeros(2, 2).to(dtype), method
+        parent.add_module(leaf, layer)
+    if dtype == torch.float8_e4m3fn and kernel.startswith("Cutlass"):
+        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
+        assert vllm_fp8.mode_of(model) == "native"
+        return
+    with pytest.raises(NotQuantisedError, match=r"^model\.layers\.0\.\S+ of the engine (computes|holds)"):
+        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
+    assert vllm_fp8.mode_of(model) == "off"
+
+
+def test_an_fp8_engine_without_a_recipe_is_refused(directories: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match=r"has no precision\.json: .*silently compute in BF16; train it with"):
+        start_engine(fp8_config(), *directories)
 
 
 def method_name(module: torch.nn.Module) -> str:

@@ -14,6 +14,8 @@ class LoopRun:
     ranks: int = 2
     kills: int = 0
     """Ranks killed at random times, one per start."""
+    resumes: str = ""
+    """An earlier run of which it redoes the last step, from the checkpoint before."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 

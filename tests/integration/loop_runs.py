@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -30,17 +31,20 @@ from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, wri
 from specrl.config import WITH_DRAFTER, DrafterConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import run_loop
+from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.context import StageContext
 from specrl.tracking import Silent
 from specrl.training.drafter import Drafter
-from tests.exactness.toy import likely_tokens, policy_weights, write_policy
+from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.integration.loop_plan import LoopRun
 
 END_LOGIT = -0.5
 """Of the end token: responses end after a dozen tokens on average, some only at their limit."""
+KV_SCALE = 0.5
+"""Of queries, keys and values, as calibrated."""
 KILL_WITHIN_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 RUN_SECONDS = 600.0
@@ -79,8 +83,10 @@ def write_inputs(folder: Path) -> None:
     rows = [Rollout(0, 0, 0, i, 0, 0, 0, [5, 6, 7], tokens, [0.0] * 30, "", "", "stop") for i in range(4)]
     write_rollouts(rollout_path(folder / "rollouts", 0, 0), rows)
     write_result(folder / "prepare", PrepareResult(policy_dir=folder / "policy", seconds=1))
+    far_too_large = KvScales(*[[KV_SCALE] * LAYERS] * 3)  # so that it shows which step has measured its own
+    write_recipe(folder / "scales.json", Recipe(LAYERS, kv_scales=far_too_large), folder / "policy")
     calibrated = CalibrateResult(
-        scales_path=folder, layers_path=folder, bf16_layers=[], kl_all_fp8=0, kl_chosen=0, seconds=1
+        scales_path=folder / "scales.json", layers_path=folder, bf16_layers=[], kl_all_fp8=0, kl_chosen=0, seconds=1
     )
     write_result(folder / "calibrate", calibrated)
     for name, drafter_dir in (("with-drafter", folder / "drafter"), ("without", None)):
@@ -141,6 +147,9 @@ def start(context: StageContext, world_size: int) -> list[int]:
 def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     """Start the ranks until they get through; what happened on the way."""
     context = make_context(folder, run)
+    if run.resumes:
+        shutil.copytree(folder / run.resumes, context.run_dir)
+        shutil.rmtree(sorted(context.run_dir.glob("checkpoints/*/step=*"))[-1])
     context.run_dir.mkdir(parents=True, exist_ok=True)
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,6 +40,7 @@ from specrl.precision.blocks import (
 )
 from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
+from specrl.rollout.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, Sequence, pack
 from specrl.training.policy import Policy
 
@@ -188,6 +193,7 @@ def test_an_fp8_policy_quantises_every_linear_layer(model_dir: Path, ranks: Rank
     precision = LinearPrecision()
     assert precision.mode == "off"
     policy = make_policy(model_dir, ranks, precision)
+    assert policy.pad_multiple == 1  # nothing but native FP8 needs padding
     assert precision.mode == "emulated"
     assert set(precision.linears) == set(layer_names(3))
     batches = make_batches()
@@ -311,6 +317,8 @@ def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pyt
             native.check_training(aligned, PrecisionConfig(training="fp8", hardware="native"))
         native.check_training(aligned, PrecisionConfig(training="fp8"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes := transformer_engine_recipes())
     monkeypatch.delenv(native.FP32_SCALES, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs Transformer Engine, which is not installed"):
@@ -320,8 +328,45 @@ def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pyt
         native.check_training(LlamaConfig(hidden_size=256), PrecisionConfig(training="fp8"))
     native.check_training(aligned, PrecisionConfig(training="fp8"))
     assert os.environ[native.FP32_SCALES] == "1"
+    made = recipes.Float8BlockScaling(fp8_format="e4m3")
+    assert [getattr(made, name) for name in native.QUANTISERS] == [recipes.QParams(False, 0.0)] * 3
+    native.set_scales(power_of_two=True)
+    assert made.fp8_quant_bwd_grad.power_2_scale
+    monkeypatch.setattr(recipes.Float8BlockScaling, "resets", True)
+    with pytest.raises(ValueError, match=r"keeps its own scales in fp8_quant_fwd_inp: start specrl with .*SCALES=1 in"):
+        native.set_scales(power_of_two=False)
     with pytest.raises(ValueError, match=r'does not go with precision\.scales = "power_of_two"'):
         native.check_training(aligned, PrecisionConfig(training="fp8", scales="power_of_two"))
+
+
+def transformer_engine_recipes() -> Any:
+    """Of its module what specrl touches: scales are read from the environment once, as attributes of the class."""
+
+    @dataclass(frozen=True)
+    class QParams:
+        power_2_scale: bool
+        amax_epsilon: float
+
+    class Float8BlockScaling:
+        fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = QParams(True, 0.0)
+        resets = False
+
+        def __init__(self, fp8_format: str) -> None:
+            if self.resets:
+                self.fp8_quant_fwd_inp = QParams(True, 0.0)
+
+    return SimpleNamespace(QParams=QParams, Float8BlockScaling=Float8BlockScaling, Format=SimpleNamespace(E4M3="e4m3"))
+
+
+def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned = LlamaConfig(hidden_size=256, num_attention_heads=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*this one has 8\.9; set precision.training'):
+        native.check_training(aligned, PrecisionConfig(training="fp8"))
+    with pytest.raises(ValueError, match=r'^precision\.generation = "fp8": .*set precision\.generation = "bf16"$'):
+        EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(2))
 
 
 def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:

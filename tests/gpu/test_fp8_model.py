@@ -1,0 +1,151 @@
+"""A policy and an engine in native FP8, a single layer of an 8B model's shape, against the emulation of the same.
+
+Run on a machine with a GPU: `python -m pytest tests/gpu -q`. What its packages lack is skipped by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from specrl.config import Config, PolicyConfig, PrecisionConfig
+from specrl.data.tiny import VOCAB_SIZE, character_tokenizer
+from specrl.distributed import Ranks, join
+from specrl.precision import native
+from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
+from specrl.precision.fp8 import LinearPrecision
+from specrl.precision.recipe import Recipe, engine_name
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.policy import Policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: FP8 was only tested as emulated"),
+]
+HIDDEN, INTERMEDIATE, MAX_LENGTH = 4096, 12288, 256
+PRODUCT_ERROR = 0.005
+"""Of the norm: FP32 accumulation in another order, and the output's rounding to BF16."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if torch.cuda.get_device_capability() < native.FIRST_CAPABILITY:
+        pytest.skip("this GPU has no FP8 in blocks")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    directory = tmp_path_factory.mktemp("fp8") / "policy"
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    character_tokenizer(MAX_LENGTH).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()  # the process group stays: the engine is in it
+
+
+def sequences() -> list[Sequence]:
+    """5 x 77 tokens, which no multiple of 16 divides."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(3, VOCAB_SIZE, (5, 77), generator=generator).tolist()
+    return [Sequence(row, 7, index) for index, row in enumerate(rows)]
+
+
+def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs[batch.mask].sum() / 350, {}
+
+
+def logprobs_of(policy: Policy) -> Tensor:
+    """Of all response tokens, in order."""
+    found = {}
+    batches = pack(sequences(), 1024, policy.pad_multiple)
+    for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
+        found |= {index: logprobs[row][batch.mask[row]].cpu() for row, index in enumerate(batch.indices)}
+    return torch.cat([found[index] for index in sorted(found)])
+
+
+def test_a_native_policy_trains_on_any_number_of_tokens(model_dir: Path, ranks: Ranks) -> None:
+    pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
+    native.check_training(Qwen3Config.from_pretrained(model_dir), PrecisionConfig(training="fp8"))
+
+    def policy(fp8: LinearPrecision | None, *, trainable: bool = False) -> Policy:
+        config = PolicyConfig(lr=1e-4)
+        return Policy(model_dir, config, dtype="bfloat16", ranks=ranks, seed=0, fp8=fp8, trainable=trainable)
+
+    emulation = LinearPrecision()
+    emulation.is_native = False
+    emulated, plain = logprobs_of(policy(emulation)), logprobs_of(policy(None))
+    precision = LinearPrecision()
+    trained = policy(precision, trainable=True)
+    assert (precision.mode, trained.pad_multiple) == ("native", 16)
+    found = logprobs_of(trained)
+    assert (found - emulated).abs().mean() < (plain - emulated).abs().mean()
+    metrics, _ = trained.train_step(pack(sequences(), 1024, trained.pad_multiple), mean_loss)
+    precision.assert_quantised(trained=True)
+    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+    trained.train_step([], mean_loss)  # a rank without work takes part all the same
+    assert not torch.equal(logprobs_of(trained), found)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64])
+def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int) -> None:
+    """With few tokens and with many, for which kernels may differ."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from specrl.rollout import vllm_patch
+    from specrl.rollout.engine import Engine
+
+    config = Config.model_validate(
+        {
+            "name": "fp8",
+            "model": {"source": str(model_dir), "max_length": MAX_LENGTH - 16},
+            "sampling": {"max_response_tokens": 32},
+            "speculation": {"method": "none", "k": 0},
+            "engine": {"max_num_seqs": 8, "gpu_memory_fraction": 0.3},
+            "precision": {"generation": "fp8", "hardware": "native"},
+        }
+    )
+    engine = Engine(model_dir, None, config=config, seed=0, recipe=Recipe(1))
+    assert engine.mode == "native"
+    engine.assert_quantised()
+    weights = load_file(model_dir / "model.safetensors", device="cuda")
+    parts = {"linear_fc1": ("mlp.gate_proj", "mlp.up_proj"), "linear_fc2": ("mlp.down_proj",)}
+    for linear, names in parts.items():
+        weight = torch.cat([weights[f"model.layers.0.{name}.weight"] for name in names])
+        generator = torch.Generator("cuda").manual_seed(num_tokens)
+        x = torch.randn(num_tokens, weight.shape[1], device="cuda", generator=generator)
+        x[:, ::97] *= 50
+        x = x.bfloat16()
+        layer = engine._runner.model.get_submodule(engine_name(f"layers.0.{linear}"))
+        found = vllm_patch.linear_output(layer, x).float()
+        expected = fake_quantise(x, ALONG_ROWS).float() @ fake_quantise(weight, SQUARE).float().t()
+        assert float((found - expected).norm() / expected.norm()) < PRODUCT_ERROR
+    engine.shutdown()

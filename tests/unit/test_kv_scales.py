@@ -1,0 +1,146 @@
+"""Scales of an FP8 KV cache: of which tokens they are, and that a run that goes on has those it stopped with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specrl import loop
+from specrl.config import Config, PolicyConfig, PrecisionConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.precision.kv_scales import KvObserver
+from specrl.precision.recipe import KvScales, Recipe
+from specrl.rollout.precision import EnginePrecision
+from specrl.stages import train
+from specrl.training import checkpoint
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.policy import Policy
+
+LAYERS = 2
+CALIBRATED = KvScales([0.1, 0.2], [0.3, 0.4], [0.5, 0.6])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Policy:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return Policy(directory, PolicyConfig(lr=1e-3), dtype="float32", ranks=ranks, seed=0)
+
+
+def batches(seed: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in (20, 17, 9)]
+    return pack([Sequence(row, 3, index) for index, row in enumerate(rows)], 40)
+
+
+def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs[batch.mask].sum() / 40, {}
+
+
+def scales_of(policy: Policy, ranks: Ranks, *, training_only: bool, run: Any) -> KvScales | None:
+    """What an observer saw while `run` ran."""
+    observer = KvObserver(policy.model, LAYERS, ranks.device, training_only=training_only)
+    policy.kv_observer = observer
+    run()
+    found = observer.take(ranks)
+    observer.detach()
+    policy.kv_observer = None
+    return found[0] if found is not None else None
+
+
+def test_only_tokens_trained_on_are_measured(policy: Policy, ranks: Ranks) -> None:
+    def probe() -> None:
+        policy.logprobs(batches(2))
+
+    def step() -> None:
+        probe()
+        policy.train_step(batches(1), mean_loss, lr=0.0)
+        probe()
+
+    assert scales_of(policy, ranks, training_only=True, run=probe) is None
+    wanted = scales_of(policy, ranks, training_only=False, run=lambda: policy.logprobs(batches(1)))
+    assert wanted is not None
+    assert scales_of(policy, ranks, training_only=True, run=step) == wanted
+    assert scales_of(policy, ranks, training_only=False, run=step) != wanted
+
+
+def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
+    policy: Policy, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(train, "expect_lengths", lambda *args: None)
+    config = Config(name="kv", precision=PrecisionConfig(kv_cache="fp8"))
+
+    def trainer() -> Any:
+        """What a process has when it starts."""
+        precision = EnginePrecision(config.precision, Recipe(LAYERS, kv_scales=CALIBRATED))
+        return SimpleNamespace(
+            config=config,
+            ranks=ranks,
+            policy=policy,
+            drafter=None,
+            engine=SimpleNamespace(precision=precision),
+            rollouts_dir=tmp_path / "rollouts",
+            steps_dir=tmp_path / "steps",
+            checkpoint_dir=tmp_path / "checkpoints",
+        )
+
+    first = trainer()
+    assert train.restore(first, tmp_path) == 0
+    assert first.engine.precision.kv_scales == CALIBRATED
+    shipped = KvScales([0.1 + 0.2, 1e-9], [1 / 3, 2.5], [7.0, 0.25])  # to the last bit
+    first.engine.precision.restore(shipped)
+    checkpoint.save(first.checkpoint_dir, policy, None, 1, keep=1, kv_scales=first.engine.precision.kv_scales)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None and checkpoint.kv_scales(found) == shipped
+    second = trainer()
+    assert train.restore(second, tmp_path) == 1
+    assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
+    checkpoint.save(tmp_path / "plain", policy, None, 1, keep=1)  # with a BF16 one
+    assert checkpoint.kv_scales(tmp_path / "plain" / "step=000001") is None
+
+
+def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:
+    calls: list[str] = []
+    engine = SimpleNamespace(assert_quantised=lambda: calls.append("engine"))
+    precision = SimpleNamespace(assert_quantised=lambda trained: calls.append("trainer"))
+    trainer: Any = SimpleNamespace(engine=engine, precision=precision)
+    assert not loop.check_quantised(trainer, 0.0)
+    assert loop.check_quantised(trainer, 5.0)
+    assert calls == ["engine", "engine", "trainer"]
+    in_bf16: Any = SimpleNamespace(engine=engine, precision=None)
+    assert loop.check_quantised(in_bf16, 0.0)
+
+
+def test_an_engine_without_an_fp8_kv_cache_has_no_scales_to_store() -> None:
+    assert EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LAYERS, kv_scales=CALIBRATED)).kv_scales is None
+    assert EnginePrecision(PrecisionConfig(), None).kv_scales is None
