@@ -110,8 +110,13 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
     origin = Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step)
     started_at, samples = time.time(), config.train.samples_per_prompt
     pace = Pace(len(share) * samples, config.engine.max_num_seqs)
+
+    def iteration() -> bool:
+        trainer.bubbles.beat()
+        return pace.iteration()
+
     own, generation = collect(
-        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, pace.iteration
+        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, iteration
     )
     bubble, texts = trainer.bubbles.spend(step, started_at, generation, pace.rows())
     parts = ranks.gather((own, generation.stats, bubble, texts))
@@ -202,7 +207,10 @@ def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> 
     drafter = trainer.drafter
     drafter_weights = drafter.named_weights() if drafter is not None else None
     trainer.engine.refit(weights_for_engine(trainer), drafter_weights, version=version, kv_scales=kv_scales)
-    return trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)
+    parity, guard = trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)
+    if drafter is not None and guard.speculating:
+        trainer.bubbles.probed(guard.acceptance_length)
+    return parity, guard
 
 
 def weights_for_engine(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
