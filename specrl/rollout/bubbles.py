@@ -165,6 +165,12 @@ class Bubbles:
         if self._meeting is not None:
             self._meeting.beat()
 
+    def metrics(self) -> dict[str, float]:
+        """Under their names in MLflow."""
+        if self._pregeneration is None or self._training is None:
+            return {}
+        return {"bubble/pregeneration_share": self._split.share}
+
     def probed(self, acceptance_length: float) -> None:
         """After a refit: what the guard's probe found of the drafter."""
         self._split.probed(acceptance_length)
