@@ -56,7 +56,7 @@ def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
         "sampling": {"max_response_tokens": 48},
         "speculation": {"method": "eagle3", "k": 3},
         "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
-        "policy": {"lr": 5e-5},
+        "policy": {"lr": 5e-6},
         "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3},
         "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
         "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},

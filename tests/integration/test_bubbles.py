@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
 REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
-NUM_KILLS = 5
+NUM_KILLS = 19
+"""With the one of four ranks: 20."""
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
     LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
@@ -100,14 +101,14 @@ def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
 
 
 def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs: Path) -> None:
-    """How often depends on the policy's steps, which are large for a toy, and on how much idle time there was."""
+    """How often depends on the policy's steps, and on how much idle time there was."""
 
     def accepted(*names: str) -> float:
         records = [record for name in names for record in steps(runs / name)]
         counts = [record["by_source"].get("replay", [0, 0, 0]) for record in records]
         return sum(row[2] for row in counts) / max(1, sum(row[1] for row in counts))
 
-    assert accepted("pregenerate", "both", "both-killed") > 0.15
+    assert accepted("pregenerate", "both", "both-killed") > 0.8
     assert accepted("pregenerate", "both", "both-killed") > accepted("other-seeds")
 
 
