@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -32,7 +32,7 @@ from specrl.rollout.guard import DrafterGuard, GuardReport
 from specrl.rollout.parity import ParityReport
 from specrl.rollout.probe import RefitProbe
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.steps import StepRecord, controller_metrics, mismatch_of, step_metrics, write_step
+from specrl.steps import StepRecord, controller_metrics, mismatch_of, part_metrics, step_metrics, write_step
 from specrl.timeline import Bubble, Pace, RankTimeline, Timer, bubble_metrics, rank_spans
 from specrl.tracking import Tracker
 from specrl.training import checkpoint
@@ -94,13 +94,15 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
             with timer("refit"):
                 parity, guard = refit(trainer, version=step + 1, kv_scales=kv_scales)
             with timer("checkpoint"):
-                store(trainer, step, rollouts)
-        parts = (policy_metrics, drafter_metrics, mismatch, bubble_metrics(bubbles))
-        metrics = step_metrics(rollouts, speculation, *parts, parity, guard, timer.seconds)
-        record = StepRecord.of(
-            step, metrics, speculation, timelines(trainer, bubbles, timer), trainer.guard.take_events()
-        )
-        log(trainer, step, record, progress)
+                parts = (policy_metrics, drafter_metrics, mismatch, bubble_metrics(bubbles))
+                metrics = step_metrics(rollouts, speculation, *parts, parity, guard, timer.seconds)
+                metrics |= {**controller_metrics(trainer.engine.controller), **trainer.bubbles.metrics()}
+                # Until all ranks' are gathered, after the checkpoint, the parts of each are taken to be this one's.
+                ranks = [RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in bubbles]
+                record = StepRecord.of(step, metrics, speculation, ranks, trainer.guard.take_events())
+                store(trainer, record, rollouts)
+        metrics |= part_metrics(timer.seconds)
+        log(trainer, replace(record, metrics=metrics, ranks=timelines(trainer, bubbles, timer)), progress)
 
 
 def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationStats, list[Bubble]]:
@@ -113,8 +115,13 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
     origin = Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step)
     started_at, samples = time.time(), config.train.samples_per_prompt
     pace = Pace(len(share) * samples, config.engine.max_num_seqs)
+
+    def iteration() -> bool:
+        trainer.bubbles.beat()
+        return pace.iteration()
+
     own, generation = collect(
-        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, pace.iteration
+        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, iteration
     )
     bubble, texts = trainer.bubbles.spend(step, started_at, generation, pace.rows())
     parts = ranks.gather((own, generation.stats, bubble, texts))
@@ -206,7 +213,10 @@ def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> 
     drafter = trainer.drafter
     drafter_weights = drafter.named_weights() if drafter is not None else None
     trainer.engine.refit(weights_for_engine(trainer), drafter_weights, version=version, kv_scales=kv_scales)
-    return trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)
+    parity, guard = trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)
+    if drafter is not None and guard.speculating:
+        trainer.bubbles.probed(guard.acceptance_length)
+    return parity, guard
 
 
 def weights_for_engine(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
@@ -217,12 +227,17 @@ def weights_for_engine(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def store(trainer: Trainer, step: int, rollouts: list[Rollout]) -> None:
-    """Rollouts of this rank as Arrow, then, when due, a checkpoint from which the next step can start."""
-    config, ranks = trainer.config.train, trainer.ranks
+def store(trainer: Trainer, record: StepRecord, rollouts: list[Rollout]) -> None:
+    """Rollouts of this rank as Arrow, then, when due, a checkpoint from which the next step can start.
+
+    Before that the record is written with the times so far: after the checkpoint the step is not run again, and a kill
+    before its final record would leave none.
+    """
+    config, ranks, step = trainer.config.train, trainer.ranks, record.step
     own = [rollout for rollout in rollouts if rollout.rank == ranks.rank]
     write_rollouts(rollout_path(trainer.rollouts_dir, step, ranks.rank), own)
     if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
+        keep(trainer, record)
         parts, scales = (trainer.policy, trainer.drafter), trainer.engine.precision.kv_scales
         checkpoint.save(trainer.checkpoint_dir, *parts, step + 1, keep=config.keep_checkpoints, kv_scales=scales)
 
@@ -233,17 +248,24 @@ def timelines(trainer: Trainer, bubbles: list[Bubble], timer: Timer) -> list[Ran
     return [RankTimeline(bubble, rank_spans(bubble, own)) for bubble, own in zip(bubbles, spans, strict=True)]
 
 
-def log(trainer: Trainer, step: int, record: StepRecord, progress: Progress) -> None:
-    """One file per step, so that a restarted stage knows its past; MLflow; and the line that people watch."""
-    if trainer.engine.controller is not None:
-        record.metrics.update(controller_metrics(trainer.engine.controller))
+def keep(trainer: Trainer, record: StepRecord) -> None:
+    """One file per step, so that a restarted stage knows its past, and its picture."""
     if trainer.ranks.is_first:
         write_step(trainer.steps_dir, record)
-        picture = trainer.steps_dir / f"step={step:06d}.svg"
-        write_text(picture, gantt(record.ranks))
-        trainer.tracker.log_artifact(picture, "gantt")
-    trainer.tracker.log_metrics(record.metrics, step)
+        write_text(picture_path(trainer, record), gantt(record.ranks))
+
+
+def picture_path(trainer: Trainer, record: StepRecord) -> Path:
+    return trainer.steps_dir / f"step={record.step:06d}.svg"
+
+
+def log(trainer: Trainer, record: StepRecord, progress: Progress) -> None:
+    """The step's final record; MLflow; and the line that people watch."""
+    keep(trainer, record)
+    if trainer.ranks.is_first:
+        trainer.tracker.log_artifact(picture_path(trainer, record), "gantt")
+    trainer.tracker.log_metrics(record.metrics, record.step)
     trainer.tracker.flush()
     text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
     message = "; ".join([text.format(**record.metrics), *record.events])
-    progress.update(step + 1, trainer.config.train.num_steps, message=message, unit="step", phase="RL")
+    progress.update(record.step + 1, trainer.config.train.num_steps, message=message, unit="step", phase="RL")

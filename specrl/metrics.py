@@ -63,6 +63,9 @@ _DEFINITIONS = (
     ),
     Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
     Metric("bubble/overrun_s", "s", "Time by which such use outlasted the slowest rank's generation, worst rank."),
+    Metric(
+        "bubble/pregeneration_share", "", "Of idle time, that `both` gives to pre-generation, by what each brought."
+    ),
     Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step generated while waiting."),
     Metric("bubble/drafter_steps", "steps", "Drafter updates made while waiting."),
     Metric(
@@ -85,6 +88,10 @@ _DEFINITIONS = (
     Metric("rollout/truncated_fraction", "", "Responses cut off at sampling.max_response_tokens."),
     Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
+    Metric(
+        *("policy/update_max", ""),
+        "Largest |change| of a master weight in an optimizer step, by Adam's moments; mean over the step's updates.",
+    ),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
     Metric("policy/corrected_fraction", "", "Trained tokens that train.importance_correction truncated or masked."),

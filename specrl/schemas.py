@@ -33,6 +33,8 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("num_drafts", pa.int32(), nullable=False),
         pa.field("num_draft_tokens", pa.int32(), nullable=False),
         pa.field("num_accepted_tokens", pa.int32(), nullable=False),
+        pa.field("num_stored", pa.int32(), nullable=False),
+        pa.field("own_stored_tokens", pa.int32(), nullable=False),
         pa.field("started_at", pa.float64(), nullable=False),
         pa.field("finished_at", pa.float64(), nullable=False),
     ],
@@ -60,6 +62,10 @@ class Rollout:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_stored: int = 0
+    """Texts that its engine had stored for its prompt."""
+    own_stored_tokens: int = 0
+    """Length of the one among them that was sampled with its own seed; 0 without."""
     started_at: float = 0.0
     finished_at: float = 0.0
     reward: float = 0.0

@@ -80,7 +80,7 @@ def step_metrics(
     rewards = [rollout.reward for rollout in rollouts]
     groups = [rollout.prompt_id for rollout in rollouts]
     lengths = [len(rollout.response_tokens) for rollout in rollouts]
-    metrics = {f"timing/{part}_s": value for part, value in seconds.items()}
+    metrics = part_metrics(seconds)
     metrics |= {
         "performance/generation_tokens_per_s": sum(lengths) / seconds["generation"],
         "performance/training_tokens_per_s": policy["num_tokens"] / seconds["policy_update"],
@@ -114,8 +114,15 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 
 
-def controller_metrics(controller: Controller) -> dict[str, float]:
+def part_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Wall times of a step's parts."""
+    return {f"timing/{part}_s": value for part, value in seconds.items()}
+
+
+def controller_metrics(controller: Controller | None) -> dict[str, float]:
     """What this rank's controller did in the step, and what it has settled on by running batch size."""
+    if controller is None:
+        return {}
     mean = controller.take_mean_length()
     metrics = {"spec/k": mean} if mean is not None else {}
     for point in controller.curve():

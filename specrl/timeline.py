@@ -30,17 +30,22 @@ class Timer:
     """Wall time of the named parts of a step, on this rank."""
 
     spans: list[Span] = field(default_factory=list)
+    running: dict[str, float] = field(default_factory=dict)
+    """Parts under way: when each began, by the monotonic clock."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         started, clock = time.time(), time.monotonic()
+        self.running[part] = clock
         yield
+        del self.running[part]
         self.spans.append(Span(part, started, started + time.monotonic() - clock))
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By part, summed."""
-        total: dict[str, float] = {}
+        """By part, summed; of a part under way, so far."""
+        now = time.monotonic()
+        total = {part: now - clock for part, clock in self.running.items()}
         for span in self.spans:
             total[span.name] = total.get(span.name, 0.0) + span.ended_at - span.started_at
         return total

@@ -23,7 +23,7 @@ def project(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to look at.")] = "8,32,128",
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
-    """Simulate the generation of a run's steps on more ranks, with every use of idle time."""
+    """Simulate the generation of a run's steps on more ranks, with the uses of idle time."""
     from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS, read_run
     from specrl.projection.outlook import agreement, outlook
 
@@ -46,6 +46,9 @@ def project(
     )
     if not run.has_replayed:
         print_line(console, f"no stored text was followed: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration assumed")
+    print_line(
+        console, "all uses are simulated at the speeds of this run; specrl bench bubbles measures each one's own"
+    )
     rows = [
         (
             *(str(item.ranks), item.use, f"{item.generation_s:.2f}", f"{item.generation_ratio:.2f}"),

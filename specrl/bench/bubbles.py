@@ -20,10 +20,10 @@ from typing import Any
 
 from specrl.artifacts import PretrainResult
 from specrl.bench import report_bubbles
-from specrl.bench.job import BenchJob
+from specrl.bench.job import BenchJob, die_with
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import BubbleSettings
-from specrl.config import Config, ConfigError, StageName, parse_config
+from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
 from specrl.report.results import find_stages, read_config
 from specrl.stages.context import StageContext
 from specrl.steps import StepRecord, read_steps
@@ -51,6 +51,10 @@ class Outcome:
     rollouts_dir: Path
     most_running: int
 
+    @property
+    def has_drafter(self) -> bool:
+        return METHODS[self.name][0] in WITH_DRAFTER
+
     def total(self, metric: str) -> float:
         return sum(record.metrics[metric] for record in self.records)
 
@@ -62,24 +66,33 @@ class Outcome:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.total("timing/generation_s")
 
+    def per_token(self, metric: str) -> float:
+        """Responses of several settings can differ in length after a near-tie in BF16."""
+        return self.total(metric) / self.num_tokens
+
 
 def main(job: BenchJob) -> None:
     settings = BubbleSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "bubbles"
-    outcomes = {name: run_setting(job.run_dir, folder / name, name, settings) for name in METHODS}
-    rows = [row(outcomes[name], outcomes["plain"]) for name in METHODS if name != "plain"]
-    write_rows(job.json_path, rows)
+    # All of them before the first run: what cannot work is refused at once, not after an hour.
+    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in METHODS}
+    outcomes: dict[str, Outcome] = {}
+    rows: list[dict[str, Any]] = []
+    for name, context in contexts.items():
+        outcomes[name] = run_setting(context, folder / name, name, settings)
+        rows = [row(outcome, outcomes["plain"]) for outcome in outcomes.values() if outcome.name != "plain"]
+        for path in (folder / "rows.json", job.json_path):  # what is measured outlives a failure of the next
+            write_rows(path, rows)
     report_bubbles.write(job, settings, rows, outcomes)
 
 
-def run_setting(run_dir: Path, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
+def run_setting(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
     """All steps of one setting, anew.
 
     Raises:
         RuntimeError: a rank failed; the message names its log.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    context = make_context(run_dir, folder, name, settings)
     path = folder / "context.json"
     context.save(path)
     with socket.socket() as listener:
@@ -150,23 +163,27 @@ def row(outcome: Outcome, plain: Outcome) -> dict[str, Any]:
     return {
         "use": outcome.name,
         "throughput_ratio": outcome.tokens_per_s / plain.tokens_per_s,
-        "decode_step_ratio": outcome.total("spec/decode_steps") / plain.total("spec/decode_steps"),
-        "step_time_ratio": outcome.total("timing/step_s") / plain.total("timing/step_s"),
+        "decode_step_ratio": outcome.per_token("spec/decode_steps") / plain.per_token("spec/decode_steps"),
+        "step_time_ratio": outcome.per_token("timing/step_s") / plain.per_token("timing/step_s"),
         "idle_share": idle / sum(item.generation_s for item in found),
         "used_share": sum(item.used_s for item in found) / idle if idle else 0.0,
         "overrun_share": sum(item.overrun_s for item in found) / outcome.total("timing/step_s"),
-        "acceptance_length_first": fmean(acceptance(record) for record in outcome.records[:ENDS]),
-        "acceptance_length_last": fmean(acceptance(record) for record in outcome.records[-ENDS:]),
+        "acceptance_length_first": fmean(length for _, length in acceptance(outcome)[:ENDS]),
+        "acceptance_length_last": fmean(length for _, length in acceptance(outcome)[-ENDS:]),
     }
 
 
-def acceptance(record: StepRecord) -> float:
-    """Acceptance length of the drafter's own drafts; without a drafter, of the stored text's; 1 without either."""
-    for source in ("drafter", "replay"):
-        if source in record.by_source:
-            drafts, _, accepted = record.by_source[source]
-            return 1 + accepted / drafts if drafts else 1.0
-    return 1.0
+def acceptance(outcome: Outcome) -> list[tuple[int, float]]:
+    """(step, acceptance length), where there is one.
+
+    A drafter's is that of the guard's probe after the step's update: always the same prompts and draft length, while a
+    step's own drafts change with the controller's choices and with what stored text leaves to the drafter. Without a
+    drafter it is the stored text's, of which the first step has none.
+    """
+    if outcome.has_drafter:
+        return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in outcome.records]
+    counts = [(record.step, record.by_source.get("replay", (0, 0, 0))) for record in outcome.records if record.step]
+    return [(step, 1 + accepted / drafts if drafts else 1.0) for step, (drafts, _, accepted) in counts]
 
 
 def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> subprocess.Popen[bytes]:
@@ -178,7 +195,10 @@ def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> sub
     own = cores[rank * settings.threads : (rank + 1) * settings.threads]
     with (context.parent / f"rank-{rank}.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "specrl.bench.bubbles", str(context)], env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "specrl.bench.bubbles", str(context), str(os.getpid())],
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
     if len(own) == settings.threads:
         os.sched_setaffinity(process.pid, own)
@@ -197,8 +217,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
     ]
 
 
-def run_rank(path: Path) -> None:
+def run_rank(path: Path, parent: int) -> None:
     """One rank of one setting: the train stage without MLflow."""
+    die_with(parent)
     from specrl.distributed import join, leave
     from specrl.loop import run_loop
     from specrl.progress import Progress
@@ -216,4 +237,4 @@ def run_rank(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

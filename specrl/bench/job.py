@@ -46,18 +46,18 @@ class BenchJob:
 
 
 def main(path: Path, parent: int) -> None:
-    _die_with(parent)
+    die_with(parent)
     job = BenchJob.load(path)
     module, _, function = job.entry.partition(":")
     getattr(importlib.import_module(module), function)(job)
 
 
-def _die_with(parent: int) -> None:
-    """Nobody waits for a benchmark whose command was ended, however that was: it ends too."""
+def die_with(parent: int) -> None:
+    """Nobody waits for a benchmark whose command was ended, however that was: it ends too, and so do its ranks."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
-        raise SystemExit("the command that started this benchmark is gone")
+        raise SystemExit("whoever started this benchmark is gone")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ class Page:
     def plot(self, name: str, svg: str, caption: str) -> None:
         file = f"{self.path.stem}-{name}.svg"
         head, _, body = svg.partition(">")
-        head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        if "xmlns=" not in head:
+            head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         self.plots[file] = f"{head}>{SVG_STYLE}{body}\n"
         self.sections.append(f"![{caption}]({file})")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,8 +14,8 @@ from specrl.gantt import gantt
 from specrl.projection.measured import MeasuredRun, read_run
 from specrl.projection.outlook import agreement, outlook
 from specrl.projection.tail import Use
-from specrl.report.svg import line_chart
-from specrl.schemas import read_rollouts
+from specrl.report.svg import dot_chart, line_chart
+from specrl.schemas import Rollout, read_rollouts
 from specrl.steps import StepRecord
 
 if TYPE_CHECKING:
@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 LEGEND = """
 Ratios are against `plain`: synchronous decoding without speculation, same prompts and seeds. *throughput*: response
-tokens of all ranks per second of generation. *decoding steps*: engine iterations of the slowest rank. *step*: whole RL
-steps. *idle*: ranks' waiting for the slowest, of their time until it is done; *used*: the part of it put to use;
-*overrun*: how much the slowest then had to wait for them, of the step. *acceptance length*: the drafter's own drafts,
-or of stored text where there is no drafter; first and last three steps. *same text*: responses equal to `plain`'s.
+tokens of all ranks per second of generation. *decoding steps*: engine iterations of the slowest rank, per token.
+*step*: time of whole RL steps, per token. *idle*: ranks' waiting for the slowest, of their time until it is done;
+*used*: the part of it put to use; *overrun*: how much the slowest then had to wait for them, of the step. *acceptance
+length*: the drafter's on the guard's probe (the same prompts and draft length in every step), or of stored text where
+there is no drafter, from the second step on; first and last three steps. *tokens*: of all responses. *same text*:
+responses equal to `plain`'s.
 """
+STORED_LEGEND = """
+Decoding steps of a response per token after its first, which comes with the prompt: 1 is plain decoding. By how many
+texts were stored for its prompt when none was its own seed's; *own*: one was, as long as the response in the end, or
+shorter (stopped with the bubble, or left behind by a response that went another way).
+"""
+STORED = ("0", "1", "2 or 3", "4 or more", "own, shorter", "own")
 
 
 def write(
@@ -38,13 +46,16 @@ def write(
     plain = outcomes["plain"]
     page.text(
         f"{settings.ranks} ranks x {settings.threads} thread(s), {settings.num_steps} steps; seeds of pre-generated "
-        f"text: {settings.seeds} as the rollout's. Plain: {plain.tokens_per_s:.0f} tokens/s, "
-        f"{plain.total('timing/step_s') / settings.num_steps:.1f} s a step."
+        f"text: {settings.seeds} as the rollout's. Plain: {plain.num_tokens} tokens, {plain.tokens_per_s:.0f} "
+        f"tokens/s, {plain.total('timing/step_s') / settings.num_steps:.1f} s a step."
     )
     page.text(_table(rows, outcomes))
     page.text(LEGEND)
     page.text("## Drafts by source")
     page.text(_sources(outcomes))
+    page.text("## What stored text saves")
+    page.text(_stored(outcomes))
+    page.text(STORED_LEGEND)
     _drafter_plot(page, outcomes)
     _update_plot(page, outcomes)
     page.text("## Tail simulator")
@@ -72,16 +83,42 @@ def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -
                 f"{row['used_share']:.0%}",
                 f"{row['overrun_share']:.1%}",
                 f"{row['acceptance_length_first']:.2f} -> {row['acceptance_length_last']:.2f}",
+                str(outcomes[row["use"]].num_tokens),
                 f"{same:.1%}",
             ]
         )
     columns = ("bubbles", ">throughput", ">decoding steps", ">step", ">idle", ">used", ">overrun")
-    return markdown_table((*columns, "acceptance length", ">same text"), lines)
+    return markdown_table((*columns, "acceptance length", ">tokens", ">same text"), lines)
 
 
 def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
-    rollouts = (row for path in sorted(rollouts_dir.rglob("*.arrow")) for row in read_rollouts(path))
-    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in rollouts}
+    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in _rollouts(rollouts_dir)}
+
+
+def _rollouts(rollouts_dir: Path) -> Iterator[Rollout]:
+    return (row for path in sorted(rollouts_dir.rglob("*.arrow")) for row in read_rollouts(path))
+
+
+def _stored(outcomes: Mapping[str, Outcome]) -> str:
+    lines = []
+    for name in ("pregenerate", "both"):
+        counts = {kind: [0, 0, 0] for kind in STORED}
+        for rollout in _rollouts(outcomes[name].rollouts_dir):
+            tokens = len(rollout.response_tokens) - 1
+            found = (1, tokens, tokens - rollout.num_accepted_tokens)
+            kind = stored_kind(rollout)
+            counts[kind] = [total + value for total, value in zip(counts[kind], found, strict=True)]
+        for kind, (responses, tokens, steps) in counts.items():
+            if tokens:
+                lines.append([name, kind, str(responses), str(tokens), f"{steps / tokens:.2f}"])
+    return markdown_table(("bubbles", "stored", ">responses", ">tokens", ">decoding steps per token"), lines)
+
+
+def stored_kind(rollout: Rollout) -> str:
+    """One of `STORED`."""
+    if rollout.own_stored_tokens:
+        return "own" if rollout.own_stored_tokens >= len(rollout.response_tokens) else "own, shorter"
+    return STORED[(0, 1, 2, 2, 3)[min(rollout.num_stored, 4)]]
 
 
 def _sources(outcomes: Mapping[str, Outcome]) -> str:
@@ -102,8 +139,7 @@ def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     from specrl.bench.bubbles import acceptance
 
     for name in ("none", "train_drafter"):
-        records = outcomes[name].records
-        steps, lengths = [float(record.step) for record in records], [acceptance(record) for record in records]
+        steps, lengths = zip(*acceptance(outcomes[name]), strict=True)
         caption = "updated while ranks wait" if name == "train_drafter" else "synchronous online update"
         page.plot(f"drafter-{name}", line_chart(steps, lengths, "step", "acceptance length"), f"Drafter, {caption}")
 
@@ -111,14 +147,14 @@ def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
 def _update_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     """How much stored text is accepted after how large a policy update."""
     pairs = sorted(
-        (before.metrics["policy/grad_norm"], _accepted(record))
+        (before.metrics["policy/update_max"], _accepted(record))
         for name in ("pregenerate", "both")
         for before, record in zip(outcomes[name].records, outcomes[name].records[1:], strict=False)
         if "replay" in record.by_source
     )
     if pairs:
-        norms, rates = zip(*pairs, strict=True)
-        chart = line_chart(norms, rates, "gradient norm of the update before", "accepted of drafted")
+        sizes, rates = zip(*pairs, strict=True)
+        chart = dot_chart(sizes, rates, "largest change of a weight in the update before", "accepted of drafted")
         page.plot("update", chart, "Acceptance of stored text against the policy's last update")
 
 
@@ -128,7 +164,7 @@ def _accepted(record: StepRecord) -> float:
 
 
 def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
-    """Each measured run beside its simulation, then more ranks at the speeds of `both`."""
+    """Each measured run beside its simulation, then more ranks, each use at the speeds it was measured with."""
     runs = {name: _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
     lines = []
     for name, run in runs.items():
@@ -139,13 +175,16 @@ def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
         )
     columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
     page.text(markdown_table(columns, lines))
-    page.text("At the speeds of `both`, with as many prompts for each rank; ratios against `none` on as many ranks:")
+    page.text(
+        "Each use at its own measured speeds, as many prompts for each rank; ratios against `none` on as many ranks:"
+    )
+    speeds = {cast(Use, name): run.speed for name, run in runs.items()}
     lines = [
         [
             *(str(item.ranks), item.use, f"{item.generation_ratio:.2f}", f"{item.decode_step_ratio:.2f}"),
             *(f"{item.idle_share:.0%}", f"{item.used_share:.0%}"),
         ]
-        for item in outlook(runs["both"], outcomes["both"].most_running)
+        for item in outlook(runs["none"], outcomes["none"].most_running, speeds=speeds)
     ]
     columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
     page.text(markdown_table(columns, lines))

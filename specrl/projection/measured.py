@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -65,7 +66,10 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
     drafts = sum(record["by_source"].get("replay", [0, 0, 0])[0] for record in records)
     replayed = drafts + sum(record["by_source"].get("replay", [0, 0, 0])[2] for record in records)
     own = max(1.0, (tokens - replayed) / max(1.0, request_iterations - drafts))
-    return Speed(curve, own, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS), bool(drafts)
+    speed = Speed(curve, own, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
+    shares = [record["metrics"].get("bubble/pregeneration_share") for record in records]
+    known = [share for share in shares if share is not None]
+    return replace(speed, pregeneration_share=fmean(known)) if known else speed, bool(drafts)
 
 
 def responses(rollouts_dir: Path, steps: Sequence[int]) -> list[list[list[Response]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specrl.projection.measured import MeasuredRun
@@ -50,14 +50,22 @@ def agreement(run: MeasuredRun, use: Use, most_running: int) -> Agreement:
     )
 
 
-def outlook(run: MeasuredRun, most_running: int, ranks: Sequence[int] = RANKS) -> list[Prospect]:
-    """All uses, on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured."""
+def outlook(
+    run: MeasuredRun, most_running: int, ranks: Sequence[int] = RANKS, speeds: Mapping[Use, Speed] | None = None
+) -> list[Prospect]:
+    """The uses on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured.
+
+    Args:
+        speeds: measured for each use. Without them all have the run's own, and `train_drafter` is left out: it changes
+            nothing but the speed.
+    """
     found: list[Prospect] = []
     measured = len(run.steps[0])
+    speed_of = speeds or {use: run.speed for use in USES if use != "train_drafter"}
     for count in sorted({measured, *ranks}):
         steps = run.steps if count == measured else scaled(run.steps, count)
-        without = simulate(steps, run.speed, "none", most_running)
-        found += [_prospect(steps, use, without, run.speed, most_running) for use in USES]
+        without = simulate(steps, speed_of["none"], "none", most_running)
+        found += [_prospect(steps, use, without, speed, most_running) for use, speed in speed_of.items()]
     return found
 
 

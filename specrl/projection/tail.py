@@ -37,13 +37,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast responses grow."""
+    """How fast a run's responses grow, and how it shares its bubbles out."""
 
     curve: Curve
     tokens: float
     """Per request and iteration, where no stored text is followed: 1 plain, more with a drafter."""
     replayed_tokens: float
     """Per request and iteration along stored text."""
+    pregeneration_share: float = 0.9
+    """Of a bubble's time, in `both`: what it begins with where none is measured."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,10 @@ def decode(
             started[index] = iterations
             heapq.heappush(running, (iterations + needs[index], index))
         seconds = speed.curve.at(len(running))
-        until = min(running[0][0], iterations + (limit - now) / seconds)
+        until = running[0][0]
+        if now + (until - iterations) * seconds >= limit:  # to the limit itself: a sum of steps may never get there
+            now, iterations = limit, iterations + (limit - now) / seconds
+            break
         now, iterations = now + (until - iterations) * seconds, until
         while running and running[0][0] <= iterations + 1e-9:
             heapq.heappop(running)
@@ -131,32 +136,37 @@ def simulate_step(
     if use == "train_drafter":
         result.used_s = idle
     if use in ("pregenerate", "both"):
-        _pregenerate(result, [work.seconds for work in works], following, speed, most_running)
+        share = speed.pregeneration_share if use == "both" else 1.0
+        ready = [(work.seconds, work.seconds + share * (last - work.seconds)) for work in works]
+        _pregenerate(result, ready, following, speed, most_running)
         result.used_s = idle if use == "both" else result.used_s
     return result
 
 
 def _pregenerate(
-    result: StepTimes, done_at: Sequence[float], following: Sequence[Response], speed: Speed, most_running: int
+    result: StepTimes,
+    times: Sequence[tuple[float, float]],
+    following: Sequence[Response],
+    speed: Speed,
+    most_running: int,
 ) -> None:
-    """Idle ranks claim responses of the next step as `Rendezvous.claim` gives them, until the last rank is done."""
-    ready = [(seconds, rank) for rank, seconds in enumerate(done_at)]
+    """Idle ranks claim responses of the next step as `Rendezvous.claim` gives them, from and until when each may."""
+    ready = [(start, end) for start, end in times if start < end]
     heapq.heapify(ready)
     keys, first = _keys(following), 0
     group = sum(response.prompt == following[0].prompt for response in following) if following else 0
     while ready and first < len(following):
-        now, rank = heapq.heappop(ready)
-        if now >= result.generation_s:
-            break
-        size = max(group, -(-(len(following) - first) // (2 * len(done_at))))
+        now, end = heapq.heappop(ready)
+        size = max(group, -(-(len(following) - first) // (2 * len(times))))
         chunk = range(first, min(first + size, len(following)))
         lengths = [following[index].length for index in chunk]
-        work = decode(lengths, [0.0] * len(lengths), speed, most_running, result.generation_s - now)
+        work = decode(lengths, [0.0] * len(lengths), speed, most_running, end - now)
         for index, tokens in zip(chunk, work.tokens, strict=True):
             result.stored[keys[index]] = tokens
         result.used_s += work.seconds
         first += size
-        heapq.heappush(ready, (now + work.seconds, rank))
+        if work.seconds < end - now:
+            heapq.heappush(ready, (now + work.seconds, end))
 
 
 def simulate(

@@ -22,6 +22,14 @@ def line_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: st
     return frame.svg(line + dots, x_label, y_label)
 
 
+def dot_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
+    """A dot per point; the x axis begins at 0."""
+    frame = _Frame((min(0.0, *x), max(x)), (min(0.0, *y), max(y)))
+    points = [frame.place(a, b) for a, b in zip(x, y, strict=True)]
+    dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{COLOURS[0]}"/>' for a, b in points)
+    return frame.svg(dots, x_label, y_label)
+
+
 def line_charts(
     series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, log_x: bool = False
 ) -> str:

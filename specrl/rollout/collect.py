@@ -43,7 +43,7 @@ def collect(
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
     generation = engine.generate(requests, on_progress, stop)
     rollouts = [
-        _rollout(prompt, sample, request, response, reward(prompt, response.text), origin)
+        _rollout(prompt, sample, request, response, reward(prompt, response.text), origin, engine.stored_for(request))
         for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)
     ]
     return rollouts, generation
@@ -63,7 +63,13 @@ def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) ->
 
 
 def _rollout(
-    prompt: Prompt, sample: int, request: Request, response: Response, reward: float, origin: Origin
+    prompt: Prompt,
+    sample: int,
+    request: Request,
+    response: Response,
+    reward: float,
+    origin: Origin,
+    stored: tuple[int, int],
 ) -> Rollout:
     return Rollout(
         step=origin.step,
@@ -82,6 +88,8 @@ def _rollout(
         num_drafts=response.num_drafts,
         num_draft_tokens=response.num_draft_tokens,
         num_accepted_tokens=response.num_accepted_tokens,
+        num_stored=stored[0],
+        own_stored_tokens=stored[1],
         started_at=response.started_at,
         finished_at=response.finished_at,
         reward=reward,

@@ -192,15 +192,28 @@ class Engine:
             return Arm(k, self.max_replay_k if k else 0)
         return Arm(0, k)
 
-    def set_replay(self, texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]]) -> None:
+    def set_replay(
+        self,
+        texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
+        seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    ) -> None:
         """Replace the stored text: responses by prompt, the preferred first. For methods with replay.
+
+        Args:
+            seeds: that they were sampled with, in the same order, where known: a request follows the text of its own
+                seed before all others.
 
         Raises:
             ValueError: `speculation.method` has no replay.
         """
         if self._drafting is None or not self.max_replay_k:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        self._drafting.index = ReplayIndex.of(texts)
+        self._drafting.index = ReplayIndex.of(texts, seeds)
+
+    def stored_for(self, request: Request) -> tuple[int, int]:
+        """How many responses to its prompt are stored, and how many tokens of the one of its own seed."""
+        index = self._drafting.index if self._drafting is not None else None
+        return index.stored(request.prompt_tokens, request.seed) if index is not None else (0, 0)
 
     @property
     def speculates(self) -> bool:

@@ -148,8 +148,13 @@ class DrafterGuard:
         return next((fault for fault in self._ranks.gather(found) if fault is not None), None)
 
     def _probe(self) -> SpeculationStats:
-        """The same prompts, seeds and draft length each time, prefilled anew."""
+        """The same prompts, seeds and draft length each time, prefilled anew; all drafts are the drafter's.
+
+        Stored text is forgotten: it would draft in the drafter's place for a prompt that the step had, too.
+        """
         engine = self._engine
+        if engine.replays:
+            engine.set_replay({})
         chosen = engine.k
         engine.set_k(engine.longest_k)
         engine.reset_prefix_cache()

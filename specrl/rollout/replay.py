@@ -21,12 +21,18 @@ END = -1
 class StoredResponses:
     """Responses to one prompt as one sequence, `END` around each, and where each pair of tokens occurs in it."""
 
-    def __init__(self, responses: Iterable[Sequence[int]]) -> None:
+    def __init__(self, responses: Iterable[Sequence[int]], seeds: Sequence[int] = ()) -> None:
+        """
+        Args:
+            seeds: that the responses were sampled with, where they are known: one for each.
+        """
         self.tokens: list[int] = [END]
         self.starts: list[int] = []
         for response in responses:
             self.starts.append(len(self.tokens))
             self.tokens += [*response, END]
+        self.start_of: dict[int, int] = dict(zip(seeds, self.starts, strict=True)) if seeds else {}
+        """By seed."""
         self._pairs: dict[tuple[int, int], list[int]] | None = None
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
@@ -60,8 +66,15 @@ class StoredResponses:
 class ReplayCursor:
     """Where one response in progress is in the stored responses to its prompt."""
 
-    def __init__(self, stored: StoredResponses) -> None:
+    def __init__(self, stored: StoredResponses, seed: int | None = None) -> None:
+        """
+        Args:
+            seed: of the response in progress. A text of the same seed is what it will most likely be, whatever the
+                others say: it is followed to its end, and the others only once it has turned out to be wrong.
+        """
         self._stored = stored
+        self._own = stored.start_of.get(seed) if seed is not None else None
+        """Where it is in the text of its own seed, while that agrees."""
         self._positions = list(stored.starts)
         self._last: list[int] = []
         self.matched = LONGEST_SUFFIX
@@ -72,6 +85,8 @@ class ReplayCursor:
         text = self._stored.tokens
         for token in tokens:
             self._last = [*self._last[1 - LONGEST_SUFFIX :], token]
+            if self._own is not None:
+                self._own = self._own + 1 if text[self._own] == token else None
             self._positions = [position + 1 for position in self._positions if text[position] == token]
             if self._positions:
                 self.matched = min(self.matched + 1, LONGEST_SUFFIX)
@@ -81,6 +96,9 @@ class ReplayCursor:
     def draft(self, k: int) -> list[int]:
         """Up to k tokens that continue the followed texts: at each place what most of them say, the first at a tie."""
         text, positions = self._stored.tokens, self._positions
+        if self._own is not None and text[self._own] != END:
+            ahead = text[self._own : self._own + k]
+            return ahead[: ahead.index(END)] if END in ahead else ahead
         tokens: list[int] = []
         while positions and len(tokens) < k:
             votes = Counter(text[position] for position in positions if text[position] != END)
@@ -99,18 +117,37 @@ class ReplayIndex:
         self._stored = stored
 
     @classmethod
-    def of(cls, texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]]) -> ReplayIndex:
-        """Index stored responses by their prompt's tokens; where as many say one thing as another, the first counts."""
-        return cls({prompt: StoredResponses(responses) for prompt, responses in texts.items() if responses})
+    def of(
+        cls,
+        texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
+        seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    ) -> ReplayIndex:
+        """Index stored responses by their prompt's tokens; where as many say one thing as another, the first counts.
 
-    def cursor(self, prompt_tokens: Sequence[int]) -> ReplayCursor | None:
+        Args:
+            seeds: that they were sampled with, in the same order.
+        """
+        known = seeds or {}
+        return cls({prompt: StoredResponses(rows, known.get(prompt, ())) for prompt, rows in texts.items() if rows})
+
+    def cursor(self, prompt_tokens: Sequence[int], seed: int | None = None) -> ReplayCursor | None:
         """A cursor for a new response to the prompt; none where nothing is stored for it."""
         stored = self._stored.get(tuple(prompt_tokens))
-        return ReplayCursor(stored) if stored is not None else None
+        return ReplayCursor(stored, seed) if stored is not None else None
 
-    def propose(self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], k: int) -> list[int]:
+    def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
+        """How many responses are stored for the prompt, and how many tokens of the one of this seed."""
+        found = self._stored.get(tuple(prompt_tokens))
+        if found is None:
+            return 0, 0
+        start = found.start_of.get(seed)
+        return len(found.starts), 0 if start is None else found.tokens.index(END, start) - start
+
+    def propose(
+        self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], k: int, seed: int | None = None
+    ) -> list[int]:
         """Up to k tokens that may follow the response so far; [] where nothing matches. A cursor does this in steps."""
-        cursor = self.cursor(prompt_tokens)
+        cursor = self.cursor(prompt_tokens, seed)
         if cursor is None:
             return []
         cursor.advance(output_tokens)

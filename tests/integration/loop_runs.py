@@ -60,7 +60,7 @@ def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
         "sampling": {"max_response_tokens": 48},
         "speculation": {"method": "eagle3", "k": 3},
         "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
-        "policy": {"lr": 5e-5},
+        "policy": {"lr": 5e-6},
         "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3},
         "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
         "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
@@ -145,7 +145,10 @@ def start(context: StageContext, world_size: int) -> list[int]:
 
 
 def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
-    """Start the ranks until they get through; what happened on the way."""
+    """Start the ranks until they get through; what happened on the way.
+
+    A run that gets through before all its kills is kept as `NAME-through-N`, and another takes the rest of them.
+    """
     context = make_context(folder, run)
     if run.resumes:
         shutil.copytree(folder / run.resumes, context.run_dir)
@@ -153,12 +156,18 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     context.run_dir.mkdir(parents=True, exist_ok=True)
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []
+    num_starts = 0
     while True:
+        num_starts += 1
         processes = start(context, run.ranks)
         kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
         codes = wait(processes)
-        if not any(codes):  # also when the rank to be killed was through before
-            return {"kills": killed, "num_starts": len(killed) + 1}
+        if not any(codes) and kill is None:
+            return {"kills": killed, "num_starts": num_starts}
+        if not any(codes):
+            context.run_dir.rename(f"{context.run_dir}-through-{len(killed)}-{num_starts}")
+            context.run_dir.mkdir()
+            continue
         assert kill is not None and -signal.SIGKILL in codes, f"{run.name} failed: {codes}"
         killed.append(kill)
 

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
 REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
-NUM_KILLS = 5
+NUM_KILLS = 19
+"""With the one of four ranks: 20."""
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
     LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
@@ -64,11 +65,12 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["pregenerate", "other-seeds", "train_drafter", "both", "both-killed"])
 def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(runs: Path, name: str) -> None:
-    expected, found = rollouts(runs / "none"), rollouts(runs / name)
+    expected, weights = rollouts(runs / "none"), policy(runs / "none")
     assert len(expected) == 3 * 8 * 2
-    assert found == expected
-    weights = policy(runs / "none")
-    assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
+    for run in (runs / name, *runs.glob(f"{name}-through-*")):
+        assert rollouts(run) == expected
+        assert [key for key, tensor in policy(run).items() if not torch.equal(tensor, weights[key])] == []
+        assert [record["step"] for record in steps(run)] == [0, 1, 2]
 
 
 def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
@@ -84,8 +86,9 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
 
 def test_every_kill_cost_one_start(runs: Path) -> None:
     outcome = json.loads((runs / "both-killed" / "outcome.json").read_text())
-    assert NUM_KILLS // 2 < len(outcome["kills"]) <= NUM_KILLS  # fewer when a start got through before its kill
-    assert outcome["num_starts"] == len(outcome["kills"]) + 1
+    through = list(runs.glob("both-killed-through-*"))  # these runs were through before their kill
+    assert len(outcome["kills"]) == NUM_KILLS
+    assert outcome["num_starts"] == NUM_KILLS + len(through) + 1
 
 
 def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
@@ -100,14 +103,14 @@ def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
 
 
 def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs: Path) -> None:
-    """How often depends on the policy's steps, which are large for a toy, and on how much idle time there was."""
+    """How often depends on the policy's steps, and on how much idle time there was."""
 
     def accepted(*names: str) -> float:
         records = [record for name in names for record in steps(runs / name)]
         counts = [record["by_source"].get("replay", [0, 0, 0]) for record in records]
         return sum(row[2] for row in counts) / max(1, sum(row[1] for row in counts))
 
-    assert accepted("pregenerate", "both", "both-killed") > 0.15
+    assert accepted("pregenerate", "both", "both-killed") > 0.8
     assert accepted("pregenerate", "both", "both-killed") > accepted("other-seeds")
 
 

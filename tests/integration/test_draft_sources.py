@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,36 @@ def test_long_drafts_save_iterations_and_stored_text_can_be_taken_away(
     generation = mixed.generate(REQUESTS)
     assert REPLAY not in generation.stats.by_source
     assert tokens(generation.responses) == tokens(plain)
+
+
+def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
+    mixed: Engine, plain: list[Response]
+) -> None:
+    mixed.set_k(3)
+    longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
+    request, own = REQUESTS[longest], plain[longest].tokens
+    prompt, other = tuple(request.prompt_tokens), [own[0], *(token for token in likely_tokens() if token != own[1])]
+    mixed.set_replay({prompt: [other, other, own]}, {prompt: [1, 2, request.seed]})
+    assert mixed.stored_for(request) == (3, len(own))
+    found = mixed.generate([request])
+    assert found.responses[0].tokens == own
+    assert found.stats.by_source[REPLAY].num_accepted_tokens == found.stats.by_source[REPLAY].num_draft_tokens > 0
+    mixed.set_replay({prompt: [other, other, own]})
+    assert mixed.stored_for(request) == (3, 0)
+    assert mixed.generate([request]).stats.num_accepted_tokens < found.stats.num_accepted_tokens
+    mixed.set_replay({})
+
+
+def test_a_response_goes_on_where_it_was_stopped(mixed: Engine, plain: list[Response]) -> None:
+    """With its tokens as part of the prompt: random numbers go by seed and position."""
+    mixed.set_k(3)
+    halves = [response.tokens[: len(response.tokens) // 2] for response in plain]
+    rest = [
+        replace(request, prompt_tokens=[*request.prompt_tokens, *half], max_tokens=request.max_tokens - len(half))
+        for request, half in zip(REQUESTS, halves, strict=True)
+    ]
+    found = tokens(mixed.generate(rest).responses)
+    assert [[*half, *end] for half, end in zip(halves, found, strict=True)] == tokens(plain)
 
 
 def test_a_stopped_generation_returns_what_it_has(mixed: Engine, plain: list[Response]) -> None:

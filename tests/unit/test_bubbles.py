@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -13,7 +15,10 @@ from specrl.data.prompts import Prompt
 from specrl.distributed import Ranks
 from specrl.gantt import gantt
 from specrl.rollout.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
-from specrl.rollout.bubbles import Rendezvous, Split, by_tokens
+from specrl.rollout.bubbles import Split
+from specrl.rollout.pregeneration import Text, Wanted, by_tokens
+from specrl.rollout.rendezvous import Rendezvous
+from specrl.rollout.requests import Request
 from specrl.timeline import (
     PREGENERATION,
     SPOT_TRAINING,
@@ -28,11 +33,12 @@ from specrl.timeline import (
 )
 
 
-def make_meetings(count: int) -> list[Rendezvous]:
+def make_meetings(count: int, **seconds: float) -> list[Rendezvous]:
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
     ranks = [Ranks(rank, count, rank, torch.device("cpu")) for rank in range(count)]
-    return [Rendezvous(store, rank, poll_seconds=0) for store, rank in zip([server, *clients], ranks, strict=True)]
+    stores = [server, *clients]
+    return [Rendezvous(store, rank, poll_seconds=0, **seconds) for store, rank in zip(stores, ranks, strict=True)]
 
 
 def test_all_are_done_when_the_last_one_says_so() -> None:
@@ -45,6 +51,28 @@ def test_all_are_done_when_the_last_one_says_so() -> None:
         assert [meeting.all_done() for meeting in meetings] == [False] * 3
         meetings[2].arrive()
         assert [meeting.all_done() for meeting in meetings] == [True] * 3
+
+
+def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
+    done, dead, slow = make_meetings(3, beat_seconds=0, stale_seconds=0.2)
+    for meeting in (done, dead, slow):
+        meeting.open()
+    done.arrive()
+    for _ in range(10):
+        time.sleep(0.05)
+        dead.beat()
+        slow.beat()
+        assert not done.over()
+    dead.arrive()  # from here on the others need no beat of it
+    for _ in range(10):
+        time.sleep(0.05)
+        slow.beat()
+        assert not done.over()
+    time.sleep(0.3)
+    assert done.over() and not done.all_done()
+    for meeting in (done, dead, slow):
+        meeting.open()
+    assert not done.over()
 
 
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
@@ -97,31 +125,68 @@ def test_a_timeline_survives_json_and_is_drawn() -> None:
     assert picture.count("<rect") == 3 + 3
 
 
-def test_both_begins_with_pregeneration_and_follows_what_is_measured() -> None:
+def test_the_share_of_both_follows_what_is_measured() -> None:
     split = Split()
-    assert split.prefers_pregeneration({PREGENERATION: 100.0})
     seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
-    split.learn(seconds, stats(replayed=300, drafts=100, accepted=100))
-    split.learn(seconds, stats(replayed=300, drafts=100, accepted=200))
-    assert 0.5 < split.share < 0.9
-    assert not split.prefers_pregeneration({PREGENERATION: 9.0, SPOT_TRAINING: 1.0})
+    for length in (2.0, 3.0):
+        split.probed(length)
+        split.learn(seconds, stats(replayed=300, drafts=100))
+    assert split.share == pytest.approx(0.75)
     for step in range(9):
-        split.learn(seconds, stats(replayed=0, drafts=100, accepted=300 + 100 * step))
+        split.probed(4.0 + step)
+        split.learn(seconds, stats(replayed=0, drafts=100))
     assert split.share == Split.LEAST
+    for _ in range(9):
+        split.probed(1.0)  # worse is no gain
+        split.learn(seconds, stats(replayed=300, drafts=100))
+    assert split.share == 1 - Split.LEAST
 
 
-def stats(*, replayed: int, drafts: int, accepted: int) -> SpeculationStats:
+def test_pregeneration_is_first_and_goes_on_while_nobody_knows_for_how_long() -> None:
+    split = Split()
+    assert split.due({}, None) == split.due({PREGENERATION: 100.0}, None) == math.inf
+    assert split.due({}, 10.0) == pytest.approx(9.0)
+    assert split.due({PREGENERATION: 9.0}, 10.0) == 0.0
+    assert split.due({PREGENERATION: 9.0, SPOT_TRAINING: 0.9}, 10.0) == 0.0
+    assert split.due({PREGENERATION: 9.0, SPOT_TRAINING: 1.0}, 10.0) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("lengths", [(4.0, 4.0), (1.0, 7.0), (0.0, 4.0, 8.0)])
+def test_both_uses_get_their_share_of_bubbles_of_any_length(share: float, lengths: tuple[float, ...]) -> None:
+    split, total = Split(), {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
+    split.share = share
+    expected = sum(lengths) / len(lengths)
+    for bubble in lengths * 20:
+        seconds = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
+        while (left := bubble - sum(seconds.values())) > 1e-6:
+            due = split.due(seconds, expected)
+            seconds[PREGENERATION if due else SPOT_TRAINING] += min(due or 0.1, left)
+        split.spent(seconds)
+        total = {name: total[name] + seconds[name] for name in total}
+    assert total[PREGENERATION] / sum(total.values()) == pytest.approx(share, abs=0.05)
+
+
+def stats(*, replayed: int, drafts: int) -> SpeculationStats:
     by_source = {
         REPLAY: SourceCounts(replayed, replayed, replayed),
-        DRAFTER: SourceCounts(drafts, 3 * drafts, accepted),
+        DRAFTER: SourceCounts(drafts, 3 * drafts, drafts),
     }
     return SpeculationStats(by_source=by_source)
 
 
+def test_a_response_that_was_stopped_is_asked_for_from_where_it_was() -> None:
+    item = Wanted(0, Request([1, 2, 3], 77, max_tokens=10, temperature=1.0))
+    assert item.rest() == item.request
+    item.tokens += [4, 5]
+    assert item.rest() == Request([1, 2, 3, 4, 5], 77, max_tokens=8, temperature=1.0)
+
+
 def test_prompts_of_equal_text_share_their_stored_responses() -> None:
     prompts = [Prompt(number, "x", tokens, "") for number, tokens in enumerate([[1, 2], [1, 2], [3], [4]])]
-    stored = {0: [[5]], 1: [[6], [7]], 2: [[8]], 9: [[9]]}
-    assert by_tokens(prompts, stored) == {(1, 2): [[5], [6], [7]], (3,): [[8]]}
+    first, second, third, fourth, fifth = (Text(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9))
+    stored = {0: [first], 1: [second, third], 2: [fourth], 9: [fifth]}
+    assert by_tokens(prompts, stored) == {(1, 2): [first, second, third], (3,): [fourth]}
 
 
 @pytest.mark.parametrize(

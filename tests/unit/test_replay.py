@@ -34,6 +34,40 @@ def test_of_several_responses_those_that_agree_so_far_are_followed() -> None:
     assert propose(responses, [10, 20]) == [21]  # as many say the one as the other: the first
 
 
+OWN, OTHER = 7, 8
+SEEDS = {PROMPT: [OTHER, OTHER + 1, OWN]}
+
+
+def test_the_text_of_its_own_seed_is_followed_whatever_the_others_say() -> None:
+    index = ReplayIndex.of({PROMPT: [[10, 11, 12], [10, 11, 13], [10, 20, 21, 22]]}, SEEDS)
+    assert index.propose(PROMPT, [], 3, OWN) == [10, 20, 21]
+    assert index.propose(PROMPT, [10], 4, OWN) == [20, 21, 22]  # two of three say otherwise
+    assert index.propose(PROMPT, [10], 4, seed=99) == index.propose(PROMPT, [10], 4) == [11, 12]
+
+
+def test_all_vote_once_the_text_of_its_own_seed_was_wrong_or_has_ended() -> None:
+    index = ReplayIndex.of({PROMPT: [[10, 11, 12, 13], [10, 11, 12, 14], [10, 11, 30]]}, SEEDS)
+    cursor = index.cursor(PROMPT, OWN)
+    assert cursor is not None
+    cursor.advance([10, 11])
+    assert cursor.draft(4) == [30]  # it was stopped there
+    cursor.advance([12])
+    assert cursor.draft(1) == [13]
+    assert index.propose(PROMPT, [10, 11, 30], 4, OWN) == []
+    stopped = ReplayIndex.of({PROMPT: [[10, 11, 30, 31], [10, 11, 30, 32], [10, 11]]}, SEEDS)
+    assert stopped.propose(PROMPT, [10, 11], 2, OWN) == [30, 31]
+    returned = ReplayIndex.of({PROMPT: [[1], [2], [10, 11, 12, 13, 14]]}, SEEDS)
+    assert returned.propose(PROMPT, [10, 99, 12, 13], 2, OWN) == [14]  # found again as any other text
+
+
+def test_how_much_is_stored_for_a_request_is_known() -> None:
+    index = ReplayIndex.of({PROMPT: [[10, 11], [12], [10, 20, 21]], (9,): [[1, 2]]}, SEEDS)
+    assert index.stored(PROMPT, OWN) == (3, 3)
+    assert index.stored(PROMPT, 99) == (3, 0)
+    assert index.stored((9,), OWN) == (1, 0)
+    assert index.stored((4,), OWN) == (0, 0)
+
+
 def test_after_a_divergence_the_longest_suffix_is_found_again() -> None:
     stored = [10, 11, 12, 13, 14, 15, 16]
     assert propose([stored], [10, 99]) == []

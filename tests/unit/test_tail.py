@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
@@ -59,3 +61,20 @@ def test_more_ranks_get_as_much_work_each_and_wait_longer() -> None:
         return sum(step.idle_s for step in times) / sum(step.generation_s * len(run[0]) for step in times)
 
     assert 0 < idle_share(wide) < 1
+
+
+def test_both_pregenerates_for_its_share_of_a_bubble() -> None:
+    steps = [[[Response(0, 100, 100)], [Response(1, 20, 20)]] for _ in range(2)]
+
+    def stored(share: float) -> float:
+        return sum(simulate(steps, replace(PLAIN, pregeneration_share=share), "both", 8)[0].stored.values())
+
+    assert 0 < stored(0.3) < 0.5 * stored(0.9) < 0.5 * stored(1.0)
+    alone, both = (simulate(steps, PLAIN, use, 8)[0] for use in ("pregenerate", "both"))
+    assert both.used_s == both.idle_s == alone.idle_s
+
+
+@pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
+def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
+    work = decode([10, 20, 30], [0, 0, 0], Speed(Curve(((1, 0.1 / 3), (3, 0.7 / 9))), 1.1, 8.0), 8, limit=limit)
+    assert work.seconds == limit

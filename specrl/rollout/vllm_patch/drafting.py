@@ -15,7 +15,7 @@ from specrl.rollout.replay import ReplayIndex
 from specrl.rollout.speculation import Controller
 from specrl.rollout.speculation_estimates import Arm
 from specrl.rollout.vllm_patch.backlog import Backlog
-from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord
+from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord, request_seed
 
 
 class NoDrafter:
@@ -92,7 +92,8 @@ class Drafting:
         if self.index is None or not row:
             return []
         if len(record.logprobs) == len(row):  # its first tokens
-            record.cursor = self.index.cursor(self.runner.requests[request_id].prompt_token_ids)
+            state = self.runner.requests[request_id]
+            record.cursor = self.index.cursor(state.prompt_token_ids, request_seed(state.sampling_params))
         if record.cursor is None:
             return []
         record.cursor.advance(row)

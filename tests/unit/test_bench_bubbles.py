@@ -1,0 +1,162 @@
+"""The figures and the page of `specrl bench bubbles`, from made-up runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from specrl.bench import bubbles, report_bubbles
+from specrl.bench.bubbles import METHODS, Outcome, acceptance, row
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Page
+from specrl.bench.settings import BubbleSettings
+from specrl.gantt import gantt
+from specrl.report.svg import dot_chart, line_chart
+from specrl.rollout.acceptance import SourceCounts
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.stages.context import StageContext
+from specrl.steps import StepRecord, write_step
+from specrl.timeline import Bubble, RankTimeline, rank_spans
+
+LENGTHS = ((6, 9), (3, 5))
+"""Tokens of each rank's responses."""
+
+
+def make_rollout(step: int, rank: int, sample: int, length: int, stored: int = 0, own: int = 0) -> Rollout:
+    rollout = Rollout(step, rank, rank, sample, step, step, 1, [1, 2], [3] * length, [0.0] * length, "", "", "stop")
+    rollout.num_stored, rollout.own_stored_tokens, rollout.num_accepted_tokens = stored, own, own // 2
+    return rollout
+
+
+def make_record(step: int, *, probe: float, replay: SourceCounts | None, stretch: int = 1) -> StepRecord:
+    """`stretch`: how many times as many tokens, decoding steps and seconds there were."""
+    ranks = []
+    for rank, lengths in enumerate(LENGTHS):
+        tokens = stretch * sum(lengths)
+        pace = [(2, stretch * min(lengths), 0.1 * stretch), (1, stretch * (max(lengths) - min(lengths)), 0.1 * stretch)]
+        bubble = Bubble(rank, 100.0, 100.0 + stretch * (2.0 - rank), 102.0, tokens, 0.1, pace=pace)
+        ranks.append(RankTimeline(bubble, rank_spans(bubble, [])))
+    metrics = {
+        "timing/step_s": 4.0 * stretch,
+        "timing/generation_s": 2.0 * stretch,
+        "spec/decode_steps": 8.0 * stretch,
+        "refit/probe_acceptance_length": probe,
+        "policy/update_max": 1e-5 * (step + 1),
+        "bubble/idle_s": 1.0,
+    }
+    by_source = {"drafter": SourceCounts(10, 30, 10)} | ({"replay": replay} if replay is not None else {})
+    return StepRecord(step, metrics, 0, [], [], by_source, ranks)
+
+
+def make_outcome(folder: Path, name: str, stretch: int = 1) -> Outcome:
+    replays = "replay" in METHODS[name][0]
+    records = []
+    for step in range(4):
+        replay = SourceCounts(4, 40, 8 * step) if replays and step else None
+        records.append(make_record(step, probe=2.0 + step, replay=replay, stretch=stretch))
+        write_step(folder / name / "steps", records[-1])
+        for rank, lengths in enumerate(LENGTHS):
+            own = [length if replays and step else 0 for length in lengths]
+            rows = [make_rollout(step, rank, i, length, 2, own[i]) for i, length in enumerate(lengths)]
+            write_rollouts(rollout_path(folder / name / "rollouts", step, rank), rows)
+    return Outcome(name, records, folder / name / "steps", folder / name / "rollouts", 8)
+
+
+def test_ratios_are_per_token_and_the_drafter_is_judged_by_its_probe(tmp_path: Path) -> None:
+    plain = make_outcome(tmp_path, "plain")
+    found = row(make_outcome(tmp_path, "both", stretch=2), plain)  # twice the tokens in twice the steps and seconds
+    assert (found["throughput_ratio"], found["decode_step_ratio"], found["step_time_ratio"]) == (1.0, 1.0, 1.0)
+    assert (found["acceptance_length_first"], found["acceptance_length_last"]) == (3.0, 4.0)
+    assert acceptance(make_outcome(tmp_path, "pregenerate")) == [(1, 3.0), (2, 5.0), (3, 7.0)]
+
+
+def test_the_page_has_every_table_and_pictures_that_are_xml(tmp_path: Path) -> None:
+    outcomes = {name: make_outcome(tmp_path, name) for name in METHODS}
+    rows = [row(outcome, outcomes["plain"]) for name, outcome in outcomes.items() if name != "plain"]
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
+    report_bubbles.write(job, BubbleSettings(num_steps=4), rows, outcomes)
+    page = job.page.read_text()
+    assert "| both | own | 12 | 57 | 0.47 |" in page  # three steps of stored text, of which half was accepted
+    assert "| both | 2 or 3 | 4 | 19 | 1.00 |" in page
+    assert "| 128 | train_drafter |" in page
+    pictures = sorted(tmp_path.glob("page-*.svg"))
+    assert {picture.stem for picture in pictures} >= {"page-update", "page-gantt-both", "page-drafter-none"}
+    for picture in pictures:
+        ElementTree.fromstring(picture.read_text())
+
+
+@pytest.mark.parametrize(
+    ("num_stored", "own", "kind"),
+    [(0, 0, "0"), (1, 0, "1"), (3, 0, "2 or 3"), (9, 0, "4 or more"), (4, 5, "own"), (1, 4, "own, shorter")],
+)
+def test_responses_are_told_apart_by_what_was_stored(num_stored: int, own: int, kind: str) -> None:
+    assert report_bubbles.stored_kind(make_rollout(0, 0, 0, 5, num_stored, own)) == kind
+
+
+def test_every_kind_of_picture_is_xml_with_one_name_space(tmp_path: Path) -> None:
+    page = Page(tmp_path / "page.md")
+    record = make_record(0, probe=1.0, replay=None)
+    charts = {"gantt": gantt(record.ranks), "line": line_chart([0, 1], [1, 2], "a < b", "y")}
+    for name, svg in {**charts, "dots": dot_chart([0.1], [2], "x", "y")}.items():
+        page.plot(name, svg, name)
+        assert ElementTree.fromstring(page.plots[f"page-{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
+        if name == "both":
+            raise RuntimeError("rank 1 failed")
+        return make_outcome(tmp_path, name)
+
+    contexts: list[str] = []
+    monkeypatch.setattr(bubbles, "make_context", lambda run_dir, folder, name, settings: contexts.append(name))
+    monkeypatch.setattr(bubbles, "run_setting", run)
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
+    with pytest.raises(RuntimeError):
+        bubbles.main(job)
+    assert contexts == list(METHODS)
+    for path in (tmp_path / "rows.json", tmp_path / "bench" / "bubbles" / "rows.json"):
+        assert [found["use"] for found in read(path)] == ["none", "pregenerate", "train_drafter"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def test_a_rank_dies_with_whoever_started_it() -> None:
+    rank = "from specrl.bench.job import die_with; import time; die_with(PARENT); print(1, flush=True); time.sleep(60)"
+    parent = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {rank!r}.replace("PARENT", str(os.getpid()))], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    """Also false for one that is dead and that nobody has waited for."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        os.kill(process, 0)
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,50 @@
+"""What the loop leaves on disk, and when; everything around it is made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from specrl import loop
+from specrl.distributed import Ranks
+from specrl.rollout.acceptance import SpeculationStats
+from specrl.steps import StepRecord, read_steps
+from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
+from specrl.training import checkpoint
+
+
+@pytest.mark.parametrize(("step", "is_due"), [(0, False), (1, True), (2, True)])
+def test_a_step_has_its_record_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, is_due: bool
+) -> None:
+    """Once there is a checkpoint nobody runs the step again, nor writes its record."""
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3, keep_checkpoints=1)),
+        **{"ranks": Ranks(0, 1, 0, torch.device("cpu")), "policy": None, "drafter": None},
+        **{"rollouts_dir": tmp_path / "rollouts", "steps_dir": tmp_path / "steps", "checkpoint_dir": tmp_path},
+    )
+    found: list[int] = []
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *_, **__: found.extend(item.step for item in read_steps(trainer.steps_dir))
+    )
+    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
+    ranks = [RankTimeline(bubble, rank_spans(bubble, []))]
+    record = StepRecord.of(step, {"timing/step_s": 1.0}, SpeculationStats(), ranks, [])
+    loop.store(cast(Any, trainer), record, [])
+    assert found == ([step] if is_due else [])
+
+
+def test_a_timer_knows_the_parts_under_way() -> None:
+    timer = Timer()
+    with timer("step"):
+        with timer("generation"):
+            pass
+        with timer("checkpoint"):
+            so_far = timer.seconds
+    assert set(so_far) == {"step", "generation", "checkpoint"} == set(timer.seconds)
+    assert so_far["step"] <= timer.seconds["step"]
+    assert [span.name for span in timer.spans] == ["generation", "checkpoint", "step"]

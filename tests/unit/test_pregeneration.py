@@ -1,0 +1,132 @@
+"""Responses made in pieces while a rank waits, and a probe that sees none of them; the engine is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from specrl.config import Config, parse_config
+from specrl.data.prompts import Prompt
+from specrl.distributed import Ranks
+from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.balance import ExpectedLengths
+from specrl.rollout.engine import Engine, Generation, Request, Response
+from specrl.rollout.guard import DrafterGuard
+from specrl.rollout.pregeneration import Pregeneration, Text
+
+PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
+LENGTH = 12
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+class CountingEngine:
+    """Its tokens are pure functions of seed and position, and every response has `LENGTH` tokens."""
+
+    replays = True
+    speculates = True
+    is_whole = False
+    k: int | None = 1
+    longest_k = 3
+
+    def __init__(self) -> None:
+        self.asked: list[list[Request]] = []
+        self.stored: dict[tuple[int, ...], list[list[int]]] = {(1,): [[2]]}
+        self.stored_when_asked: list[int] = []
+
+    def generate(self, requests: list[Request], *, stop: Callable[[], bool] | None = None) -> Generation:
+        self.asked.append(requests)
+        self.stored_when_asked.append(len(self.stored))
+        tokens: list[list[int]] = [[] for _ in requests]
+        stopped = False
+        while not stopped and any(len(row) < request.max_tokens for row, request in zip(tokens, requests, strict=True)):
+            for row, request in zip(tokens, requests, strict=True):
+                if len(row) < request.max_tokens:
+                    row.append((request.seed + 7 * (len(request.prompt_tokens) + len(row))) % 1000)
+            stopped = stop is not None and stop()
+        rows = zip(tokens, requests, strict=True)
+        ends = ["length" if len(row) == request.max_tokens else "abort" for row, request in rows]
+        responses = [
+            Response(row, [0.0] * len(row), "", end, 0, 0, 0, 0.0, 0.0) for row, end in zip(tokens, ends, strict=True)
+        ]
+        stats = SpeculationStats(1, 1, 1, accepted_per_pos=(1,), drafted_per_pos=(1,))
+        return Generation(responses, stats, 0.0, sum(map(len, tokens)))
+
+    def set_replay(self, texts: dict[tuple[int, ...], list[list[int]]]) -> None:
+        self.stored = texts
+
+    def set_k(self, k: int | None) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+class Claims:
+    """All that is left, in pieces of so many."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.first = size, 0
+
+    def claim(self, total: int, at_least: int = 1) -> range:
+        first, self.first = self.first, min(total, self.first + self.size)
+        return range(first, self.first)
+
+
+def make_config() -> Config:
+    return parse_config(
+        {
+            "name": "run",
+            "sampling": {"max_response_tokens": LENGTH},
+            "train": {"num_steps": 2, "samples_per_prompt": 2},
+        }
+    )
+
+
+def pregenerate(stop_after: int) -> tuple[list[Text], CountingEngine]:
+    """Everything, in pieces of so many iterations."""
+    engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
+    parts: tuple[Any, ...] = (engine, source, ExpectedLengths(), make_config(), Claims(4))
+    activity = Pregeneration(*parts)
+    activity.begin(0)
+    count = 0
+
+    def stop() -> bool:
+        nonlocal count
+        count += 1
+        return count % stop_after == 0
+
+    while activity.work(stop):
+        assert count < 1000
+    return activity.texts, engine
+
+
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_responses_that_were_stopped_go_on_where_they_were(stop_after: int) -> None:
+    whole, engine = pregenerate(stop_after=10_000)
+    assert len(engine.asked) == 2
+    assert len({text.seed for text in whole}) == len(whole) == 6
+    assert all(len(text.tokens) == LENGTH for text in whole)
+    pieces, engine = pregenerate(stop_after)
+    assert len(engine.asked) > 4
+    assert pieces == whole
+
+
+def test_what_is_unfinished_at_the_end_is_kept_and_nothing_follows_the_last_step() -> None:
+    engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
+    parts: tuple[Any, ...] = (engine, source, ExpectedLengths(), make_config(), Claims(4))
+    activity = Pregeneration(*parts)
+    activity.begin(0)
+    assert activity.work(lambda: True)
+    assert [(text.prompt_id, len(text.tokens)) for text in activity.texts] == [(2, 1), (2, 1), (1, 1), (1, 1)]
+    activity.begin(1)
+    assert not activity.work(lambda: False) and activity.texts == []
+
+
+def test_the_guard_probes_the_drafter_without_stored_text() -> None:
+    engine = CountingEngine()
+    drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict)
+    guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    assert guard.check(1).acceptance_length == 2.0
+    assert engine.stored_when_asked == [0]
