@@ -29,6 +29,7 @@ from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig,
 
 __all__ = [
     "STAGES",
+    "WITH_DRAFTER",
     "BubblesConfig",
     "ClusterConfig",
     "Config",

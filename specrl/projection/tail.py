@@ -136,8 +136,8 @@ def simulate_step(
     if use == "train_drafter":
         result.used_s = idle
     if use in ("pregenerate", "both"):
-        share = speed.pregeneration_share if use == "both" else 1.0
-        ready = [(work.seconds, work.seconds + share * (last - work.seconds)) for work in works]
+        part = speed.pregeneration_share if use == "both" else 1.0
+        ready = [(work.seconds, work.seconds + part * (last - work.seconds)) for work in works]
         _pregenerate(result, ready, following, speed, most_running)
         result.used_s = idle if use == "both" else result.used_s
     return result

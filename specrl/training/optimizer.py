@@ -154,7 +154,8 @@ def largest_change(parameter: Tensor, state: Mapping[str, Tensor], group: Mappin
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     first, second = (1 - float(beta) ** count for beta in group["betas"])
     size = CHUNK.get(parameter.device.type, 1 << 24)
-    columns = (tensor.detach().flatten().split(size) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+    flat = (tensor.detach().flatten() for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+    columns = (torch.split(tensor, size) for tensor in flat)
     found = [
         ((mean / first) / ((square / second).sqrt_() + group["eps"])).add_(weight, alpha=decay).abs_().max()
         for weight, mean, square in zip(*columns, strict=True)
