@@ -13,7 +13,7 @@ class LoopRun:
     name: str
     ranks: int = 2
     kills: int = 0
-    """Ranks killed at random times, one per start, in as many runs as that takes."""
+    """Ranks killed at random times, one per start."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 
