@@ -13,7 +13,7 @@ class LoopRun:
     name: str
     ranks: int = 2
     kills: int = 0
-    """Ranks killed at random times, one per start, in as many runs as that takes."""
+    """Ranks killed at random times, one per start."""
     resumes: str = ""
     """An earlier run of which it redoes the last step, from the checkpoint before."""
     settings: dict[str, Any] = field(default_factory=dict)

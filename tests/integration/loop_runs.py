@@ -145,10 +145,7 @@ def start(context: StageContext, world_size: int) -> list[int]:
 
 
 def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
-    """Start the ranks until they get through; what happened on the way.
-
-    A run that gets through before all its kills is kept as `NAME-through-N`, and another takes the rest of them.
-    """
+    """Start the ranks until they get through; what happened on the way."""
     context = make_context(folder, run)
     if run.resumes:
         shutil.copytree(folder / run.resumes, context.run_dir)
@@ -156,18 +153,12 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     context.run_dir.mkdir(parents=True, exist_ok=True)
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []
-    num_starts = 0
     while True:
-        num_starts += 1
         processes = start(context, run.ranks)
         kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
         codes = wait(processes)
-        if not any(codes) and kill is None:
-            return {"kills": killed, "num_starts": num_starts}
-        if not any(codes):
-            context.run_dir.rename(f"{context.run_dir}-through-{len(killed)}-{num_starts}")
-            context.run_dir.mkdir()
-            continue
+        if not any(codes):  # also when the rank to be killed was through before
+            return {"kills": killed, "num_starts": len(killed) + 1}
         assert kill is not None and -signal.SIGKILL in codes, f"{run.name} failed: {codes}"
         killed.append(kill)
 
