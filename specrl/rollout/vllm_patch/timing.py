@@ -82,7 +82,7 @@ def _counted(step: Callable[[], Any], times: IterationTimes) -> Callable[[], Any
 
 def _now() -> float:
     """A GPU runs behind the Python that feeds it: unless it is waited for, its time falls to whichever part waits."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
