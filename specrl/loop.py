@@ -177,7 +177,7 @@ def measure_kv_scales(trainer: Trainer, timer: Timer) -> KvScales | None:
     found = trainer.kv_observer.take(trainer.ranks) if trainer.kv_observer is not None else None
     if found is None:
         return None
-    scales, timer.seconds["kv_scales"] = found
+    scales, timer.scattered["kv_scales"] = found
     return scales
 
 

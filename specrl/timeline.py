@@ -32,6 +32,8 @@ class Timer:
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
     """Parts under way: when each began, by the monotonic clock."""
+    scattered: dict[str, float] = field(default_factory=dict)
+    """Seconds of what happened in pieces within other parts, and has no span of its own."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -45,7 +47,7 @@ class Timer:
     def seconds(self) -> dict[str, float]:
         """By part, summed; of a part under way, so far."""
         now = time.monotonic()
-        total = {part: now - clock for part, clock in self.running.items()}
+        total = self.scattered | {part: now - clock for part, clock in self.running.items()}
         for span in self.spans:
             total[span.name] = total.get(span.name, 0.0) + span.ended_at - span.started_at
         return total
