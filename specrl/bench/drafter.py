@@ -32,6 +32,7 @@ from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.training.advantages import group_advantages
+from specrl.training.drafter import Drafter
 from specrl.training.policy import Policy
 from specrl.training.update import update_policy
 
@@ -67,7 +68,10 @@ class Comparison:
         self.policy_dir = subject.first_policy_dir
         self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
         self.reward = make_reward(self.config.data)
-        # Started with the run's own drafter; each refit brings the one that is wanted.
+        # Started with the run's own drafter; each refit brings the one that is wanted. The engine keeps that one's
+        # shape and feature layers: one that is not made as they are now would give all others the wrong features.
+        assert subject.first_drafter_dir is not None
+        Drafter.load(subject.first_drafter_dir, self.policy_dir, self.config.drafter, ranks)
         self.engine = Engine(self.policy_dir, subject.first_drafter_dir, config=self.config, seed=self.config.seed)
         self.engine.set_k(self.engine.longest_k)  # acceptance at one length of drafts
         self.policy = Policy(

@@ -10,7 +10,7 @@ import pytest
 
 from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
 from specrl.config import Config, dump_config
-from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
+from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
 from tests.integration.pipeline_runs import finish, specrl
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Config.model_validate(values)
     write_text(config.run_dir / "config.json", dump_config(config))
     policy_dir = write_policy(config.run_dir / "policy", policy_weights(0))
-    drafter_dir = write_drafter(config.run_dir / "drafter", drafter_weights(1))
+    drafter_dir = write_trained_drafter(config.run_dir / "drafter", policy_dir)
     pretrained = PretrainResult(
         drafter_dir=drafter_dir, rollouts_dir=config.run_dir, num_responses=1, reward_mean=0.0, seconds=1.0
     )
