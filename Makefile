@@ -1,8 +1,8 @@
 # make quickstart: environment and the main job.   make test: environment and the tests.   make check: what CI checks first.
 PYTHON ?= python3.11
 UV_VERSION := 0.13.8
-TEST_WORKERS ?= 3
-# Whole files to workers, one more than the two cores they are made for: some always wait; folder by folder, so that engines and process groups of one end before the next.
+TEST_WORKERS ?= 2
+# Whole files to two workers; folder by folder, so that engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin

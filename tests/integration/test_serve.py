@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from flows.server import PrefectServer
 from tests.integration.pipeline_runs import SMOKE, specrl
 
 
-def call(url: str, **body: Any) -> Any:
+def call(url: str, *, seconds: float = 120, **body: Any) -> Any:
+    """What Prefect's server answers; while its database is busy that is 503, and one asks again, as its client does."""
     request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def first_with(url: str, key: str, values: tuple[str, ...], seconds: float = 240, **filters: Any) -> Any:
