@@ -72,10 +72,10 @@ def test_stages_run_once_each_on_two_nodes_and_are_skipped_the_next_time(
 
 def test_a_flow_killed_while_a_stage_runs_finds_its_job_again(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("slurm")
-    first = start_flow(config, DUMMY_PRETRAIN="12")
+    first = start_flow(config, DUMMY_PRETRAIN="30")
     started = first.wait_for("stages/pretrain-*/starts-0")
     first.kill(signal.SIGKILL)
-    output = start_flow(config, DUMMY_PRETRAIN="12").finish()
+    output = start_flow(config, DUMMY_PRETRAIN="30").finish()
     assert "pretrain   attached to slurm job" in output
     assert len(started.read_text().splitlines()) == 1
     assert jobs_of(config) == {stage: ["COMPLETED"] for stage in STAGES}
