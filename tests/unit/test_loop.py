@@ -25,6 +25,7 @@ def test_a_step_has_its_record_before_its_checkpoint(
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3, keep_checkpoints=1)),
         **{"ranks": Ranks(0, 1, 0, torch.device("cpu")), "policy": None, "drafter": None},
+        engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
         **{"rollouts_dir": tmp_path / "rollouts", "steps_dir": tmp_path / "steps", "checkpoint_dir": tmp_path},
     )
     found: list[int] = []

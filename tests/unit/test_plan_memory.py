@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
+import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+
+# isort: split
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.config import Config, parse_config
@@ -25,6 +30,7 @@ SEQUENCES, LENGTH = 4, 256
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     yield join()
+    parallel_state.destroy_model_parallel()
     leave()
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import random
-import time
+import sys
+from types import FrameType
 
 import pytest
 
@@ -124,7 +125,8 @@ def common_suffix(left: list[int], right: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_matching_costs_microseconds_per_token(agrees: bool) -> None:
+def test_matching_takes_few_calls_per_token(agrees: bool) -> None:
+    """However long the response is, and however much text is stored; counted, because clocks are not to be trusted."""
     generator = random.Random(1)
     responses = [[generator.randrange(500) for _ in range(2000)] for _ in range(8)]
     output = responses[3] if agrees else [generator.randrange(500) for _ in range(2000)]
@@ -132,11 +134,18 @@ def test_matching_costs_microseconds_per_token(agrees: bool) -> None:
     assert cursor is not None
     cursor.advance(output[:1])
     cursor.draft(16)
-    started = time.process_time()
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
     for token in output[1:]:
         cursor.advance([token])
         cursor.draft(16)
-    assert (time.process_time() - started) / len(output) < 200e-6
+    sys.setprofile(None)
+    assert calls / len(output) < 400, "sixteen tokens of a draft, and no more than that many calls each"
 
 
 def test_text_that_repeats_itself_is_followed_at_few_places() -> None:
