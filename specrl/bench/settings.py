@@ -126,7 +126,7 @@ class PrecisionSettings(Section):
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     """Of the engines with FP8 weights."""
     prompts_per_step: PositiveInt = 8
-    """This, the next and the threads fit twelve runs into about an hour on two cores."""
+    """This and the next are small, for twelve runs on two cores."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
     num_prompts: PositiveInt = 64
     """Held-out prompts for the accuracy."""
