@@ -18,10 +18,7 @@ def prepare(resources: Resources, cluster: ClusterConfig) -> None:
     """
     from submitit.helpers import TorchDistributedEnvironment
 
-    environment = dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)) | {
-        "TOKENIZERS_PARALLELISM": "false",
-        "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: large CPU tensors cost a third as much to allocate
-    }
+    environment = dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)) | {"TOKENIZERS_PARALLELISM": "false"}
     if not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(environment)
