@@ -95,6 +95,7 @@ def bubbles(
     seeds: Annotated[str | None, typer.Option(help="Of pre-generated text: same or other.")] = None,
     prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
     samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt.")] = None,
+    max_response_tokens: Annotated[int | None, typer.Option(help="Longest response; the run's own by default.")] = None,
     json_path: JsonPath = None,
     page: PagePath = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a rank; 1 by default.")] = None,
@@ -104,6 +105,7 @@ def bubbles(
     given = {
         **{"num_steps": num_steps, "ranks": ranks, "seeds": seeds, "threads": threads},
         **{"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt},
+        **{"max_response_tokens": max_response_tokens},
     }
     execute("bubbles", run, runs_dir, _settings(BubbleSettings, given), json_path, page, 1)
 

@@ -152,6 +152,8 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     for key in ("prompts_per_step", "samples_per_prompt"):
         if (value := getattr(settings, key)) is not None:
             data["train"][key] = value
+    if settings.max_response_tokens is not None:
+        data["sampling"]["max_response_tokens"] = settings.max_response_tokens
     data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": settings.ranks, "cpus_per_rank": settings.threads}
     return parse_config(data)
 

@@ -15,9 +15,6 @@ from specrl.config import Config
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
-COMPILED = (PLAIN, "eagle3")
-"""Methods whose engines are tried compiled too: the two sides that matter most, since each compilation takes a minute
-or more on a CPU."""
 GPU_SHARE = 0.85
 """Of a GPU's memory, for all engines together."""
 KV_CACHE_GIB = 0.5
@@ -25,20 +22,23 @@ KV_CACHE_GIB = 0.5
 
 
 class Lineup:
-    """All engines of the benchmark, in one process. Of a draft source's two engines, the faster is kept."""
+    """All engines of the benchmark, in one process: of a draft source, the faster of eager and compiled."""
 
     def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
         self.subject = subject
         self.settings = settings
         self.methods = methods_of(settings, subject.config)
-        count = sum(len(self._choices(method)) for method in (PLAIN, *self.methods))
-        self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / count)
-        self.plains = [self._side(PLAIN, 0, compiled) for compiled in self._choices(PLAIN)]
         self.engines: dict[str, Side] = {}
+        most = len(self._choices()) + 1 + len(self.methods)  # plain ones, and the first method's two
+        self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / most)
+        self.plains = [self._side(PLAIN, 0, compiled) for compiled in self._choices()]
 
-    def _choices(self, method: str) -> tuple[bool, ...]:
-        """Whether to compile."""
-        return (False, True) if self.settings.compile and method in COMPILED else (False,)
+    def _choices(self) -> tuple[bool, ...]:
+        """Whether to compile: both are tried without drafts and with the first draft source, which decides for the
+        others, since each compilation takes a minute or more on a CPU."""
+        if self.engines:
+            return (next(iter(self.engines.values())).compiled,)
+        return (False, True) if self.settings.compile else (False,)
 
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft sources; of eager and compiled the one that is faster on `pilot` stays."""
@@ -47,7 +47,7 @@ class Lineup:
             gc.collect()  # the slower engine, now that nothing holds it: its memory is the next one's
 
     def _fastest(self, method: str, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> Side:
-        sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices(method)]
+        sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices()]
         for side in sides:
             if side.engine.replays:
                 side.engine.set_replay(stored)

@@ -26,8 +26,8 @@ the median of {repeats} rounds with the least and the greatest. Plain decoding h
 drafter; {compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens}
 tokens, cut there, so that the batch keeps its size, other prompts in each round; at batch 1, two one after the other.
 `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part of the time. k is the
-longest draft; `adaptive` is the controller, which saw one uncounted run first. Replay has one stored response per
-prompt, sampled from the same policy with other seeds.
+longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch size (one run for
+`tail64`). Replay has one stored response per prompt, sampled from the same policy with other seeds.
 """
 
 
@@ -64,8 +64,8 @@ def _how(settings: RolloutSettings, cells: Sequence[Cell]) -> dict[str, object]:
         kinds = ", ".join(f"batch {name} {kind}" for name, kind in plain.items())
         others = ", ".join(f"{method} {kind}" for method, kind in sides.items())
         compiled = (
-            "it and EAGLE-3 run compiled or eager, whichever was faster "
-            f"(plain, measured in the same rounds: {kinds}; drafting, by a pilot at batch 4: {others})"
+            "all run compiled or eager, whichever was faster "
+            f"(plain, measured in the same rounds: {kinds}; drafting, by a pilot of the first source: {others})"
         )
     else:
         compiled = "compiled engines were not tried"

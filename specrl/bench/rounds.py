@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from specrl.bench.settings import ADAPTIVE
+from specrl.bench.settings import ADAPTIVE, TAIL
 from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
+
+MOST_WARM_UPS = 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Measured:
 
 
 def measure(sides: Sequence[Side], workload: Workload, on_run: Callable[[], None] = lambda: None) -> list[Measured]:
-    """Each side once in each round, after a run of the first round that is not counted: it warms up and calibrates.
+    """Each side once in each round, after runs of the first round that are not counted: they warm up and calibrate.
 
     Invariant 1 makes all sides of a round the same work. The order begins with another side in each round and turns
     around in every second, so that a machine that slows down or speeds up favours none.
@@ -76,13 +78,25 @@ def measure(sides: Sequence[Side], workload: Workload, on_run: Callable[[], None
     measured = [Measured(side) for side in sides]
     for side in sides:
         if side.k in (0, ADAPTIVE):
-            side.generate(workload.rounds[0], workload.batch)
+            warm_up(side, workload)
             on_run()
     for requests, order in zip(workload.rounds, orders(len(sides), len(workload.rounds)), strict=True):
         for index in order:
             measured[index].generations.append(sides[index].generate(requests, workload.batch))
             on_run()
     return measured
+
+
+def warm_up(side: Side, workload: Workload) -> None:
+    """Generate the first round until a controller has calibrated this batch size, which it does once in its life.
+
+    The long-tailed batch runs through all batch sizes, and the engine knows most of them by then.
+    """
+    for _ in range(MOST_WARM_UPS):
+        side.generate(workload.rounds[0], workload.batch)
+        controller = side.engine.controller if side.k == ADAPTIVE and workload.name != TAIL else None
+        if controller is None or controller.is_settled(workload.batch):
+            return
 
 
 def orders(sides: int, rounds: int) -> list[list[int]]:

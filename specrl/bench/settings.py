@@ -112,6 +112,8 @@ class BubbleSettings(Section):
     prompts_per_step: PositiveInt | None = None
     """The run's own by default; so is the next."""
     samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    max_response_tokens: PositiveInt | None = None
+    """Longest response; the run's own by default. Where every rank has a response that is cut off there, none waits."""
 
 
 class PrecisionSettings(Section):

@@ -15,8 +15,8 @@ TOO_CLOSE = 2.0**-18
 in whatever order, are that exact (63 roundings of 2^-24), so that no row depends on what else is in the batch."""
 
 
-def most_probable(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`probs` [rows, vocab] with zeros below each row's `least_probability`.
+def most_probable(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """`probs` [rows, vocab], of any sum, with zeros below each row's `least_probability`; and these [rows].
 
     Args:
         top_k: [rows] int64 on the CPU; 0 is all tokens.
@@ -29,7 +29,7 @@ def most_probable(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     row, block = (maxima >= least[:, None]).nonzero(as_tuple=True)  # the others have nothing to keep
     values = parts[row, block]
     kept[row, block] = values.masked_fill_(values < least[row, None], 0)
-    return kept.flatten(1)[:, : probs.shape[1]]
+    return kept.flatten(1)[:, : probs.shape[1]], least
 
 
 def _least_probabilities(probs: Tensor, parts: Tensor, maxima: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

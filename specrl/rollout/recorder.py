@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.near_ties import Pick
-from specrl.rollout.sampling import probabilities, uniforms
+from specrl.rollout.sampling import uniforms, weights
 from specrl.rollout.vllm_patch import request_seed
 
 LIKELY = 1e-3
@@ -55,7 +55,7 @@ class Recorder:
 
     def _record(self, params: Any, start: int, logits: Tensor, tokens: list[int], is_first: bool) -> None:
         rows, seed = len(tokens), request_seed(params)
-        probs = probabilities(
+        probs = weights(
             logits,
             torch.full((rows,), params.temperature),
             torch.full((rows,), max(params.top_k, 0)),

@@ -2,11 +2,13 @@
 
 One uniform u(seed, position) from a counter-based generator picks the token by inverse CDF over the policy's processed
 probabilities, drafted or not; a draft is accepted when it is that token (Daliri, Musco, Suresh: "Coupling without
-communication and drafter-invariant speculative decoding", 2024). Every operation works on one row at a time, so that a
-row's token does not depend on what else is in the batch.
+communication and drafter-invariant speculative decoding", 2024). Every operation works on one row or one value at a
+time, so that a row's token does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Logits worked on at once. On a CPU 2 MiB in FP32: fresh memory in larger pieces costs more than the work itself. On a
-GPU 256 MiB, which bounds what the copies of many rows take."""
+"""Logits worked on at once: in FP32 2 MiB on a CPU, which its caches hold, 256 MiB on a GPU."""
+COMMON_TOTAL = (1e-10, 1e30)
+"""Sums of exp(logit) between which FP32 needs no shift by the largest logit: the pass over the vocabulary is saved."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -68,67 +71,138 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         Tokens [rows] int64 and their log-probs [rows] FP32 under the distribution sampled from (0 where greedy), on
         the logits' device.
     """
-    plain = bool(((temperature == 1) & (top_k == 0) & (top_p == 1)).all())
-    greedy = temperature == 0
-    if not plain and bool(greedy.all()):
+    is_greedy = temperature.numpy() == 0
+    if is_greedy.all():
         return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
-    size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    picked = []
-    for start in range(0, logits.shape[0], size):
-        part = slice(start, start + size)
-        if plain:
-            probs = torch.softmax(logits[part].float(), -1)
-        else:
-            probs = probabilities(logits[part], temperature[part], top_k[part], top_p[part])
-        picked.append(_inverse_cdf(probs, u[part]))
-    tokens, logprobs = (torch.cat(column) for column in zip(*picked, strict=True))
-    if not plain and bool(greedy.any()):
-        greedy = greedy.to(logits.device)
+    tokens, logprobs, totals = _draw(logits, temperature, top_k, top_p, u, None)
+    common = (totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])
+    if not bool(common.all()):
+        rows = (~common).nonzero()[:, 0]
+        own = rows.to(temperature.device)
+        settings = temperature[own], top_k[own], top_p[own]
+        largest = _largest(logits[rows], _divisors(settings[0], logits.device))
+        tokens[rows], logprobs[rows], _ = _draw(logits[rows], *settings, u[rows], largest)
+    if is_greedy.any():
+        greedy = torch.from_numpy(is_greedy).to(logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
     return tokens, logprobs
 
 
-def probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Processed probabilities [rows, vocab] FP32, not renormalised after top-k and top-p; greedy rows at temperature 1.
+def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """What `pick` picks from: processed probabilities [rows, vocab] FP32, times a factor that makes a row's largest 1.
 
-    Arguments as of `pick`. Top-k comes first, then top-p of what top-k left. Both keep every token at least as probable
-    as the last one inside, so tokens tied with it stay: the set depends on the row's values, not on a sort's order.
+    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k left. Both keep every token at least
+    as probable as the last one inside, so tokens tied with it stay: the set depends on the row's values, not on a
+    sort's order. Arguments as of `pick`.
     """
-    scaled = logits.float()
-    if bool(((temperature != 1) & (temperature != 0)).any()):
-        divisor = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
-        scaled = scaled / divisor.to(logits.device)[:, None]
-    probs = torch.softmax(scaled, -1)
-    if bool(((top_k > 0) | (top_p < 1)).any()):
-        probs = most_probable(probs, top_k, top_p)
-    return probs
+    divisors = _divisors(temperature, logits.device)
+    found = _exponentials(logits, divisors, _largest(logits, divisors))
+    return most_probable(found, top_k, top_p)[0] if _are_limited(top_k, top_p) else found
 
 
-def _inverse_cdf(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] at which the CDF of `probs` [rows, vocab] first exceeds u [rows], and their log-probs.
+def _draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probs and sums of exp(logit - shift) [rows]; every row is sampled, greedy ones at temperature 1.
 
     Two levels instead of a cumulative sum over the vocabulary: which block, then which token in it. The block sums are
     FP32 over 64 values (relative error below 2^-21), everything after is FP64. No token of probability 0 is picked.
+    The exponentials of the block are computed once more: keeping all of them would take memory that is slower.
     """
-    parts = blocks(probs)
-    across = parts.sum(-1).double().cumsum(-1)  # [rows, blocks]
-    total = across[:, -1]
-    block, offset = _first_above(across, u * total)
-    chosen = parts[torch.arange(len(parts), device=probs.device), block].double()  # [rows, BLOCK]
-    token, _ = _first_above(chosen.cumsum(-1), offset)
-    logprobs = (chosen.gather(-1, token[:, None])[:, 0] / total).log().float()
-    return block * BLOCK + token, logprobs
+    rows, vocab = logits.shape
+    divisors, limited = _divisors(temperature, logits.device), _are_limited(top_k, top_p)
+    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
+    least = torch.zeros(rows, device=logits.device)
+    size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
+    workspace = _workspace(logits.device, size * vocab)
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
+        out = workspace[: min(size, rows - start) * vocab].view(-1, vocab)
+        found = _exponentials(logits[part], _rows(divisors, part), _rows(shift, part), out)
+        if limited:
+            found, least[part] = most_probable(found, top_k[part], top_p[part])
+        torch.sum(blocks(found), -1, out=sums[part])
+    across = _cumulative(sums)
+    totals = across[:, -1]
+    block, offset = _first_above(across, u * totals)
+    chosen = _exponentials(_block(logits, block), divisors, shift)
+    if limited:
+        chosen = chosen.masked_fill(chosen < least[:, None], 0)
+    token, _ = _first_above(_cumulative(chosen), offset)
+    logprobs = (chosen.gather(-1, token[:, None])[:, 0] / totals).log().float()
+    return block * BLOCK + token, logprobs, totals
+
+
+def _exponentials(logits: Tensor, divisors: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """exp(logits / divisors - shift), FP32, a value at a time: the same bits wherever a value stands."""
+    scaled = logits.to(torch.float32, copy=True) if out is None else out.copy_(logits)
+    if divisors is not None:
+        scaled.div_(divisors)
+    if shift is not None:
+        scaled.sub_(shift)
+    return scaled.exp_()
+
+
+def _largest(logits: Tensor, divisors: Tensor | None) -> Tensor:
+    """Largest scaled logit, FP32 [rows, 1]."""
+    largest = logits.amax(-1, keepdim=True).float()
+    return largest if divisors is None else largest / divisors
+
+
+def _divisors(temperature: Tensor, device: torch.device) -> Tensor | None:
+    """Temperatures FP32 [rows, 1], 1 where greedy; none if all are 1."""
+    values = temperature.numpy()  # without torch's overhead per operation, as below
+    if not ((values != 1) & (values != 0)).any():
+        return None
+    return torch.where(temperature == 0, torch.ones_like(temperature), temperature).to(device)[:, None]
+
+
+def _are_limited(top_k: Tensor, top_p: Tensor) -> bool:
+    return bool((top_k.numpy() > 0).any() or (top_p.numpy() < 1).any())
+
+
+def _rows(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _block(logits: Tensor, block: Tensor) -> Tensor:
+    """The logits [rows, BLOCK] of one block of each row; -inf beyond the vocabulary."""
+    vocab = logits.shape[1]
+    index = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
+    if vocab % BLOCK == 0:
+        return logits.gather(1, index)
+    return logits.gather(1, index.clamp(max=vocab - 1)).masked_fill(index >= vocab, -torch.inf)
+
+
+def _workspace(device: torch.device, elements: int) -> Tensor:
+    """Memory to work in; kept on a CPU, where fresh pages cost more than the work, and by a GPU's own allocator."""
+    return _cpu_workspace(elements) if device.type == "cpu" else torch.empty(elements, device=device)
+
+
+@cache
+def _cpu_workspace(elements: int) -> Tensor:
+    return torch.empty(elements)
+
+
+def _cumulative(values: Tensor) -> Tensor:
+    """Sums of the first 0, 1, ..., n values of each row: FP64 [rows, n + 1]."""
+    sums = torch.zeros(values.shape[0], values.shape[1] + 1, dtype=torch.float64, device=values.device)
+    torch.cumsum(values, -1, dtype=torch.float64, out=sums[:, 1:])
+    return sums
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [rows] where `cumulative` [rows, n] exceeds `target` [rows], and the target less the value before it.
+    """Which of the n values [rows] takes the sum above the target, and the target less the sum before it.
 
-    Rounding may put the target at or above the last value; it is held just below, so that the index exists and is that
-    of a positive step.
+    Rounding may put the target at or above the last sum; it is held just below, so that the value exists and is
+    positive. It is any of those of a row that sums up to zero or overflows, which is drawn again.
+
+    Args:
+        cumulative: FP64 [rows, n + 1], as of `_cumulative`.
+        target: FP64 [rows], at least 0.
     """
     last = cumulative[:, -1]
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    index = torch.searchsorted(cumulative, target[:, None], right=True)  # [rows, 1]
-    before = cumulative.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0)
-    return index[:, 0], target - before[:, 0]
+    index = torch.searchsorted(cumulative, target[:, None], right=True).sub_(1).clamp_(max=cumulative.shape[1] - 2)
+    return index[:, 0], target - cumulative.gather(-1, index)[:, 0]

@@ -167,6 +167,13 @@ class Controller:
             tokens.fade()
         self._refresh = REFRESH_ITERATIONS
 
+    def is_settled(self, batch: int) -> bool:
+        """Whether a batch size is calibrated: from now on only arms that cost next to nothing are tried often."""
+        key = bucket_of(batch)
+        if key not in self._buckets:
+            return False
+        return not any(self._wants_calibration(key, arm, gap) for arm, gap in self._gaps(key).items())
+
     def chosen(self) -> dict[int, Arm]:
         """The arm that each bucket has settled on, by its largest batch size."""
         return {key: self._buckets[key].chosen for key in sorted(self._buckets)}
@@ -196,13 +203,10 @@ class Controller:
         return self._buckets[key]
 
     def _arm_to_try(self, key: int) -> Arm | None:
-        bucket = self._buckets[key]
-        best = self._value(key, bucket.chosen)
-        gaps = {arm: best - self._value(key, arm) for arm in self._candidates(bucket.chosen)}
-        trials = {arm: len(bucket.log_costs.get(arm, ())) for arm in gaps}
-        unsure = [arm for arm, gap in gaps.items() if self._is_unsure(key, arm, trials[arm], gap)]
+        gaps = self._gaps(key)
+        unsure = [arm for arm, gap in gaps.items() if self._is_unsure(key, arm, gap)]
         if unsure:
-            return min(unsure, key=lambda arm: (trials[arm], arm != Arm(0, 0), gaps[arm]))
+            return min(unsure, key=lambda arm: (self._num_trials(key, arm), arm != Arm(0, 0), gaps[arm]))
         share = EPSILON * (REFRESH if self._refresh else 1.0) / len(gaps) if gaps else 0.0
         draw = self._random.random()
         for arm, gap in gaps.items():
@@ -211,10 +215,24 @@ class Controller:
                 return arm
         return None
 
-    def _is_unsure(self, key: int, arm: Arm, trials: int, gap: float) -> bool:
-        """Whether to try the arm at once: too few trials, unless similar batch sizes show that it is far off."""
-        if trials:
-            return trials < CALIBRATION_TRIALS or (trials < TRIAL_WINDOW and abs(gap) < CLOSE)
+    def _gaps(self, key: int) -> dict[Arm, float]:
+        """Log tokens per second by which each candidate falls short of the chosen arm."""
+        chosen = self._buckets[key].chosen
+        best = self._value(key, chosen)
+        return {arm: best - self._value(key, arm) for arm in self._candidates(chosen)}
+
+    def _num_trials(self, key: int, arm: Arm) -> int:
+        return len(self._buckets[key].log_costs.get(arm, ()))
+
+    def _is_unsure(self, key: int, arm: Arm, gap: float) -> bool:
+        """Whether to try the arm at once."""
+        is_close = 0 < self._num_trials(key, arm) < TRIAL_WINDOW and abs(gap) < CLOSE
+        return is_close or self._wants_calibration(key, arm, gap)
+
+    def _wants_calibration(self, key: int, arm: Arm, gap: float) -> bool:
+        """Too few trials, unless similar batch sizes show that it is far off."""
+        if trials := self._num_trials(key, arm):
+            return trials < CALIBRATION_TRIALS
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < PLAUSIBLE or not any(arm in log_costs for log_costs in nearby)
 

@@ -63,9 +63,9 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def rollouts(run_dir: Path) -> list[dict[str, Any]]:
-    """Everything sampled and how it was judged, in a fixed order; without times and draft counters."""
-    table = pyarrow.dataset.dataset(run_dir / "rollouts", format="ipc").to_table(columns=COLUMNS)
+def rollouts(run_dir: Path, *more: str) -> list[dict[str, Any]]:
+    """Everything sampled and how it was judged, in a fixed order; of times and draft counters only what is named."""
+    table = pyarrow.dataset.dataset(run_dir / "rollouts", format="ipc").to_table(columns=[*COLUMNS, *more])
     return sorted(table.to_pylist(), key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
 
 

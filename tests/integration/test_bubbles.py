@@ -24,16 +24,18 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
 REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
-NUM_KILLS = 5
+LONG = {"train": {"num_steps": 12}}
+NUM_KILLS, NUM_KILLS_OF_FOUR = 18, 2
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
+    LoopRun("none-long", settings={"speculation": {"adaptive": False}, **LONG}),
     LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
     LoopRun("other-seeds", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}}),
     LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
     LoopRun("both", settings=BOTH),
-    LoopRun("both-killed", kills=NUM_KILLS, settings=BOTH),
+    LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG}),
     LoopRun("four-ranks", ranks=4),
-    LoopRun("four-ranks-both-killed", ranks=4, kills=1, settings=BOTH),
+    LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
 ]
 NAMES = [run.name for run in RUNS]
 
@@ -62,14 +64,22 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(run_dir.glob("train-toy/steps/*.json"))]
 
 
-@pytest.mark.parametrize("name", ["pregenerate", "other-seeds", "train_drafter", "both", "both-killed"])
-def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(runs: Path, name: str) -> None:
-    expected, found = rollouts(runs / "none"), rollouts(runs / name)
-    assert len(expected) == 3 * 8 * 2
+@pytest.mark.parametrize(
+    ("name", "plain", "num_steps"),
+    [
+        *((name, "none", 3) for name in ("pregenerate", "other-seeds", "train_drafter", "both")),
+        ("both-long-killed", "none-long", 12),
+    ],
+)
+def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(
+    runs: Path, name: str, plain: str, num_steps: int
+) -> None:
+    expected, found = rollouts(runs / plain), rollouts(runs / name)
+    assert len(expected) == num_steps * 8 * 2
     assert found == expected
-    weights = policy(runs / "none")
+    weights = policy(runs / plain)
     assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
-    assert [record["step"] for record in steps(runs / name)] == [0, 1, 2]
+    assert [record["step"] for record in steps(runs / name)] == list(range(num_steps))
 
 
 def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
@@ -83,10 +93,13 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
     assert first == same
 
 
-def test_every_kill_cost_one_start(runs: Path) -> None:
-    outcome = json.loads((runs / "both-killed" / "outcome.json").read_text())
-    assert NUM_KILLS // 2 < len(outcome["kills"]) <= NUM_KILLS  # fewer when a start got through before its kill
-    assert outcome["num_starts"] == len(outcome["kills"]) + 1
+def test_twenty_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:
+    outcomes = [
+        json.loads((runs / name / "outcome.json").read_text())
+        for name in ("both-long-killed", "four-ranks-both-killed")
+    ]
+    assert [len(outcome["kills"]) for outcome in outcomes] == [NUM_KILLS, NUM_KILLS_OF_FOUR]
+    assert [outcome["num_starts"] for outcome in outcomes] == [NUM_KILLS + 1, NUM_KILLS_OF_FOUR + 1]
 
 
 def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
@@ -108,15 +121,15 @@ def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs
         counts = [record["by_source"].get("replay", [0, 0, 0]) for record in records]
         return sum(row[2] for row in counts) / max(1, sum(row[1] for row in counts))
 
-    assert accepted("pregenerate", "both", "both-killed") > 0.15
-    assert accepted("pregenerate", "both", "both-killed") > accepted("other-seeds")
+    assert accepted("pregenerate", "both", "both-long-killed") > 0.15
+    assert accepted("pregenerate", "both", "both-long-killed") > accepted("other-seeds")
 
 
 def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -> None:
     columns = ["response_tokens", "own_stored_tokens", "num_draft_tokens", "num_accepted_tokens"]
     tables = (
         pyarrow.dataset.dataset(runs / name / "rollouts", format="ipc").to_table(columns=columns)
-        for name in ("pregenerate", "both", "both-killed")
+        for name in ("pregenerate", "both", "both-long-killed")
     )
     rows = [row for table in tables for row in table.to_pylist()]
     whole = [row for row in rows if row["own_stored_tokens"] >= len(row["response_tokens"])]

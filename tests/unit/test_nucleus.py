@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specrl.rollout import nucleus, sampling
-from specrl.rollout.sampling import pick, probabilities
+from specrl.rollout.sampling import pick, weights
 
 JUST_BELOW_ONE = 1 - 2.0**-24
 
 
 def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Row by row, over the whole vocabulary: everything at least as probable as the last one inside stays."""
-    probs = torch.softmax(logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
+    scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    probs = (scaled - scaled.amax(-1, keepdim=True)).exp()
     for row in range(len(probs)):
         values, k, p = probs[row], int(top_k[row]), float(top_p[row])
         if 0 < k < len(values):
@@ -63,14 +64,18 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     top_p = torch.tensor([p for *_, p, _ in rows], dtype=torch.float32)
     temperature = torch.tensor([t for *_, t in rows])
     expected = reference(logits, temperature, top_k, top_p)
-    assert torch.equal(probabilities(logits, temperature, top_k, top_p), expected)
+    assert torch.equal(weights(logits, temperature, top_k, top_p), expected)
     u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
     tokens, logprobs = pick(logits, temperature, top_k, top_p, u)
-    drawn, scores = sampling._inverse_cdf(expected, u)
-    greedy = temperature == 0
-    if not bool(((temperature == 1) & (top_k == 0) & (top_p == 1)).all()):
-        assert torch.equal(tokens, torch.where(greedy, logits.argmax(-1), drawn))
-        assert torch.equal(logprobs, torch.where(greedy, torch.zeros_like(scores), scores))
+    drawn = temperature > 0
+    cdf = expected.double().cumsum(-1)
+    upper, mass = cdf.gather(-1, tokens[:, None])[:, 0], expected.double().gather(-1, tokens[:, None])[:, 0]
+    total = cdf[:, -1]
+    assert bool((mass > 0)[drawn].all())
+    assert bool((((upper - mass) / total < u + 1e-6) & (u < upper / total + 1e-6))[drawn].all())
+    torch.testing.assert_close(logprobs[drawn].double(), (mass / total).log()[drawn], atol=1e-4, rtol=0)
+    assert torch.equal(tokens[~drawn], logits.argmax(-1)[~drawn])
+    assert bool((logprobs[~drawn] == 0).all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 4.0, 9.0])
@@ -79,7 +84,7 @@ def test_nuclei_of_any_size_are_found(scale: float, top_k: int, top_p: float) ->
     """From a handful of tokens to more than are ever sorted at once."""
     logits = torch.randn(6, 20_000, generator=torch.Generator().manual_seed(6)) * scale
     settings = torch.ones(6), torch.full((6,), top_k), torch.full((6,), top_p)
-    assert torch.equal(probabilities(logits, *settings), reference(logits, *settings))
+    assert torch.equal(weights(logits, *settings), reference(logits, *settings))
 
 
 def test_few_rows_are_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +97,7 @@ def test_few_rows_are_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nucleus, "least_probability", counted)
     logits = torch.randn(200, 20_000, generator=torch.Generator().manual_seed(7)) * 5
-    probabilities(logits, torch.ones(200), torch.zeros(200, dtype=torch.int64), torch.full((200,), 0.9))
+    weights(logits, torch.ones(200), torch.zeros(200, dtype=torch.int64), torch.full((200,), 0.9))
     assert len(alone) < 20
 
 

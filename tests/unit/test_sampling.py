@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specrl.rollout.sampling import philox, pick, probabilities, uniforms
+from specrl.rollout.sampling import philox, pick, uniforms, weights
 
 # Known answers for philox4x32-10 of Random123 (Salmon et al., 2011): counter, key, result.
 KNOWN_ANSWERS = [
@@ -96,7 +96,7 @@ def test_temperature_zero_is_greedy_with_certainty() -> None:
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (5, 1.0), (40, 0.8), (700, 0.95), (1, 1.0)])
 def test_top_k_then_top_p_keep_the_smallest_set_of_most_probable_tokens(top_k: int, top_p: float) -> None:
     logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(4)) * 2
-    kept = probabilities(logits, *rows(20, top_k=top_k, top_p=top_p)) > 0
+    kept = weights(logits, *rows(20, top_k=top_k, top_p=top_p)) > 0
     for row in range(20):
         probs, order = torch.softmax(logits[row].double(), -1).sort(descending=True)
         if top_k:
@@ -108,7 +108,7 @@ def test_top_k_then_top_p_keep_the_smallest_set_of_most_probable_tokens(top_k: i
 
 def test_tokens_tied_with_the_last_kept_one_stay() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, -2.0]])
-    assert (probabilities(logits, *rows(1, top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
+    assert (weights(logits, *rows(1, top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
 
 
 def test_extreme_uniforms_never_pick_an_impossible_token() -> None:
@@ -127,7 +127,7 @@ def test_picks_follow_the_processed_distribution(temperature: float, top_p: floa
     u = uniforms(torch.arange(draws), torch.tensor(9))
     settings = rows(draws, temperature=temperature, top_p=top_p)
     tokens, _ = pick(logits, *settings, u)
-    expected = probabilities(logits[:1], *(value[:1] for value in settings))[0].double()
+    expected = weights(logits[:1], *(value[:1] for value in settings))[0].double()
     expected = expected / expected.sum() * draws
     counts = torch.bincount(tokens, minlength=vocab).double()
     assert bool((counts[expected == 0] == 0).all())
@@ -137,3 +137,32 @@ def test_picks_follow_the_processed_distribution(temperature: float, top_p: floa
     if wanted[-1] < 1:
         observed, wanted = observed[:-1], (np.array(wanted[:-1]) * sum(observed[:-1]) / sum(wanted[:-1])).tolist()
     assert stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+def test_an_exponential_does_not_depend_on_where_it_stands() -> None:
+    """`weights` relies on it: vector units work on the ends of arrays differently."""
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(6)) * 8 - 20
+    expected = values.exp()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for length in (*range(1, 70), 1000, 4097, 65_537, 200_003):
+                for start in (0, 1, 7, 33, 12_345):
+                    part = slice(start, start + length)
+                    assert torch.equal(values[part].clone().exp_(), expected[part])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("offset", [-3e3, -200.0, -40.0, 65.0, 100.0, 3e3])
+def test_logits_of_any_size_are_sampled_as_if_they_were_around_zero(offset: float) -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = (torch.randn(40, 1000, generator=generator) * 3 * 64).round() / 64  # exact in FP32 with any offset
+    u = torch.rand(40, generator=generator, dtype=torch.float64)
+    for settings in (rows(40), rows(40, top_p=0.9), rows(40, temperature=0.5, top_k=30)):
+        tokens, logprobs = pick(logits, *settings, u)
+        far = torch.arange(40)[:, None] % 3 == 0  # beside rows that stay where they are
+        moved = pick(torch.where(far, logits + offset, logits), *settings, u)
+        assert torch.equal(moved[0], tokens)
+        torch.testing.assert_close(moved[1], logprobs, atol=1e-5, rtol=0)

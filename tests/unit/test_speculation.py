@@ -135,6 +135,19 @@ def test_calibration_is_short(machine: Machine) -> None:
         assert efficiency(machine, batch, run(controller, machine, constant(batch, 300), 5), controller.arms) > 0.88
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU, SLOW_DRAFTER, GOOD_DRAFTER], ids=["cpu", "gpu", "slow", "good"])
+def test_it_says_when_a_batch_size_is_calibrated(machine: Machine) -> None:
+    controller = Controller(5, 0, 0)
+    iterations = 0
+    while not controller.is_settled(4):
+        run(controller, machine, constant(4, 8), iterations)
+        iterations += 8
+    assert 16 <= iterations <= 160
+    assert not controller.is_settled(32)
+    steps = run(controller, machine, constant(4, 400), 1)
+    assert efficiency(machine, 4, steps, controller.arms) > 0.95
+
+
 @pytest.mark.parametrize("machine", [CPU, GOOD_DRAFTER], ids=["cpu", "good"])
 def test_a_long_tail_is_decoded_faster_than_with_any_fixed_length(machine: Machine) -> None:
     """64 requests of 20 to 250 tokens, in fifteen steps of a run, calibration included."""
