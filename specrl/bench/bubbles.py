@@ -22,7 +22,7 @@ from specrl.artifacts import PretrainResult
 from specrl.bench import report_bubbles
 from specrl.bench.job import BenchJob, die_with
 from specrl.bench.pages import write_rows
-from specrl.bench.settings import BubbleSettings
+from specrl.bench.settings import BubbleSettings, speculation_of
 from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
 from specrl.report.results import find_stages, read_config
 from specrl.stages.context import StageContext
@@ -146,7 +146,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
     k = 0 if method == "none" else config.speculation.k or 3
-    data["speculation"] |= {"method": method, "k": k}
+    data["speculation"] = speculation_of(config.speculation, method, k).model_dump(mode="json")
     data["bubbles"] = {"use": use, "seeds": settings.seeds}
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
     for key in ("prompts_per_step", "samples_per_prompt"):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
 
-from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
+from specrl.config import WITH_MODEL, Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.base import NonNegativeInt
 
 ADAPTIVE = "adaptive"
@@ -79,7 +79,9 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
     """The run's speculation with another draft source and longest draft."""
     draft_model = run.draft_model if method == "draft_model" else None
-    return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
+    drafts = run.drafts if method in WITH_MODEL else "likely"
+    changed = {"method": method, "k": k, "draft_model": draft_model, "drafts": drafts}
+    return SpeculationConfig.model_validate(run.model_dump() | changed)
 
 
 class DrafterSettings(Section):

@@ -20,6 +20,7 @@ from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyMo
 from specrl.config.rollout import (
     REPLAYING,
     WITH_DRAFTER,
+    WITH_MODEL,
     BubblesConfig,
     EngineConfig,
     SamplingConfig,
@@ -30,6 +31,7 @@ from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig,
 __all__ = [
     "STAGES",
     "WITH_DRAFTER",
+    "WITH_MODEL",
     "BubblesConfig",
     "ClusterConfig",
     "Config",

@@ -37,6 +37,10 @@ class SamplingConfig(Section):
         return data
 
 
+WITH_MODEL = frozenset({"eagle3", "eagle3+replay", "mtp", "draft_model"})
+"""Methods whose drafts come from a model's distribution."""
+
+
 class SpeculationConfig(Section):
     """Where drafts come from and how long they are; no draft changes a token, only the time."""
 
@@ -50,6 +54,10 @@ class SpeculationConfig(Section):
     """Longest draft from stored text, tokens per iteration; for the methods with replay."""
     draft_model: Path | None = None
     """Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
+    drafts: Literal["likely", "coupled"] = "likely"
+    """What a drafter proposes: its likeliest token, or one drawn from its distribution with the random number that the
+    policy's token will be drawn with. The second is accepted more often where a good drafter faces an undecided policy;
+    compare `drafter/overlap_pos_*` with `drafter/expected_acceptance_pos_*`."""
 
     @model_validator(mode="after")
     def _options_match_method(self) -> Self:
@@ -61,6 +69,9 @@ class SpeculationConfig(Section):
                 f'speculation.draft_model {given} with method = "{self.method}": '
                 'a model directory with "draft_model", not set else'
             )
+        if self.drafts == "coupled" and self.method not in WITH_MODEL:
+            allowed = ", ".join(sorted(WITH_MODEL))
+            raise ValueError(f'speculation.drafts = "coupled" with method = "{self.method}": it needs one of {allowed}')
         return self
 
 

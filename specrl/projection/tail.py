@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specrl.rollout.balance import piece
+
 Use = Literal["none", "pregenerate", "train_drafter", "both"]
 USES: tuple[Use, ...] = ("none", "pregenerate", "train_drafter", "both")
 
@@ -157,7 +159,7 @@ def _pregenerate(
     group = sum(response.prompt == following[0].prompt for response in following) if following else 0
     while ready and first < len(following):
         now, end = heapq.heappop(ready)
-        size = max(group, -(-(len(following) - first) // (2 * len(times))))
+        size = max(group, piece(len(following) - first, len(times)))
         chunk = range(first, min(first + size, len(following)))
         lengths = [following[index].length for index in chunk]
         work = decode(lengths, [0.0] * len(lengths), speed, most_running, end - now)

@@ -77,3 +77,8 @@ def stored_lengths(folder: Path) -> list[tuple[int, int]]:
             lengths = pc.list_value_length(table["response_tokens"])
             found += zip(table["prompt_id"].to_pylist(), lengths.to_pylist(), strict=True)
     return found
+
+
+def piece(left: int, num_ranks: int) -> int:
+    """Of `left` responses to pre-generate, how many an idle rank claims at once: at least one rank is not idle."""
+    return -(-left // max(1, num_ranks - 1))

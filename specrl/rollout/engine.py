@@ -97,7 +97,7 @@ class Engine:
         self._runner = vllm_patch.model_runner(self._llm)
         self.precision.loaded(self._runner.model, None)
         vllm_patch.refuse_shared_head(self._runner)
-        vllm_patch.narrow_draft_head(self._runner)
+        self._head = vllm_patch.install_draft_head(self._runner, config.speculation.drafts == "coupled")
         self._sampler = vllm_patch.InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed) if longest else None
@@ -118,7 +118,7 @@ class Engine:
         source = draft_source(self.config)
         assert source is not None
         controller = Controller(self.max_k, self.max_replay_k, seed)
-        drafting = vllm_patch.Drafting(self._runner, self._sampler, source, controller)
+        drafting = vllm_patch.Drafting(self._runner, self._sampler, source, controller, self._head)
         drafting.install()
         return drafting
 

@@ -7,6 +7,7 @@ import time
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from specrl.distributed import Ranks
+from specrl.rollout.balance import piece
 
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 5.0
@@ -78,12 +79,13 @@ class Rendezvous:
     def claim(self, total: int, at_least: int = 1) -> range:
         """The next items of a list of `total` that is the same on every rank; no item is given twice.
 
-        Half of what is left, shared out over the ranks: large pieces first, and a small one to the last.
+        What is left, shared out over all ranks but the one that they wait for: pieces are as large as they can be,
+        because an engine's iteration takes little longer with many requests than with few, and get smaller.
         """
         left = total - self._store.add(f"claimed/{self._round}", 0)
         if left <= 0:
             return range(0)
-        size = max(at_least, -(-left // (2 * self._ranks.world_size)))
+        size = max(at_least, piece(left, self._ranks.world_size))
         start = self._store.add(f"claimed/{self._round}", size) - size
         return range(min(start, total), min(start + size, total))
 

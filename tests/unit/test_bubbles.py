@@ -76,15 +76,15 @@ def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
 
 
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
-    meetings = make_meetings(2)
+    meetings = make_meetings(4)
     for _ in range(2):
         for meeting in meetings:
             meeting.open()
         claimed: list[range] = []
-        while piece := meetings[len(claimed) % 2].claim(61, at_least=4):
+        while piece := meetings[len(claimed) % 4].claim(61, at_least=4):
             claimed.append(piece)
         assert [item for piece in claimed for item in piece] == list(range(61))
-        assert len(claimed[0]) == 16 > len(claimed[1]) > len(claimed[2])
+        assert len(claimed[0]) == 21 > len(claimed[1]) > len(claimed[2])
         assert not meetings[1].claim(61)
 
 

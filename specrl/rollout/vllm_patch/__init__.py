@@ -4,7 +4,7 @@ Written against vLLM 0.32.0 and its V1 model runner. On another version `require
 here names attributes that vLLM does not promise to keep.
 """
 
-from specrl.rollout.vllm_patch.draft_head import narrow_draft_head
+from specrl.rollout.vllm_patch.draft_head import DraftHead, install_draft_head
 from specrl.rollout.vllm_patch.drafting import Drafting, agreed, draft_model, refuse_shared_head
 from specrl.rollout.vllm_patch.lifecycle import model_runner, output_tokens, start, stop
 from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord, request_seed, seed_argument
@@ -14,16 +14,17 @@ from specrl.rollout.vllm_patch.weights import linear_output, reload_weights
 
 __all__ = [
     "VLLM_VERSION",
+    "DraftHead",
     "Drafting",
     "InvariantSampler",
     "IterationTimes",
     "RequestRecord",
     "agreed",
     "draft_model",
+    "install_draft_head",
     "iteration_times",
     "linear_output",
     "model_runner",
-    "narrow_draft_head",
     "output_tokens",
     "refuse_shared_head",
     "reload_weights",

@@ -1,28 +1,70 @@
-"""A greedy draft token picked among the draft vocabulary, not among the policy's."""
+"""How a model-based drafter picks its tokens: the likeliest, or drawn with the policy's own random number."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from specrl.rollout.sampling import pick
+from specrl.rollout.vllm_patch.sampler import RequestRecord
 
-def narrow_draft_head(runner: Any) -> None:
-    """Let an EAGLE-3 drafter with a draft vocabulary of its own take the argmax there.
 
-    vLLM writes the draft logits into a row over the policy's whole vocabulary first, in every pass: with 2,048 of
-    49,152 tokens that costs more than the drafter's head. The token is the same; ties go to the lowest id in both.
+class DraftHead:
+    """Takes the place of the proposer's `_greedy_sample`, which every pass of the drafter ends with.
+
+    Coupled, a draft is drawn by inverse CDF with the very random number that the policy's token will be drawn with, at
+    the request's temperature, top-k and top-p. The two tokens are the same with a chance of up to sum(min(p, q)), where
+    the likeliest token is right with chance p(likeliest): better for a drafter that knows how the policy wavers, worse
+    for one that is unsure where the policy is not. Such drafts depend on u, which would bias rejection sampling; here
+    the policy's token is picked without regard to drafts.
+
+    Over a draft vocabulary of its own it works there: vLLM writes the draft logits into a row over the policy's whole
+    vocabulary first, in every pass; with 2,048 of 49,152 tokens that costs more than the drafter's head. Ties go to the
+    lowest id in both.
     """
-    proposer: Any = getattr(runner, "drafter", None)
-    model: Any = getattr(proposer, "model", None)
-    if getattr(model, "draft_id_to_target_id", None) is None:
-        return
-    assert hasattr(proposer, "_greedy_sample"), type(proposer)
 
-    def greedy(hidden: Tensor) -> Tensor:
+    def __init__(self, proposer: Any, coupled: bool) -> None:
+        model = proposer.model
+        self.coupled = coupled
+        self.offsets: Tensor | None = getattr(model, "draft_id_to_target_id", None)
+        """Of target ids from draft ids; both ascend, so that the two CDFs run through the vocabulary alike."""
+        self.logits: Callable[[Tensor], Tensor] = model.compute_logits
+        if self.offsets is not None:
+            self.logits = lambda hidden: model.logits_processor(model.lm_head, hidden)
+        self.records: Sequence[RequestRecord] = ()
+        self.passes = 0
+
+    def begin(self, records: Sequence[RequestRecord]) -> None:
+        """The drafter is about to propose for these requests, in this order."""
+        self.records, self.passes = records, 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Target ids int64 [n] for outputs [n, hidden] of the drafter."""
-        drafted: Tensor = model.logits_processor(model.lm_head, hidden).argmax(-1)
-        offsets: Tensor = model.draft_id_to_target_id
-        return drafted + offsets[drafted]
+        logits = self.logits(hidden)
+        drafted = self._draw(logits) if self.coupled else logits.argmax(-1)
+        self.passes += 1
+        return drafted if self.offsets is None else drafted + self.offsets[drafted]
 
-    proposer._greedy_sample = greedy
+    def _draw(self, logits: Tensor) -> Tensor:
+        records = self.records
+        assert len(records) == logits.shape[0], (len(records), logits.shape)
+        u = np.array([record.uniforms[len(record.logprobs) + self.passes] for record in records])
+        temperature = torch.tensor([record.temperature for record in records])
+        top_k = torch.tensor([record.top_k for record in records])
+        top_p = torch.tensor([record.top_p for record in records])
+        return pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))[0]
+
+
+def install_draft_head(runner: Any, coupled: bool) -> DraftHead | None:
+    """Put a `DraftHead` into the runner's drafter, if it has one with weights."""
+    proposer: Any = getattr(runner, "drafter", None)
+    if getattr(proposer, "model", None) is None:
+        return None
+    assert hasattr(proposer, "_greedy_sample"), type(proposer)
+    head = DraftHead(proposer, coupled)
+    proposer._greedy_sample = head
+    return head

@@ -15,6 +15,7 @@ from specrl.rollout.replay import ReplayIndex
 from specrl.rollout.speculation import Controller
 from specrl.rollout.speculation_estimates import Arm
 from specrl.rollout.vllm_patch.backlog import Backlog
+from specrl.rollout.vllm_patch.draft_head import DraftHead
 from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord, request_seed
 
 
@@ -38,11 +39,19 @@ class Drafting:
     when no request needs them. The time from one proposal to the next is what the controller learns from.
     """
 
-    def __init__(self, runner: Any, sampler: InvariantSampler, source: DraftSource, controller: Controller) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        sampler: InvariantSampler,
+        source: DraftSource,
+        controller: Controller,
+        head: DraftHead | None,
+    ) -> None:
         self.runner = runner
         self.sampler = sampler
         self.source = source
         self.controller = controller
+        self.head = head
         self.index: ReplayIndex | None = None
         self.backlog = Backlog(runner) if source.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
@@ -102,8 +111,10 @@ class Drafting:
     def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         if k == 0 and not self.source.reads_every_token:
             return [[] for _ in self.sampler.last.ids]
+        records = [self.sampler.records[request_id] for request_id in self.sampler.last.ids]
+        if self.head is not None:
+            self.head.begin(records)
         if self.backlog is not None:
-            records = [self.sampler.records[request_id] for request_id in self.sampler.last.ids]
             rows = self.sampler.last.rows
             if k == 0 and self.sampler.last.all_decoding:
                 self.backlog.defer(records, rows, arguments)
