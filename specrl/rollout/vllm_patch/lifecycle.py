@@ -23,6 +23,7 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _mend_kernel_registration()
+    _count_ranks_without_compiling()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -62,6 +63,16 @@ def _mend_kernel_registration() -> None:
     dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
     if dispatcher._registry:
         current_platform.register_triton_kernel_overrides = lambda: None
+
+
+def _count_ranks_without_compiling() -> None:
+    """Spare CPUs a compilation of seconds, when prompts are first scored, for ranks of tokens that nobody asks for."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import sampler
+
+    if current_platform.is_cpu():
+        count = sampler.batched_count_greater_than
+        sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
 
 
 def model_runner(llm_engine: Any) -> Any:
