@@ -26,6 +26,9 @@ ENVIRONMENT = {
     # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
     # depend on how many share its batch.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    # Numba's OpenMP layer, which n-gram lookups would start, switches nested parallelism on for the whole process. The
+    # sampler's exponentials (MKL) then take some fifty times as long.
+    "NUMBA_THREADING_LAYER": "workqueue",
 }
 """Set, where the user has not, before vLLM is imported."""
 

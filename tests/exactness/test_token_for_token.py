@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -194,3 +195,9 @@ def count_preemptions(engine: Engine) -> list[str]:
 
     scheduler._preempt_request = preempt_and_count
     return counted
+
+
+def test_n_gram_lookups_do_not_start_numbas_openmp(engine_of: Start) -> None:
+    """It would switch nested parallelism on for all, and the sampler's exponentials become fifty times slower."""
+    engine_of("ngram").generate(REQUESTS[:8])
+    assert importlib.import_module("numba").threading_layer() == "workqueue"
