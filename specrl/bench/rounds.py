@@ -11,6 +11,7 @@ from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 MOST_WARM_UPS = 8
+"""Uncounted runs of a side on a workload."""
 
 
 @dataclass(frozen=True)

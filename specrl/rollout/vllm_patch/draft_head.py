@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,8 @@ class DraftHead:
     """
 
     def __init__(self, proposer: Any, coupled: bool) -> None:
-        model = proposer.model
+        self.model: Any = proposer.model
         self.coupled = coupled
-        self.offsets: Tensor | None = getattr(model, "draft_id_to_target_id", None)
-        """Of target ids from draft ids; both ascend, so that the two CDFs run through the vocabulary alike."""
-        self.logits: Callable[[Tensor], Tensor] = model.compute_logits
-        if self.offsets is not None:
-            self.logits = lambda hidden: model.logits_processor(model.lm_head, hidden)
         self.records: Sequence[RequestRecord] = ()
         self.passes = 0
 
@@ -44,12 +39,17 @@ class DraftHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Target ids int64 [n] for outputs [n, hidden] of the drafter."""
-        logits = self.logits(hidden)
-        drafted = self._draw(logits) if self.coupled else logits.argmax(-1)
+        model = self.model
+        # Of target ids from draft ids; both ascend, so that the two CDFs run through the vocabulary alike.
+        offsets: Tensor | None = getattr(model, "draft_id_to_target_id", None)
+        own_vocabulary = offsets is not None
+        logits = model.logits_processor(model.lm_head, hidden) if own_vocabulary else model.compute_logits(hidden)
+        drafted: Tensor = self._draw(logits) if self.coupled else logits.argmax(-1)
         self.passes += 1
-        return drafted if self.offsets is None else drafted + self.offsets[drafted]
+        return drafted if offsets is None else drafted + offsets[drafted]
 
     def _draw(self, logits: Tensor) -> Tensor:
+        """Draft ids int64 [n] for logits [n, draft vocabulary]."""
         records = self.records
         assert len(records) == logits.shape[0], (len(records), logits.shape)
         u = np.array([record.uniforms[len(record.logprobs) + self.passes] for record in records])
