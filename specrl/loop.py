@@ -23,6 +23,7 @@ from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
+from specrl.rollout import vllm_sleep
 from specrl.rollout.acceptance import SpeculationStats, over_engines
 from specrl.rollout.balance import ExpectedLengths, deal
 from specrl.rollout.bubbles import Bubbles
@@ -83,6 +84,8 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
         with timer("step"):
             with timer("generation"):
                 rollouts, speculation, bubbles = generate(trainer, step)
+                if config.engine.sleep:
+                    vllm_sleep.sleep(trainer.engine)
             with timer("policy_update"):
                 policy_metrics, features = update(trainer, rollouts)
                 is_checked = is_checked or check_quantised(trainer, policy_metrics["num_tokens"])
@@ -211,6 +214,7 @@ def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> 
     A policy that did not arrive ends the run; a drafter that did not, or that is no longer accepted, is replaced.
     """
     drafter = trainer.drafter
+    vllm_sleep.wake(trainer.engine)
     drafter_weights = drafter.named_weights() if drafter is not None else None
     trainer.engine.refit(weights_for_engine(trainer), drafter_weights, version=version, kv_scales=kv_scales)
     parity, guard = trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)

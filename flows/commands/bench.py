@@ -18,7 +18,14 @@ from slurm.failures import last_error
 from slurm.jobs import JobError
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import default_page
-from specrl.bench.settings import BubbleSettings, DrafterSettings, PrecisionSettings, RolloutSettings, methods_of
+from specrl.bench.settings import (
+    AgreementSettings,
+    BubbleSettings,
+    DrafterSettings,
+    PrecisionSettings,
+    RolloutSettings,
+    methods_of,
+)
 from specrl.bench.subject import find_subject
 from specrl.config import ConfigError, Section
 from specrl.config.errors import explain
@@ -90,6 +97,8 @@ def drafter(
 @group.command()
 def bubbles(
     run: RunName,
+    uses: Annotated[str | None, typer.Option(help="Uses of idle time, such as none,both; all by default.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter to begin with; the run's own by default.")] = None,
     num_steps: Annotated[int | None, typer.Option(help="RL steps of each setting.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Of pre-generated text: same or other.")] = None,
@@ -103,11 +112,28 @@ def bubbles(
 ) -> None:
     """The same RL steps with every use of idle time, against plain synchronous decoding; who waited, and what for."""
     given = {
-        **{"num_steps": num_steps, "ranks": ranks, "seeds": seeds, "threads": threads},
+        **_lists(uses=uses),
+        **{"drafter": drafter, "num_steps": num_steps, "ranks": ranks, "seeds": seeds, "threads": threads},
         **{"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt},
         **{"max_response_tokens": max_response_tokens},
     }
     execute("bubbles", run, runs_dir, _settings(BubbleSettings, given), json_path, page, 1)
+
+
+@group.command()
+def agreement(
+    run: RunName,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 1,2,3.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts; 64 by default.")] = None,
+    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt; 4 by default.")] = None,
+    json_path: JsonPath = None,
+    page: PagePath = None,
+    threads: Threads = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """How far engine and trainer agree about the same tokens, each in BF16 and in FP8; nothing is trained."""
+    given = {**_lists(seeds=seeds), "num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt}
+    execute("agreement", run, runs_dir, _settings(AgreementSettings, given), json_path, page, threads)
 
 
 @group.command()

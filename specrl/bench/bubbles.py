@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specrl.artifacts import PretrainResult
+from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench import report_bubbles
 from specrl.bench.job import BenchJob, die_with
 from specrl.bench.pages import write_rows
@@ -75,7 +75,8 @@ def main(job: BenchJob) -> None:
     settings = BubbleSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "bubbles"
     # All of them before the first run: what cannot work is refused at once, not after an hour.
-    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in METHODS}
+    names = ("plain", *settings.uses)
+    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}
     outcomes: dict[str, Outcome] = {}
     rows: list[dict[str, Any]] = []
     for name, context in contexts.items():
@@ -131,6 +132,8 @@ def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSetting
     inputs = {stage: stages[stage].stage_dir for stage in read if stage in stages}
     if json.loads((inputs["pretrain"] / "result.json").read_text())["drafter_dir"] is None:
         raise ConfigError(f'run {run_dir.name} has no drafter; use one with speculation.method = "eagle3"')
+    if settings.drafter is not None:
+        inputs["pretrain"] = with_drafter(inputs["pretrain"], settings.drafter, folder.parent / "pretrain")
     return StageContext(
         config=make_config(read_config(run_dir), folder, name, settings),
         stage="train",
@@ -139,6 +142,19 @@ def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSetting
         inputs=inputs,
         mlflow_run_id="",
     )
+
+
+def with_drafter(pretrained: Path, drafter_dir: Path, folder: Path) -> Path:
+    """A folder like the pretrain stage's, but with another drafter.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if not (drafter_dir / "config.json").is_file():
+        raise ConfigError(f"drafter = {drafter_dir}: no drafter there (config.json is missing); give its directory")
+    result = read_result(pretrained, PretrainResult)
+    write_result(folder, result.model_copy(update={"drafter_dir": drafter_dir.absolute()}))
+    return folder
 
 
 def make_config(config: Config, folder: Path, name: str, settings: BubbleSettings) -> Config:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +59,10 @@ class Outcome:
 
 
 class Comparison:
-    """One RL run on one rank, with the drafters beside it. The engine drafts with the last of them."""
+    """One RL run on one rank, with the drafters beside it. The engine drafts with the last of them.
+
+    The two drafters stay in `folder` as they were pretrained: `specrl bench bubbles --drafter` begins with one.
+    """
 
     def __init__(self, subject: Subject, settings: DrafterSettings, ranks: Ranks, folder: Path) -> None:
         self.settings, self.ranks, self.folder = settings, ranks, folder
@@ -189,11 +191,10 @@ def main(job: BenchJob) -> None:
     if subject.config.speculation.method != "eagle3" or subject.first_drafter_dir is None:
         raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
     ranks = join()
-    with TemporaryDirectory() as folder:
-        comparison = Comparison(subject, settings, ranks, Path(folder))
-        comparison.pretrain()
-        counted = comparison.run()
-        outcomes = comparison.speedups()
+    comparison = Comparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")
+    comparison.pretrain()
+    counted = comparison.run()
+    outcomes = comparison.speedups()
     write_rows(job.json_path, [outcome.row() for outcome in outcomes])
     found = report_drafter.Findings(outcomes, counted, comparison.config, time.monotonic() - started)
     report_drafter.write(job, settings, found)

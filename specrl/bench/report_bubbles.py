@@ -53,15 +53,16 @@ def write(
     page.text(LEGEND)
     page.text("## Drafts by source")
     page.text(_sources(outcomes))
-    page.text("## What stored text saves")
-    page.text(_stored(outcomes))
-    page.text(STORED_LEGEND)
+    if _measured_of(outcomes, "pregenerate", "both"):
+        page.text("## What stored text saves")
+        page.text(_stored(outcomes))
+        page.text(STORED_LEGEND)
     _drafter_plot(page, outcomes)
     _update_plot(page, outcomes)
     page.text("## Tail simulator")
     _simulated(page, outcomes)
     page.text("## Who waited for whom")
-    for name in ("none", "both"):
+    for name in _measured_of(outcomes, "none", "both"):
         record = outcomes[name].records[len(outcomes[name].records) // 2]
         page.plot(f"gantt-{name}", gantt(record.ranks), f"{name}, step {record.step}")
     page.write()
@@ -91,6 +92,10 @@ def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -
     return markdown_table((*columns, "acceptance length", ">tokens", ">same text"), lines)
 
 
+def _measured_of(outcomes: Mapping[str, Outcome], *names: str) -> list[str]:
+    return [name for name in names if name in outcomes]
+
+
 def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
     return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in _rollouts(rollouts_dir)}
 
@@ -101,7 +106,7 @@ def _rollouts(rollouts_dir: Path) -> Iterator[Rollout]:
 
 def _stored(outcomes: Mapping[str, Outcome]) -> str:
     lines = []
-    for name in ("pregenerate", "both"):
+    for name in _measured_of(outcomes, "pregenerate", "both"):
         counts = {kind: [0, 0, 0] for kind in STORED}
         for rollout in _rollouts(outcomes[name].rollouts_dir):
             tokens = len(rollout.response_tokens) - 1
@@ -138,7 +143,7 @@ def _sources(outcomes: Mapping[str, Outcome]) -> str:
 def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     from specrl.bench.bubbles import acceptance
 
-    for name in ("none", "train_drafter"):
+    for name in _measured_of(outcomes, "none", "train_drafter"):
         steps, lengths = zip(*acceptance(outcomes[name]), strict=True)
         caption = "updated while ranks wait" if name == "train_drafter" else "synchronous online update"
         page.plot(f"drafter-{name}", line_chart(steps, lengths, "step", "acceptance length"), f"Drafter, {caption}")
@@ -148,7 +153,7 @@ def _update_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     """How much stored text is accepted after how large a policy update."""
     pairs = sorted(
         (before.metrics["policy/update_max"], _accepted(record))
-        for name in ("pregenerate", "both")
+        for name in _measured_of(outcomes, "pregenerate", "both")
         for before, record in zip(outcomes[name].records, outcomes[name].records[1:], strict=False)
         if "replay" in record.by_source
     )
@@ -175,6 +180,8 @@ def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
         )
     columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
     page.text(markdown_table(columns, lines))
+    if "none" not in runs:
+        return
     page.text(
         "Each use at its own measured speeds, as many prompts for each rank; ratios against `none` on as many ranks:"
     )

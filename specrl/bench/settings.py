@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
@@ -27,6 +28,7 @@ def _number_or(word: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Use = Literal["none", "pregenerate", "train_drafter", "both"]
 K = Annotated[int | str, _number_or(ADAPTIVE)]
 Batch = Annotated[int | str, _number_or(TAIL)]
 
@@ -103,6 +105,10 @@ class DrafterSettings(Section):
 class BubbleSettings(Section):
     """`specrl bench bubbles`."""
 
+    uses: Annotated[tuple[Use, ...], Field(min_length=1)] = get_args(Use)
+    """Beside plain decoding, which all are compared with."""
+    drafter: Path | None = None
+    """Directory of an EAGLE-3 drafter to begin with; the run's own, before RL, by default."""
     num_steps: Annotated[int, Field(ge=2)] = 12
     """RL steps of each setting."""
     ranks: Annotated[int, Field(ge=2)] = 2
@@ -116,6 +122,16 @@ class BubbleSettings(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
     max_response_tokens: PositiveInt | None = None
     """Longest response; the run's own by default. Where every rank has a response that is cut off there, none waits."""
+
+
+class AgreementSettings(Section):
+    """`specrl bench agreement`."""
+
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (1, 2, 3)
+    """Of the sampling."""
+    num_prompts: PositiveInt = 64
+    """Held-out prompts."""
+    samples_per_prompt: PositiveInt = 4
 
 
 class PrecisionSettings(Section):

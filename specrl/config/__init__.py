@@ -101,6 +101,11 @@ class Config(Section):
             )
         self._check_bubbles()
         self._check_ranks()
+        if self.engine.sleep and not self.resources_of("train").gpus_per_rank:
+            raise ValueError(
+                "engine.sleep = true: only a GPU has memory that sleep gives back, and the train stage has "
+                "gpus_per_rank = 0; set it to false"
+            )
         return self
 
     def _check_bubbles(self) -> None:

@@ -84,7 +84,10 @@ class EngineConfig(Section):
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache on CPU, GiB; a GPU uses `gpu_memory_fraction`."""
     gpu_memory_fraction: Fraction = 0.45
-    """Share of GPU memory for engine weights and KV cache; the rest is the trainer's."""
+    """Share of GPU memory for engine weights and KV cache; the rest is the trainer's. With `sleep` all of it is."""
+    sleep: bool = False
+    """On GPUs: while ranks train, the engine's weights lie in host memory and its KV cache is given up. The trainer
+    then has the whole GPU, and `gpu_memory_fraction` can be larger; a step copies the weights there and back."""
     compile: bool = False
     """torch.compile the engine: slower start, faster steps."""
     parity_tolerance: PositiveFloat = 0.15

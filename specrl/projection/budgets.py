@@ -44,9 +44,16 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         mend = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
         return [Budget(stage, "host", asked.memory_gib_per_rank, items, mend)]
     share = asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction if engine else 0.0
-    device = MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant")
+    trainer.append(MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
+    left = asked.gpu_memory_gib - share
+    if stage == "train" and rank.config.engine.sleep:
+        asleep = sum(item.gib for item in engine if item.phase is None)
+        host.append(MemoryItem("weights of the sleeping engine", asleep, "engine.sleep"))
+        # Beside the engine that is awake lies what stays of the trainer; all of the GPU is the trainer's afterwards.
+        trainer.append(MemoryItem("engine, awake", share, "engine.gpu_memory_fraction", "generation"))
+        left = asked.gpu_memory_gib
     budgets = [
-        Budget(stage, "GPU, trainer", asked.gpu_memory_gib - share, (*trainer, device), _TRAINER_MEND),
+        Budget(stage, "GPU, trainer", left, tuple(trainer), _TRAINER_MEND),
         Budget(stage, "host", asked.memory_gib_per_rank, tuple(host), "raise resources.memory_gib_per_rank"),
     ]
     if engine:

@@ -10,10 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from specrl.projection.tail import Curve, Response, Speed
+from specrl.schemas import Rollout, read_rollouts
 
 ASSUMED_REPLAYED_TOKENS = 5.0
 """Tokens per iteration along stored text where a run has followed none: 0.2 decoding steps per token, same seeds."""
@@ -44,7 +42,7 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
     speed, has_replayed = measured_speed(records)
     bubbles = [[rank["bubble"] for rank in record["ranks"]] for record in records]
     return MeasuredRun(
-        steps=responses(rollouts_dir, [record["step"] for record in records]),
+        steps=responses(rollouts_dir, [record["step"] for record in records], speed.replayed_tokens),
         speed=speed,
         has_replayed=has_replayed,
         generation_s=[max(bubble["generated_at"] - bubble["started_at"] for bubble in step) for step in bubbles],
@@ -54,42 +52,46 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
 
 
 def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
-    """Seconds per iteration by running requests, and tokens per request and iteration with and without stored text."""
+    """Seconds per iteration by running requests, and tokens per request and iteration along stored text."""
     by_batch: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in records:
         for batch, iterations, seconds in (row for rank in record["ranks"] for row in rank["bubble"]["pace"]):
             by_batch[batch][0] += iterations
             by_batch[batch][1] += seconds
     curve = Curve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
-    tokens = sum(rank["bubble"]["num_tokens"] for record in records for rank in record["ranks"])
-    request_iterations = sum(batch * count for batch, (count, _) in by_batch.items())
     drafts = sum(record["by_source"].get("replay", [0, 0, 0])[0] for record in records)
     replayed = drafts + sum(record["by_source"].get("replay", [0, 0, 0])[2] for record in records)
-    own = max(1.0, (tokens - replayed) / max(1.0, request_iterations - drafts))
-    speed = Speed(curve, own, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
+    speed = Speed(curve, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
     shares = [record["metrics"].get("bubble/pregeneration_share") for record in records]
     known = [share for share in shares if share is not None]
     return replace(speed, pregeneration_share=fmean(known)) if known else speed, bool(drafts)
 
 
-def responses(rollouts_dir: Path, steps: Sequence[int]) -> list[list[list[Response]]]:
+def responses(rollouts_dir: Path, steps: Sequence[int], replayed_tokens: float) -> list[list[list[Response]]]:
     """Per step and rank; a length is expected to be the mean of those to prompts of the same number of tokens."""
     tables = [
-        [_read(path) for path in sorted((rollouts_dir / f"step={step:06d}").glob("rank-*.arrow"))] for step in steps
+        [list(read_rollouts(path)) for path in sorted((rollouts_dir / f"step={step:06d}").glob("rank-*.arrow"))]
+        for step in steps
     ]
     sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for _, size, length in (row for step in tables for rank in step for row in rank):
-        sums[size][0] += length
-        sums[size][1] += 1
+    for row in (row for step in tables for rank in step for row in rank):
+        sums[len(row.prompt_tokens)][0] += len(row.response_tokens)
+        sums[len(row.prompt_tokens)][1] += 1
     means = {size: total / count for size, (total, count) in sums.items()}
-    return [
-        [[Response(prompt, length, means[size]) for prompt, size, length in rank] for rank in step] for step in tables
-    ]
+
+    def response(row: Rollout) -> Response:
+        expected = means[len(row.prompt_tokens)]
+        return Response(row.prompt_id, len(row.response_tokens), expected, pace(row, replayed_tokens))
+
+    return [[[response(row) for row in rank] for rank in step] for step in tables]
 
 
-def _read(path: Path) -> list[tuple[int, int, int]]:
-    """(prompt id, prompt tokens, response tokens) of each rollout."""
-    with pa.memory_map(str(path)) as source:
-        table = pa.ipc.open_file(source).read_all()
-        columns = (pc.list_value_length(table[f"{part}_tokens"]).to_pylist() for part in ("prompt", "response"))
-        return list(zip(table["prompt_id"].to_pylist(), *columns, strict=True))
+def pace(rollout: Rollout, replayed_tokens: float) -> float:
+    """Tokens per iteration of this very response where it followed no stored text; the drafter's alone.
+
+    Its iterations are its tokens less the accepted drafts; of these, what its own stored text took is left out.
+    """
+    length = len(rollout.response_tokens)
+    followed = min(rollout.own_stored_tokens, length)
+    iterations = length - rollout.num_accepted_tokens - followed / replayed_tokens
+    return max(1.0, (length - followed) / max(1.0, iterations))

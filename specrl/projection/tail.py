@@ -2,7 +2,8 @@
 
 Each rank decodes its responses together; an iteration takes `seconds(running)` and gives every response some tokens,
 more of them where stored text is followed. Ranks that are done pre-generate for the next step as real ones do: the same
-claims, longest expected first. Nothing is fitted: lengths, seconds and tokens per iteration are those of a run.
+claims, longest expected first. Nothing is fitted: lengths, iterations and seconds are those of a run, response by
+response.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import heapq
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specrl.rollout.balance import piece
@@ -42,8 +43,6 @@ class Speed:
     """How fast a run's responses grow, and how it shares its bubbles out."""
 
     curve: Curve
-    tokens: float
-    """Per request and iteration, where no stored text is followed: 1 plain, more with a drafter."""
     replayed_tokens: float
     """Per request and iteration along stored text."""
     pregeneration_share: float = 0.9
@@ -57,6 +56,13 @@ class Response:
     """Tokens."""
     expected: float
     """What its length is expected to be when prompts are dealt."""
+    pace: float
+    """Tokens per iteration where no stored text is followed: 1 plain, more with a drafter; least where text rambles."""
+
+    def iterations(self, stored: float, replayed_tokens: float) -> float:
+        """It takes, with so many tokens of stored text to follow."""
+        followed = min(stored, self.length)
+        return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
 
 
 @dataclass
@@ -85,14 +91,11 @@ class _Work:
 
 
 def decode(
-    lengths: Sequence[float], stored: Sequence[float], speed: Speed, most_running: int, limit: float = float("inf")
+    responses: Sequence[Response], stored: Sequence[float], speed: Speed, most_running: int, limit: float = float("inf")
 ) -> _Work:
-    """Decode responses of `lengths` tokens, `stored` of which are followed in stored text, at most `limit` seconds."""
-    needs = [
-        max(1.0, min(text, length) / speed.replayed_tokens + max(0.0, length - text) / speed.tokens)
-        for length, text in zip(lengths, stored, strict=True)
-    ]
-    waiting = list(range(len(lengths)))[::-1]
+    """Decode responses, `stored` tokens of which are followed in stored text, at most `limit` seconds."""
+    needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
+    waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which it is finished, response)
     started: dict[int, float] = {}
     now = iterations = 0.0
@@ -110,7 +113,7 @@ def decode(
         while running and running[0][0] <= iterations + 1e-9:
             heapq.heappop(running)
     done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
-    return _Work(now, iterations, [share * length for share, length in zip(done, lengths, strict=True)])
+    return _Work(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
 
 
 def simulate_step(
@@ -131,7 +134,7 @@ def simulate_step(
     works = []
     for share in shares:
         texts = [stored.get(key, 0.0) for key in _keys(share)]
-        works.append(decode([response.length for response in share], texts, speed, most_running))
+        works.append(decode(share, texts, speed, most_running))
     last = max(work.seconds for work in works)
     idle = sum(last - work.seconds for work in works)
     result = StepTimes(last, idle, 0.0, max(work.iterations for work in works))
@@ -161,8 +164,8 @@ def _pregenerate(
         now, end = heapq.heappop(ready)
         size = max(group, piece(len(following) - first, len(times)))
         chunk = range(first, min(first + size, len(following)))
-        lengths = [following[index].length for index in chunk]
-        work = decode(lengths, [0.0] * len(lengths), speed, most_running, end - now)
+        claimed = following[chunk.start : chunk.stop]
+        work = decode(claimed, [0.0] * len(claimed), speed, most_running, end - now)
         for index, tokens in zip(chunk, work.tokens, strict=True):
             result.stored[keys[index]] = tokens
         result.used_s += work.seconds
@@ -208,7 +211,7 @@ def _deal(groups: Sequence[Sequence[Response]], ranks: int) -> list[list[Respons
     order = sorted(range(len(groups)), key=lambda index: -groups[index][0].expected)
     for prompt in order:
         load, rank, count = heapq.heappop(queue)
-        shares[rank] += [Response(prompt, item.length, item.expected) for item in groups[prompt]]
+        shares[rank] += [replace(item, prompt=prompt) for item in groups[prompt]]
         if count + 1 < room:
             heapq.heappush(queue, (load + groups[prompt][0].expected, rank, count + 1))
     return shares

@@ -62,6 +62,7 @@ def engine_arguments(
         "async_scheduling": False,
         "enforce_eager": not config.engine.compile,
         "enable_prefix_caching": True,
+        "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
         "generation_config": "vllm",
         "disable_log_stats": True,
         "max_model_len": max_model_len,

@@ -24,6 +24,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 COMMON_TOTAL = (1e-10, 1e30)
 """Sums of exp(logit) between which FP32 needs no shift by the largest logit: the pass over the vocabulary is saved."""
 
+JUST_BELOW = 1 - 2.0**-52
+"""Times an FP64 number: a smaller one, by a unit in its last place or two."""
+
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
@@ -73,18 +76,18 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     """
     is_greedy = temperature.numpy() == 0
     if is_greedy.all():
-        return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
+        return most_likely(logits), torch.zeros(logits.shape[0], device=logits.device)
     tokens, logprobs, totals = _draw(logits, temperature, top_k, top_p, u, None)
-    common = (totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])
-    if not bool(common.all()):
-        rows = (~common).nonzero()[:, 0]
+    least, most = torch.aminmax(totals)  # not a number where any of them is not
+    if not (least.item() > COMMON_TOTAL[0] and most.item() < COMMON_TOTAL[1]):
+        rows = ((totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])).logical_not_().nonzero()[:, 0]
         own = rows.to(temperature.device)
         settings = temperature[own], top_k[own], top_p[own]
         largest = _largest(logits[rows], _divisors(settings[0], logits.device))
         tokens[rows], logprobs[rows], _ = _draw(logits[rows], *settings, u[rows], largest)
     if is_greedy.any():
         greedy = torch.from_numpy(is_greedy).to(logits.device)
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        tokens = torch.where(greedy, most_likely(logits), tokens)
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
     return tokens, logprobs
 
@@ -101,6 +104,15 @@ def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
     return most_probable(found, top_k, top_p)[0] if _are_limited(top_k, top_p) else found
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """The first of each row's largest logits [rows]. On CPUs torch's own argmax over a vocabulary is not vectorised."""
+    rows, vocab = logits.shape
+    if vocab % BLOCK:
+        return logits.argmax(-1)
+    block = logits.view(rows, -1, BLOCK).amax(-1).argmax(-1, keepdim=True)
+    return block[:, 0] * BLOCK + _block(logits, block).argmax(-1)
+
+
 def _draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +125,7 @@ def _draw(
     rows, vocab = logits.shape
     divisors, limited = _divisors(temperature, logits.device), _are_limited(top_k, top_p)
     sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    least = torch.zeros(rows, device=logits.device)
+    least = torch.zeros(rows if limited else 0, device=logits.device)
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
     workspace = _workspace(logits.device, size * vocab)
     for start in range(0, rows, size):
@@ -123,15 +135,17 @@ def _draw(
         if limited:
             found, least[part] = most_probable(found, top_k[part], top_p[part])
         torch.sum(blocks(found), -1, out=sums[part])
-    across = _cumulative(sums)
+    across = sums.cumsum(-1, dtype=torch.float64)
     totals = across[:, -1]
-    block, offset = _first_above(across, u * totals)
+    target = (u * totals)[:, None]
+    block = _first_above(across, target)
+    before = across.gather(-1, block) - sums.gather(-1, block)
     chosen = _exponentials(_block(logits, block), divisors, shift)
     if limited:
-        chosen = chosen.masked_fill(chosen < least[:, None], 0)
-    token, _ = _first_above(_cumulative(chosen), offset)
-    logprobs = (chosen.gather(-1, token[:, None])[:, 0] / totals).log().float()
-    return block * BLOCK + token, logprobs, totals
+        chosen = chosen.masked_fill_(chosen < least[:, None], 0)
+    token = _first_above(chosen.cumsum(-1, dtype=torch.float64), target - before)
+    logprobs = (chosen.gather(-1, token)[:, 0] / totals).log().float()
+    return (block * BLOCK + token)[:, 0], logprobs, totals
 
 
 def _exponentials(logits: Tensor, divisors: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -167,9 +181,9 @@ def _rows(values: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:
-    """The logits [rows, BLOCK] of one block of each row; -inf beyond the vocabulary."""
+    """The logits [rows, BLOCK] of one `block` [rows, 1] of each row; -inf beyond the vocabulary."""
     vocab = logits.shape[1]
-    index = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
+    index = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     if vocab % BLOCK == 0:
         return logits.gather(1, index)
     return logits.gather(1, index.clamp(max=vocab - 1)).masked_fill(index >= vocab, -torch.inf)
@@ -185,24 +199,15 @@ def _cpu_workspace(elements: int) -> Tensor:
     return torch.empty(elements)
 
 
-def _cumulative(values: Tensor) -> Tensor:
-    """Sums of the first 0, 1, ..., n values of each row: FP64 [rows, n + 1]."""
-    sums = torch.zeros(values.shape[0], values.shape[1] + 1, dtype=torch.float64, device=values.device)
-    torch.cumsum(values, -1, dtype=torch.float64, out=sums[:, 1:])
-    return sums
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the n values [rows] takes the sum above the target, and the target less the sum before it.
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Which value [rows, 1] takes the sum above the target.
 
     Rounding may put the target at or above the last sum; it is held just below, so that the value exists and is
     positive. It is any of those of a row that sums up to zero or overflows, which is drawn again.
 
     Args:
-        cumulative: FP64 [rows, n + 1], as of `_cumulative`.
-        target: FP64 [rows], at least 0.
+        cumulative: FP64 [rows, n], sums of a row's first 1, 2, ..., n values.
+        target: FP64 [rows, 1].
     """
-    last = cumulative[:, -1]
-    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    index = torch.searchsorted(cumulative, target[:, None], right=True).sub_(1).clamp_(max=cumulative.shape[1] - 2)
-    return index[:, 0], target - cumulative.gather(-1, index)[:, 0]
+    target = torch.minimum(target, cumulative[:, -1:] * JUST_BELOW)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)

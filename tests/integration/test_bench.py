@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
+from specrl.artifacts import (
+    CalibrateResult,
+    PrepareResult,
+    PretrainResult,
+    TrainResult,
+    write_result,
+    write_text,
+)
 from specrl.config import Config, dump_config
+from specrl.precision.recipe import Recipe, write_recipe
 from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
 from tests.integration.pipeline_runs import finish, specrl
 
@@ -40,8 +48,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{"acceptance_length": 1.0, "acceptance_rate_per_pos": []},
         **{"refit_checks": 1, "refit_failures": 0, "refit_max_abs_logprob_diff": 0.0},
     )
+    num_layers = json.loads((policy_dir / "config.json").read_text())["num_hidden_layers"]
+    write_recipe(config.run_dir / "scales.json", Recipe(num_layers), policy_dir)
+    calibrated = CalibrateResult(
+        **{"scales_path": config.run_dir / "scales.json", "layers_path": config.run_dir, "bf16_layers": []},
+        **{"kl_all_fp8": 0.0, "kl_chosen": 0.0, "seconds": 1.0},
+    )
     results = {
         "prepare": PrepareResult(policy_dir=policy_dir, seconds=1.0),
+        "calibrate": calibrated,
         "pretrain": pretrained,
         "train": trained,
     }
@@ -97,3 +112,14 @@ def test_drafters_are_compared_over_one_run(run_dir: Path) -> None:
     assert rows[0]["acceptance_length"][0] == rows[1]["acceptance_length"][0]
     counted, replayed = page.split("counted ")[1].split()[0], page.split("against ")[-1].split()[0]
     assert float(counted) == pytest.approx(float(replayed), abs=0.02)
+
+
+def test_the_same_fp8_in_both_engines_agrees_where_fp8_in_one_does_not(run_dir: Path) -> None:
+    """In FP32 nothing rounds otherwise in the two engines: what is left is how alike they quantise."""
+    rows, page = bench(run_dir, "agreement", "--seeds", "1,2", "--num-prompts", "8", "--samples-per-prompt", "2")
+    errors = {(row["generation"], row["training"], row["seed"]): row["token_mult_prob_error"] for row in rows}
+    assert len(errors) == 8
+    for seed in (1, 2):
+        assert errors["bf16", "bf16", seed] < errors["fp8", "fp8", seed] < errors["fp8", "bf16", seed]
+        assert errors["fp8", "fp8", seed] - 1 < 0.2 * (errors["fp8", "bf16", seed] - 1)
+    assert "FP8 both < FP8 generation only, holds for all seeds" in page

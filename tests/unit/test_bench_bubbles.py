@@ -14,11 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench import bubbles, report_bubbles
-from specrl.bench.bubbles import METHODS, Outcome, acceptance, row
+from specrl.bench.bubbles import METHODS, Outcome, acceptance, row, with_drafter
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.settings import BubbleSettings
+from specrl.config import ConfigError
 from specrl.gantt import gantt
 from specrl.report.svg import dot_chart, line_chart
 from specrl.rollout.acceptance import SourceCounts
@@ -92,6 +94,29 @@ def test_the_page_has_every_table_and_pictures_that_are_xml(tmp_path: Path) -> N
     assert {picture.stem for picture in pictures} >= {"page-update", "page-gantt-both", "page-drafter-none"}
     for picture in pictures:
         ElementTree.fromstring(picture.read_text())
+
+
+def test_the_page_of_some_uses_shows_these(tmp_path: Path) -> None:
+    outcomes = {name: make_outcome(tmp_path, name) for name in ("plain", "train_drafter")}
+    rows = [row(outcomes["train_drafter"], outcomes["plain"])]
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
+    report_bubbles.write(job, BubbleSettings(num_steps=4, uses=("train_drafter",)), rows, outcomes)
+    page = job.page.read_text()
+    assert "train_drafter" in page and "both" not in page.split("Ratios are against")[0]
+    assert {path.stem for path in tmp_path.glob("page-*.svg")} == {"page-drafter-train_drafter"}
+
+
+def test_another_drafter_takes_the_place_of_the_runs_own(tmp_path: Path) -> None:
+    result = PretrainResult(
+        drafter_dir=tmp_path / "own", rollouts_dir=tmp_path / "r", num_responses=3, reward_mean=0.5, seconds=1.0
+    )
+    write_result(tmp_path / "pretrain", result)
+    with pytest.raises(ConfigError, match="other: no drafter there"):
+        with_drafter(tmp_path / "pretrain", tmp_path / "other", tmp_path / "bench")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    found = read_result(with_drafter(tmp_path / "pretrain", tmp_path / "other", tmp_path / "bench"), PretrainResult)
+    assert found == result.model_copy(update={"drafter_dir": tmp_path / "other"})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specrl.config import Config, ConfigError, load_config, parse_config
+from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, peak_gib
 from specrl.projection.plan import Plan, plan, render
 from specrl.projection.shapes import KNOWN_SHAPES, model_shape
@@ -116,6 +117,19 @@ def test_idle_training_keeps_the_features_of_more_steps() -> None:
         return next(item.gib for item in train.items if item.name == "drafter's features")
 
     assert features("train_drafter") == pytest.approx(3 * features("none"))
+
+
+def test_an_engine_that_sleeps_leaves_the_trainer_the_whole_gpu() -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+    made = {sleeps: plan(load_config(path, [f"engine.sleep={sleeps}"])) for sleeps in ("false", "true")}
+
+    def found(sleeps: str, place: str) -> Budget:
+        budgets = made[sleeps].budgets
+        return next(budget for budget in budgets if (budget.stage, budget.place) == ("train", place))
+
+    assert found("true", "GPU, trainer").available_gib > found("false", "GPU, trainer").available_gib + 10
+    assert found("true", "GPU, engine").available_gib == found("false", "GPU, engine").available_gib
+    assert found("true", "host").needed_gib > found("false", "host").needed_gib + 1
 
 
 def test_recompute_trades_activations_for_compute() -> None:

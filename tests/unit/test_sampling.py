@@ -86,10 +86,12 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
 
 
-def test_temperature_zero_is_greedy_with_certainty() -> None:
-    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("vocab", [500, 640])
+def test_temperature_zero_is_greedy_with_certainty(vocab: int) -> None:
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(3))
+    logits[2, 77:] = logits[2].max() + 1  # the first of equals
     tokens, logprobs = pick(logits, *rows(8, temperature=0.0), torch.full((8,), 0.99, dtype=torch.float64))
-    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(tokens, logits.argmax(-1)) and tokens[2] == 77
     assert bool((logprobs == 0).all())
 
 

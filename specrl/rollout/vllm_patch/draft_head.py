@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.sampling import pick
+from specrl.rollout.sampling import most_likely, pick
 from specrl.rollout.vllm_patch.sampler import RequestRecord
 
 
@@ -44,7 +44,7 @@ class DraftHead:
         offsets: Tensor | None = getattr(model, "draft_id_to_target_id", None)
         own_vocabulary = offsets is not None
         logits = model.logits_processor(model.lm_head, hidden) if own_vocabulary else model.compute_logits(hidden)
-        drafted: Tensor = self._draw(logits) if self.coupled else logits.argmax(-1)
+        drafted: Tensor = self._draw(logits) if self.coupled else most_likely(logits)
         self.passes += 1
         return drafted if offsets is None else drafted + offsets[drafted]
 
