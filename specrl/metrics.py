@@ -72,6 +72,7 @@ _DEFINITIONS = (
         *("mismatch/token_mult_prob_error", ""),
         "Mean over tokens of exp(|log p_training - log p_generation|); 1 is perfect agreement.",
     ),
+    Metric("mismatch/bulk_error", "", "The same without the largest thousandth of the tokens: the gate reads this."),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens."),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
     Metric("mismatch/importance_ratio_p50", "", "Median over the sampled tokens of p_training / p_generation."),

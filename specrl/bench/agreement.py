@@ -45,7 +45,8 @@ NAMES = {
 ERROR = "mismatch/token_mult_prob_error"
 LEGEND = """
 Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over the sampled tokens of
-exp(|log p_training - log p_generation|). *p99*: of the importance ratio p_training / p_generation.
+exp(|log p_training - log p_generation|); *bulk*: without the largest thousandth of them. *p99*: of the importance ratio
+p_training / p_generation.
 """
 
 
@@ -143,7 +144,10 @@ def score(policy: Policy, rollouts: Sequence[Rollout], config: Config) -> torch.
     return torch.cat([by_index[index] for index in range(len(rollouts))])
 
 
-METRICS = (("token_mult_prob_error", ".4f"), ("kl", ".5f"), ("js", ".5f"), ("importance_ratio_p99", ".3f"))
+METRICS = (
+    *(("token_mult_prob_error", ".4f"), ("bulk_error", ".4f"), ("kl", ".5f"), ("js", ".5f")),
+    ("importance_ratio_p99", ".3f"),
+)
 
 
 def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs: Sequence[Pair]) -> None:
@@ -159,7 +163,7 @@ def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs
         own = [pair for pair in pairs if (pair.generation, pair.training) == key]
         columns = [spread([pair.metrics[f"mismatch/{metric}"] for pair in own], form) for metric, form in METRICS]
         lines.append([name, str(sum(pair.tokens for pair in own)), *columns])
-    page.text(markdown_table(("precision", ">tokens", ">error", ">KL, nats/token", ">JS", ">p99"), lines))
+    page.text(markdown_table(("precision", ">tokens", ">error", ">bulk", ">KL, nats/token", ">JS", ">p99"), lines))
     page.text(LEGEND)
     page.text(order(pairs))
     page.write()

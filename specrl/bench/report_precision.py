@@ -16,18 +16,18 @@ from specrl.report.svg import line_charts
 if TYPE_CHECKING:
     from specrl.bench.precision import Measured
 
-ERROR = "mismatch/token_mult_prob_error"
+ERROR, BULK = "mismatch/token_mult_prob_error", "mismatch/bulk_error"
 RATE = "performance/training_tokens_per_s"
 KV_SECONDS = "timing/kv_scales_s"
 PARITY = "refit/mean_abs_logprob_diff"
 LEGEND = """
 Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over a step's tokens of
-exp(|log p_training - log p_generation|), over all steps; *worst step*: the largest of any step. *accuracy*: held-out
-prompts, after the steps, by the engine they were sampled with. *acceptance length*: the drafter, in BF16 always, on the
-same prompts. *parity*: mean |log-prob(engine) - log-prob(trainer)| of the probe after each refit; no limit stops a
-setting here. *update*: cost of training on a token against BF16, of median tokens per second over the steps that
-trained. *KV scales*: share of the step that measuring them took, where they were measured. *engine*, *trainer*: how FP8
-was computed.
+exp(|log p_training - log p_generation|), over all steps; *bulk*: without the largest thousandth of a step's tokens;
+*worst step*: the largest error of any step. *accuracy*: held-out prompts, after the steps, by the engine they were sampled with.
+*acceptance length*: the drafter, in BF16 always, on the same prompts. *parity*: mean |log-prob(engine) -
+log-prob(trainer)| of the probe after each refit; no limit stops a setting here. *update*: cost of training on a token
+against BF16, of median tokens per second over the steps that trained. *KV scales*: share of the step that measuring
+them took, where they were measured. *engine*, *trainer*: how FP8 was computed.
 """
 
 
@@ -88,6 +88,7 @@ def table(found: Sequence[Measured]) -> str:
                 name,
                 items[0].correction,
                 spread([item.mean(ERROR) for item in items], ".4f"),
+                spread([item.mean(BULK) for item in items], ".4f"),
                 f"{worst:.3f}",
                 spread([item.mean("mismatch/kl") for item in items], ".5f"),
                 spread([item.outcome.accuracy for item in items], ".1%"),
@@ -103,7 +104,7 @@ def table(found: Sequence[Measured]) -> str:
             ]
         )
     columns = (
-        *("setting", "correction", ">error", ">worst step", ">KL, nats/token", ">accuracy", ">last reward"),
+        *("setting", "correction", ">error", ">bulk", ">worst step", ">KL, nats/token", ">accuracy", ">last reward"),
         *(">acceptance length", ">parity", ">update", ">KV scales", ">generated tokens/s", ">GPU memory"),
         *("engine / trainer", ">FP8 layers"),
     )

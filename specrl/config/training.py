@@ -109,8 +109,8 @@ class PrecisionConfig(Section):
     """Budget of the calibration, nats per token at the model's output."""
     calibration_tokens: PositiveInt = 2048
     max_token_mult_prob_error: Annotated[float, Field(gt=1)] = 1.5
-    """Largest mean exp(|log p_training - log p_generation|) of a step's tokens; above it the run stops. 1 is perfect
-    agreement."""
+    """Largest mean exp(|log p_training - log p_generation|) of a step's tokens, the largest thousandth of them left
+    out; above it the run stops. 1 is perfect agreement."""
 
     @property
     def uses_fp8(self) -> bool:

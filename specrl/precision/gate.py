@@ -17,20 +17,21 @@ class EngineMismatchError(RuntimeError):
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
     """
     Args:
-        metrics: of a step; without `mismatch/token_mult_prob_error` (nothing was trained on) there is nothing to check.
+        metrics: of a step; without `mismatch/bulk_error` (nothing was trained on) there is nothing to check.
         limit: `precision.max_token_mult_prob_error`.
         layers_path: the calibration's table of layers.
 
     Raises:
         EngineMismatchError: the error is above the limit, or not a number; with the layers that FP8 changes most.
     """
-    error = metrics.get("mismatch/token_mult_prob_error")
+    error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:
         return
     raise EngineMismatchError(
-        f"token_mult_prob_error is {error:.4f} (KL {metrics['mismatch/kl']:.4f} nats per token): training and "
-        f"generation disagree by more than precision.max_token_mult_prob_error = {limit:g}. Lower precision.max_kl, so "
-        f"that more layers stay in BF16, or use one precision in both. As calibrated:\n{layer_table(layers_path)}"
+        f"token_mult_prob_error is {error:.4f} without the largest thousandth of the tokens "
+        f"(KL {metrics['mismatch/kl']:.4f} nats per token): training and generation disagree by more than "
+        f"precision.max_token_mult_prob_error = {limit:g}. Lower precision.max_kl, so that more "
+        f"layers stay in BF16, or use one precision in both. As calibrated:\n{layer_table(layers_path)}"
     )
 
 

@@ -38,6 +38,7 @@ KEYS = "generation training correction seed token_mult_prob_error kl accuracy re
 def record(step: int, error: float) -> StepRecord:
     metrics = {
         "mismatch/token_mult_prob_error": error,
+        "mismatch/bulk_error": error - 0.001,
         "mismatch/kl": error - 1,
         "reward/mean": 0.1 * step,
         "timing/policy_update_s": 2.0,

@@ -88,10 +88,10 @@ def test_lost_agreement_stops_the_run_with_the_layer_table(tmp_path: Path) -> No
     write_layers(tmp_path / "layers.arrow", rows)
     path = tmp_path / "layers.arrow"
     check_agreement({}, 1.1, path)
-    check_agreement({"mismatch/token_mult_prob_error": 1.09, "mismatch/kl": 0.1}, 1.1, path)
+    check_agreement({"mismatch/bulk_error": 1.09, "mismatch/kl": 0.1}, 1.1, path)
     for error in (1.11, float("nan")):
         with pytest.raises(EngineMismatchError, match=r"max_token_mult_prob_error = 1\.1") as raised:
-            check_agreement({"mismatch/token_mult_prob_error": error, "mismatch/kl": 0.1}, 1.1, path)
+            check_agreement({"mismatch/bulk_error": error, "mismatch/kl": 0.1}, 1.1, path)
         lines = str(raised.value).splitlines()
         assert lines[2].startswith("layers.19.linear_fc2")
         assert lines[-1].startswith("... 8 more in")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from specrl.metrics import METRICS, find_metric
 from specrl.precision.mismatch import (
+    bulk_error,
     importance_ratio_quantiles,
     js,
     kl,
@@ -50,6 +52,7 @@ def test_equal_engines_do_not_disagree() -> None:
     metrics = mismatch_metrics(logprobs, logprobs, cap=2.0)
     assert metrics == {
         "mismatch/token_mult_prob_error": 1.0,
+        "mismatch/bulk_error": 1.0,
         "mismatch/kl": 0.0,
         "mismatch/js": 0.0,
         **{f"mismatch/importance_ratio_{name}": 1.0 for name in ("p50", "p90", "p99", "p999", "max")},
@@ -93,6 +96,18 @@ def test_ratios_are_training_over_generation() -> None:
     assert quantiles[0.5] == pytest.approx(0.36788, rel=1e-4)
     assert truncated_fraction(training, generation, cap=2.0) == pytest.approx(0.005)
     assert token_mult_prob_error(training, generation) == pytest.approx(0.005 * 20.0855 + 0.995 * 2.71828, rel=1e-4)
+
+
+def test_the_bulk_of_the_tokens_is_without_the_largest_thousandth_and_one_at_least() -> None:
+    for count, left_out in ((20, 1), (1000, 1), (4000, 4)):
+        generation = torch.full((count,), -2.0)
+        training = generation.clone()
+        training[:left_out] += 6.0
+        assert bulk_error(training, generation) == 1.0
+        training[left_out] += 6.0
+        assert bulk_error(training, generation) > 1.05
+    assert bulk_error(torch.tensor([-1.0]), torch.tensor([-2.0])) == 1.0
+    assert math.isnan(bulk_error(torch.tensor([-1.0, math.nan, -1.0]), torch.full((3,), -2.0)))
 
 
 def test_tokens_that_do_not_pair_up_are_refused() -> None:
