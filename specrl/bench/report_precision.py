@@ -23,8 +23,8 @@ PARITY = "refit/mean_abs_logprob_diff"
 LEGEND = """
 Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over a step's tokens of
 exp(|log p_training - log p_generation|), over all steps; *bulk*: without the largest thousandth of a step's tokens;
-*worst step*: the largest error of any step. *accuracy*: held-out prompts, after the steps, by the engine they were sampled with.
-*acceptance length*: the drafter, in BF16 always, on the same prompts. *parity*: mean |log-prob(engine) -
+*worst step*: the largest error of any step. *accuracy*: held-out prompts, after the steps, by the engine they were
+sampled with. *acceptance length*: the drafter, in BF16 always, on the same prompts. *parity*: mean |log-prob(engine) -
 log-prob(trainer)| of the probe after each refit; no limit stops a setting here. *update*: cost of training on a token
 against BF16, of median tokens per second over the steps that trained. *KV scales*: share of the step that measuring
 them took, where they were measured. *engine*, *trainer*: how FP8 was computed.
