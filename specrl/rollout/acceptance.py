@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
     """`DRAFTER` or `REPLAY`."""
     drafted: int
     accepted: int
+    agreement: int = 0
+    """Of stored text with the response before it (`ReplayCursor.agreement`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class SpeculationStats:
         """Counters of single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}
-        for source, drafted, accepted in outcomes:
+        for source, drafted, accepted, _ in outcomes:
             by_source[source] = by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
         return cls(
             num_drafts=len(outcomes),

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 LONGEST_SUFFIX, SHORTEST_SUFFIX = 8, 2
 """Last tokens of a response that are looked up in stored text after it has left what it followed."""
+OWN_SEED = LONGEST_SUFFIX + 1
+"""Agreement of a response with the stored text of its own seed: better than any other."""
 MOST_FOLLOWED, MOST_PLACES = 64, 256
 """Positions followed at once, and places of a pair that are looked at: text that repeats itself has thousands, and each
 would be compared in every iteration."""
@@ -80,6 +82,15 @@ class ReplayCursor:
         self.matched = LONGEST_SUFFIX
         """Tokens by which the followed texts agree with the response so far; a whole prefix counts as the longest."""
 
+    @property
+    def agreement(self) -> int:
+        """Of what is drafted next: `OWN_SEED`, or the tokens by which other texts agree."""
+        return OWN_SEED if self._follows_own else self.matched
+
+    @property
+    def _follows_own(self) -> bool:
+        return self._own is not None and self._stored.tokens[self._own] != END
+
     def advance(self, tokens: Iterable[int]) -> None:
         """Take the tokens that the response has got."""
         text = self._stored.tokens
@@ -96,7 +107,7 @@ class ReplayCursor:
     def draft(self, k: int) -> list[int]:
         """Up to k tokens that continue the followed texts: at each place what most of them say, the first at a tie."""
         text, positions = self._stored.tokens, self._positions
-        if self._own is not None and text[self._own] != END:
+        if self._own is not None and self._follows_own:
             ahead = text[self._own : self._own + k]
             return ahead[: ahead.index(END)] if END in ahead else ahead
         tokens: list[int] = []

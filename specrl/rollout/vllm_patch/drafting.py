@@ -14,6 +14,7 @@ from specrl.rollout.draft_sources import DraftSource
 from specrl.rollout.replay import ReplayIndex
 from specrl.rollout.speculation import Controller
 from specrl.rollout.speculation_estimates import Arm
+from specrl.rollout.trust import Trust
 from specrl.rollout.vllm_patch.backlog import Backlog
 from specrl.rollout.vllm_patch.draft_head import DraftHead
 from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord, request_seed
@@ -55,6 +56,8 @@ class Drafting:
         self.index: ReplayIndex | None = None
         self.backlog = Backlog(runner) if source.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
+        self.trust = Trust()
+        """In stored text."""
         self.fixed: Arm | None = None
         """Used instead of the controller's choice."""
         self._arm = Arm(0, 0)
@@ -73,6 +76,7 @@ class Drafting:
         iteration = self.sampler.last
         batch = len(iteration.ids)
         verified = self._arm
+        self.trust.observe(iteration.outcomes)
         self._arm = self.fixed if self.fixed is not None else self.controller.choose(batch)
         drafts = self._propose(self._arm, scheduler_output, arguments)
         now = agreed(time.perf_counter())
@@ -86,7 +90,7 @@ class Drafting:
         iteration = self.sampler.last
         records = [self.sampler.records[request_id] for request_id in iteration.ids]
         entries = zip(iteration.ids, records, iteration.rows, strict=True)
-        stored = [self._stored_text(*entry, arm.replay_k) for entry in entries]
+        stored = [self._stored_text(*entry, arm) for entry in entries]
         all_stored = all(text or not row for text, row in zip(stored, iteration.rows, strict=True))
         own = self._from_drafter(0 if all_stored else arm.k, scheduler_output, arguments)
         drafts: list[list[int]] = []
@@ -96,7 +100,7 @@ class Drafting:
             drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
         return drafts
 
-    def _stored_text(self, request_id: str, record: RequestRecord, row: list[int], k: int) -> list[int]:
+    def _stored_text(self, request_id: str, record: RequestRecord, row: list[int], arm: Arm) -> list[int]:
         """A draft from the responses stored for the request's prompt; its cursor moves even when none is wanted."""
         if self.index is None or not row:
             return []
@@ -106,7 +110,10 @@ class Drafting:
         if record.cursor is None:
             return []
         record.cursor.advance(row)
-        return record.cursor.draft(k)
+        record.agreement = record.cursor.agreement
+        if not record.agreement:
+            return []
+        return record.cursor.draft(self.trust.length(record.agreement, arm.replay_k, arm.k > 0))
 
     def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         if k == 0 and not self.source.reads_every_token:

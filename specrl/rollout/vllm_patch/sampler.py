@@ -50,6 +50,8 @@ class RequestRecord:
     """One per response token so far."""
     source: str = DRAFTER
     """Who made the draft that is verified next."""
+    agreement: int = 0
+    """Of that draft, where it is stored text, with the response before it."""
     cursor: ReplayCursor | None = None
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
     unread: list[Any] = field(default_factory=list)
@@ -60,7 +62,7 @@ class RequestRecord:
         """Count its draft."""
         counts = self.by_source.get(self.source, SourceCounts())
         self.by_source[self.source] = counts.plus(SourceCounts(1, drafted, accepted))
-        return Outcome(self.source, drafted, accepted)
+        return Outcome(self.source, drafted, accepted, self.agreement)
 
     @property
     def counts(self) -> SourceCounts:

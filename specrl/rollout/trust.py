@@ -1,0 +1,73 @@
+"""How far stored text is worth drafting, and whether the drafter would do better: learned from what became of drafts.
+
+Text of a request's own seed is mostly right to its end; text that agrees by two tokens, after the response has left it,
+mostly is not, and sixteen tokens of it cost the verification of seventeen rows. What is chosen here decides the time
+alone, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from specrl.rollout.acceptance import DRAFTER, Outcome
+from specrl.rollout.replay import LONGEST_SUFFIX, OWN_SEED
+
+PRIOR_DRAFTS = 4.0
+"""Weight of the guess, in drafts."""
+GUESSES: Mapping[int, float] = {
+    OWN_SEED: 0.97,
+    **{agreed: 0.5 + 0.05 * agreed for agreed in range(1, LONGEST_SUFFIX + 1)},
+}
+"""Chance that a token is right, by agreement, before anything was seen."""
+LEAST = 0.25
+"""A token is drafted while it is right, with all before it, with this probability."""
+MEMORY = 1000
+"""Drafts of all kinds after which one counts 1/e, so that a kind that lost its trust is tried again."""
+
+
+class Trust:
+    """Chance that the next token of stored text is right, by how well the text agreed with the response.
+
+    Tokens are taken to be right or wrong one by one with the same chance: a draft shows as many successes as it had
+    tokens accepted, and a failure unless all were.
+    """
+
+    def __init__(self) -> None:
+        self._right = dict.fromkeys(GUESSES, 0.0)
+        self._wrong = dict.fromkeys(GUESSES, 0.0)
+        self._drafter = 0.0
+        """Accepted tokens of a drafter's draft, a running mean."""
+
+    def observe(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.source == DRAFTER:
+                self._drafter += (outcome.accepted - self._drafter) / 100
+                continue
+            for counts in (self._right, self._wrong):
+                for kind in counts:
+                    counts[kind] *= 1 - 1 / MEMORY
+            self._right[outcome.agreement] += outcome.accepted
+            self._wrong[outcome.agreement] += outcome.accepted < outcome.drafted
+
+    def chance(self, agreement: int) -> float:
+        """Of a token to be right where the one before it was."""
+        guess = GUESSES[agreement]
+        # As many failures as PRIOR_DRAFTS drafts end with, and the successes that make the guess of them.
+        wrong = PRIOR_DRAFTS + self._wrong[agreement]
+        right = PRIOR_DRAFTS * guess / (1 - guess) + self._right[agreement]
+        return right / (right + wrong)
+
+    def length(self, agreement: int, longest: int, drafter_drafts: bool) -> int:
+        """Tokens of stored text to draft, at most `longest`; none where the drafter is expected to get more accepted.
+
+        Args:
+            agreement: tokens by which the text agrees with the response so far, or `OWN_SEED`.
+            drafter_drafts: the drafter proposes a draft as well.
+        """
+        chance = self.chance(agreement)
+        length, expected, alive = 0, 0.0, 1.0
+        while length < longest and (alive := alive * chance) >= LEAST:
+            length, expected = length + 1, expected + alive
+        if drafter_drafts:
+            return length if expected >= self._drafter else 0
+        return max(length, min(1, longest))
