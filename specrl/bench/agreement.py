@@ -43,6 +43,11 @@ NAMES = {
     ("bf16", "fp8"): "FP8 training only",
 }
 ERROR = "mismatch/token_mult_prob_error"
+METRICS = (
+    *(("token_mult_prob_error", ".4f"), ("bulk_error", ".4f"), ("kl", ".5f"), ("js", ".5f")),
+    ("importance_ratio_p99", ".3f"),
+)
+"""Of the page's table, in its order, and how they are written."""
 LEGEND = """
 Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over the sampled tokens of
 exp(|log p_training - log p_generation|); *bulk*: without the largest thousandth of them. *p99*: of the importance ratio
@@ -67,6 +72,11 @@ class Pair:
 
 
 def main(job: BenchJob) -> None:
+    """
+    Raises:
+        ConfigError: the run has not calibrated or not trained yet.
+        ValueError: this machine cannot compute its policy in FP8.
+    """
     settings, subject = AgreementSettings.model_validate(job.settings), find_subject(job.run_dir)
     calibrated = finished(find_stages(job.run_dir), "calibrate", CalibrateResult)
     if calibrated is None:
@@ -132,7 +142,7 @@ def compare(
 
 
 def score(policy: Policy, rollouts: Sequence[Rollout], config: Config) -> torch.Tensor:
-    """The trainer's log-probs of all response tokens, flat, in the order of the rollouts."""
+    """The trainer's log-probs of all response tokens, float32 [tokens], in the order of the rollouts; in nats."""
     sequences = [
         TokenSequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
         for index, rollout in enumerate(rollouts)
@@ -142,12 +152,6 @@ def score(policy: Policy, rollouts: Sequence[Rollout], config: Config) -> torch.
     for batch, logprobs in zip(batches, policy.logprobs(batches, temperature=config.sampling.temperature), strict=True):
         by_index |= {index: logprobs[row][batch.mask[row]].cpu() for row, index in enumerate(batch.indices)}
     return torch.cat([by_index[index] for index in range(len(rollouts))])
-
-
-METRICS = (
-    *(("token_mult_prob_error", ".4f"), ("bulk_error", ".4f"), ("kl", ".5f"), ("js", ".5f")),
-    ("importance_ratio_p99", ".3f"),
-)
 
 
 def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs: Sequence[Pair]) -> None:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from specrl.config import WITH_MODEL, Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.base import NonNegativeInt
+from specrl.config.rollout import BubbleUse
 
 ADAPTIVE = "adaptive"
 TAIL = "tail64"
@@ -28,7 +29,6 @@ def _number_or(word: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Use = Literal["none", "pregenerate", "train_drafter", "both"]
 K = Annotated[int | str, _number_or(ADAPTIVE)]
 Batch = Annotated[int | str, _number_or(TAIL)]
 
@@ -105,7 +105,7 @@ class DrafterSettings(Section):
 class BubbleSettings(Section):
     """`specrl bench bubbles`."""
 
-    uses: Annotated[tuple[Use, ...], Field(min_length=1)] = get_args(Use)
+    uses: Annotated[tuple[BubbleUse, ...], Field(min_length=1)] = get_args(BubbleUse)
     """Beside plain decoding, which all are compared with."""
     drafter: Path | None = None
     """Directory of an EAGLE-3 drafter to begin with; the run's own, before RL, by default."""

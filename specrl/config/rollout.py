@@ -100,10 +100,13 @@ WITH_DRAFTER = frozenset({"eagle3", "eagle3+replay", "mtp"})
 """Methods with a drafter of its own weights, which training improves."""
 
 
+BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]
+
+
 class BubblesConfig(Section):
     """What a rank does from the end of its own share of a step's rollouts to the end of the slowest rank's."""
 
-    use: Literal["none", "pregenerate", "train_drafter", "both"] = "none"
+    use: BubbleUse = "none"
     """`pregenerate`: responses to the next step's prompts, as drafts for it; `train_drafter`: updates of the drafter;
     `both` shares the time out by accepted tokens gained per second, and begins with pre-generation."""
     seeds: Literal["same", "other"] = "same"

@@ -13,12 +13,13 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TypeAlias, get_args
 
+from specrl.config.rollout import BubbleUse
 from specrl.rollout.balance import piece
 
-Use = Literal["none", "pregenerate", "train_drafter", "both"]
-USES: tuple[Use, ...] = ("none", "pregenerate", "train_drafter", "both")
+Use: TypeAlias = BubbleUse
+USES: tuple[Use, ...] = get_args(BubbleUse)
 
 
 @dataclass(frozen=True)

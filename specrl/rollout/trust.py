@@ -23,6 +23,8 @@ LEAST = 0.25
 """A token is drafted while it is right, with all before it, with this probability."""
 MEMORY = 1000
 """Drafts of all kinds after which one counts 1/e, so that a kind that lost its trust is tried again."""
+DRAFTER_MEMORY = 100
+"""The same of the drafter's drafts."""
 
 
 class Trust:
@@ -39,9 +41,10 @@ class Trust:
         """Accepted tokens of a drafter's draft, a running mean."""
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
+        """Learn from an iteration's drafts."""
         for outcome in outcomes:
             if outcome.source == DRAFTER:
-                self._drafter += (outcome.accepted - self._drafter) / 100
+                self._drafter += (outcome.accepted - self._drafter) / DRAFTER_MEMORY
                 continue
             for counts in (self._right, self._wrong):
                 for kind in counts:
