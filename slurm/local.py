@@ -119,22 +119,36 @@ def submit(
         raise JobError(str(error)) from error
     with submitit.helpers.clean_env():
         executor.submit(callable_)
-    assert executor.process is not None
+    process = executor.process
+    assert process is not None
+    known = False
+    try:
+        job = _wait_for(process, folder, record_path, result_path)
+        known = True
+    finally:
+        if not known:  # interrupted, or too slow: without a record whoever cancels the run's jobs would not find it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return job
+
+
+def _wait_for(
+    process: subprocess.Popen[bytes], folder: Path, record_path: Path, result_path: Path
+) -> LocalStageJob | None:
+    """The job of a controller that was just started, or of another one that was faster; none when neither is needed."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if (job := find(record_path, folder)) is not None:
-            return LocalStageJob(job.record, folder, attached=job.record.job_id != str(executor.process.pid))
-        if executor.process.poll() is not None:
+            return LocalStageJob(job.record, folder, attached=job.record.job_id != str(process.pid))
+        if process.poll() is not None:
             # So short that its lock was not seen; the record tells.
             record = read_record(record_path)
-            mine = record is not None and record.job_id == str(executor.process.pid)
-            if record is not None and mine:
+            if record is not None and record.job_id == str(process.pid):
                 return LocalStageJob(record, folder, attached=False)
             if result_path.exists():
                 return None
             raise JobError(f"the job's controller ended at once; see {folder / 'controller.log'}")
         time.sleep(0.05)
-    executor.process.kill()
     raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {folder / 'controller.log'}")
 
 

@@ -24,10 +24,11 @@ Every round runs every side once on the same requests (same prompts, weights, se
 round): the speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as
 the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own, without a
 drafter; {compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens}
-tokens, cut there, so that the batch keeps its size, other prompts in each round; at batch 1, two one after the other.
-`tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part of the time. k is the
-longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch size (one run for
-`tail64`). Replay has one stored response per prompt, sampled from the same policy with other seeds.
+tokens, cut there, so that the batch keeps its size, other prompts in each round; below batch 8, eight of them, batch
+after batch. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part of the time.
+k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch size, for
+`tail64` all that it goes through. Replay has one stored response per prompt, sampled from the same policy with other
+seeds.
 """
 
 

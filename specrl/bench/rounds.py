@@ -89,14 +89,17 @@ def measure(sides: Sequence[Side], workload: Workload, on_run: Callable[[], None
 
 
 def warm_up(side: Side, workload: Workload) -> None:
-    """Generate the first round until a controller has calibrated this batch size, which it does once in its life.
+    """Generate the first round until a controller has calibrated its batch sizes, which it does once in its life.
 
-    The long-tailed batch runs through all batch sizes, and the engine knows most of them by then.
+    The long-tailed batch runs through all of them up to its own.
     """
     for _ in range(MOST_WARM_UPS):
         side.generate(workload.rounds[0], workload.batch)
-        controller = side.engine.controller if side.k == ADAPTIVE and workload.name != TAIL else None
-        if controller is None or controller.is_settled(workload.batch):
+        controller = side.engine.controller if side.k == ADAPTIVE else None
+        if controller is None:
+            return
+        sizes = [size for size in controller.chosen() if size <= workload.batch]
+        if all(map(controller.is_settled, sizes if workload.name == TAIL else [workload.batch])):
             return
 
 

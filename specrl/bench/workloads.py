@@ -13,8 +13,8 @@ from specrl.data.prompts import Prompt
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Request, Response
 
-LEAST_REQUESTS = 2
-"""Of a round at batch size 1."""
+LEAST_REQUESTS = 8
+"""Of a round, at batch sizes below it one batch after another: a round of 20 iterations would tell little."""
 
 
 def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:

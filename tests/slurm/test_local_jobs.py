@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.folder import write_config
 from slurm.jobs import JobError, State
 from slurm.local import LocalStageJob
 from slurm.submit import Site, attach_or_submit, find
@@ -69,6 +70,19 @@ def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlo
     pid = int(flow.wait_for("stages/prepare-*/starts-0").read_text())
     assert "cancelled local job" in flow.kill(signal.SIGINT)
     assert not alive(pid)
+
+
+def test_an_interrupt_ends_a_local_job_that_is_just_being_started(make_run: MakeRun, start_flow: StartFlow) -> None:
+    """Its controller is still in the user's set-up lines, and has written no record by which it would be found."""
+    config = make_run("local")
+    slow = config.cluster.model_copy(update={"setup": (f"touch {config.run_dir}/in-setup", "sleep 3")})
+    config = config.model_copy(update={"cluster": slow})
+    write_config(config)
+    flow = start_flow(config, DUMMY_PREPARE="100")
+    flow.wait_for("in-setup")
+    flow.kill(signal.SIGINT)
+    time.sleep(5)
+    assert not list(config.run_dir.glob("stages/prepare-*/starts-*"))
 
 
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

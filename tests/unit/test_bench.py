@@ -68,7 +68,8 @@ def test_a_fixed_batch_takes_requests_that_last_and_other_ones_in_each_round() -
     lengths = [50 if index % 4 == 0 else 3 for index in range(64)]
     responses = [Response([1] * length, [0.0] * length, "", "stop", 0, 0, 0, 0.0, 0.0) for length in lengths]
     one, large, tail = workloads(requests, responses, [1, 32, "tail64"], 3, 20)
-    assert [[request.seed for request in requests] for requests in one.rounds] == [[0, 4], [8, 12], [16, 20]]
+    lasting = list(range(0, 64, 4))
+    assert [[request.seed for request in asked] for asked in one.rounds] == [lasting[:8], lasting[8:], lasting[:8]]
     assert {request.max_tokens for requests in one.rounds for request in requests} == {20}
     assert [len(requests) for requests in large.rounds] == [32] * 3
     assert len({request.seed for request in large.rounds[0]}) == 32
