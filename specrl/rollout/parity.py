@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-
 DECIDED = 0.75
 """Share of the probe's tokens that must be nearer to one policy than to the other before that is taken for the
 engine's. It is 0.5 on average where rounding is all that tells the two apart."""

@@ -37,6 +37,8 @@ class SpotTraining:
         """Of each step one entry per sequence."""
         self._waiting: list[list[Features]] = []
         """Micro-batches of the pass through the buffer that is under way."""
+        self._passes = 0
+        """Through what the buffer holds now, the one under way included."""
         self._area = 0
         """Padded tokens of a micro-batch; 0 is one sequence."""
         self._random = random.Random(drafter.ranks.rank)
@@ -45,20 +47,24 @@ class SpotTraining:
     def remember(self, features: Sequence[Features]) -> None:
         """Keep the features of a step's policy update."""
         self._recent.append([row for item in features for row in sequences(item)])
-        self._waiting = []
+        self._waiting, self._passes = [], 0
 
     def begin(self, step: int) -> None:
         """Nothing to prepare."""
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """One micro-step, which is never cut short; False without features."""
+        """One micro-step, which is never cut short; False without features.
+
+        The learning rate of the n-th pass is `drafter.online_lr / n`: a long bubble has time for dozens of passes
+        through a few responses, and at the full rate the drafter would learn those by heart and forget the others.
+        """
         if not self._waiting:
-            self._waiting = self._micro_batches()
+            self._waiting, self._passes = self._micro_batches(), self._passes + 1
         if not self._waiting:
             return False
         rows = self._waiting.pop()
         started = time.perf_counter()
-        loss, sums, norm = self._drafter.step_alone(padded(rows), self._drafter.config.online_lr)
+        loss, sums, norm = self._drafter.step_alone(padded(rows), self._drafter.config.online_lr / self._passes)
         seconds = time.perf_counter() - started
         area = len(rows) * max(row.tokens.shape[1] for row in rows)
         self._area = max(1, int(area * min(2.0, MICRO_STEP_SECONDS / seconds)))

@@ -46,14 +46,28 @@ def test_long_responses_are_kept_and_micro_steps_stay_small(policy_dir: Path) ->
 def test_training_alone_learns(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir, online_lr=3e-3)
     spot = SpotTraining(drafter)
-    spot.remember([make_features(drafter, LENGTHS)])
     losses = []
     for _ in range(12):
+        spot.remember([make_features(drafter, LENGTHS)])
         for _ in range(4):
             spot.work(lambda: False)
         losses.append(spot.merge()["loss"])
     assert losses[-1] < 0.7 * losses[0]
     assert spot.merge() == {}
+
+
+def test_passes_through_the_same_responses_move_the_drafter_less_and_less(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir, online_lr=6e-3)
+    spot = SpotTraining(drafter)
+    spot.remember([make_features(drafter, LENGTHS[:1])])
+    rates = []
+    for _ in range(3):
+        spot.work(lambda: False)
+        rates.append(drafter.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([6e-3, 3e-3, 2e-3])
+    spot.remember([make_features(drafter, LENGTHS[:1], seed=1)])
+    spot.work(lambda: False)
+    assert drafter.optimizer.param_groups[0]["lr"] == 6e-3
 
 
 def run_rank(number: int, policy_dir: Path, port: int, results: Path) -> None:
