@@ -78,20 +78,38 @@ def responses(rollouts_dir: Path, steps: Sequence[int], replayed_tokens: float) 
         sums[len(row.prompt_tokens)][0] += len(row.response_tokens)
         sums[len(row.prompt_tokens)][1] += 1
     means = {size: total / count for size, (total, count) in sums.items()}
+    typical = typical_pace([row for step in tables for rank in step for row in rank])
 
     def response(row: Rollout) -> Response:
         expected = means[len(row.prompt_tokens)]
-        return Response(row.prompt_id, len(row.response_tokens), expected, pace(row, replayed_tokens))
+        return Response(row.prompt_id, len(row.response_tokens), expected, *growth(row, replayed_tokens, typical))
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 
 
-def pace(rollout: Rollout, replayed_tokens: float) -> float:
-    """Tokens per iteration of this very response where it followed no stored text; the drafter's alone.
+def typical_pace(rollouts: Sequence[Rollout]) -> float:
+    """Tokens per iteration of the responses that had no stored text of their own seed."""
+    alone = [rollout for rollout in rollouts if not rollout.own_stored_tokens]
+    iterations = sum(len(rollout.response_tokens) - rollout.num_accepted_tokens for rollout in alone)
+    return sum(len(rollout.response_tokens) for rollout in alone) / iterations if iterations else 1.0
 
-    Its iterations are its tokens less the accepted drafts; of these, what its own stored text took is left out.
+
+def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float]:
+    """Tokens per iteration of this very response where it followed no stored text, and how much of its own it followed.
+
+    What is known is how many iterations it took (its tokens less the accepted drafts). A response that needed more than
+    its stored text and the typical pace explain has left that text; one that left it at once, or never, had a pace of
+    its own.
     """
     length = len(rollout.response_tokens)
-    followed = min(rollout.own_stored_tokens, length)
-    iterations = length - rollout.num_accepted_tokens - followed / replayed_tokens
-    return max(1.0, (length - followed) / max(1.0, iterations))
+    iterations = max(1, length - rollout.num_accepted_tokens)
+    own = min(rollout.own_stored_tokens, length)
+    if not own:
+        return length / iterations, 1.0
+    saved = 1 / typical - 1 / replayed_tokens  # iterations, by each token that is followed
+    followed = (length / typical - iterations) / saved if saved > 0 else own
+    followed = min(max(0.0, followed), own)
+    if 0 < followed < own:
+        return typical, followed / own
+    left = iterations - followed / replayed_tokens
+    return max(1.0, (length - followed) / max(1.0, left)), followed / own

@@ -59,10 +59,12 @@ class Response:
     """What its length is expected to be when prompts are dealt."""
     pace: float
     """Tokens per iteration where no stored text is followed: 1 plain, more with a drafter; least where text rambles."""
+    follows: float = 1.0
+    """Share of its stored text that is what it samples: the rest comes after it went another way."""
 
     def iterations(self, stored: float, replayed_tokens: float) -> float:
         """It takes, with so many tokens of stored text to follow."""
-        followed = min(stored, self.length)
+        followed = self.follows * min(stored, self.length)
         return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
 
 

@@ -47,7 +47,7 @@ def test_training_alone_learns(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir, online_lr=3e-3)
     spot = SpotTraining(drafter)
     losses = []
-    for _ in range(12):
+    for _ in range(20):
         spot.remember([make_features(drafter, LENGTHS)])
         for _ in range(4):
             spot.work(lambda: False)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specrl.projection.measured import pace
+from specrl.projection.measured import growth, typical_pace
 from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
 from specrl.schemas import Rollout
 
@@ -89,13 +89,38 @@ def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
     assert work.seconds == limit
 
 
-@pytest.mark.parametrize(("accepted", "own_stored", "expected"), [(0, 0, 1.0), (15, 0, 4.0), (12, 10, 10 / 6)])
-def test_a_response_has_the_pace_it_was_drafted_at_beside_its_stored_text(
-    accepted: int, own_stored: int, expected: float
+@pytest.mark.parametrize(
+    ("accepted", "own_stored", "expected"),
+    [
+        (0, 0, (1.0, 1.0)),
+        (15, 0, (4.0, 1.0)),
+        (
+            13,
+            10,
+            (2.0, 1.0),
+        ),  # two iterations along ten stored tokens, five for the rest at the typical two tokens each
+        (14, 10, (10 / 4, 1.0)),  # all of the text, and a better pace after it
+        (12, 20, (2.0, 1 / 3)),  # a third of the text, then another way: 20 / 3 / 5 + 40 / 3 / 2 iterations
+        (8, 10, (20 / 12, 0.0)),  # none of it, and a worse pace
+    ],
+)
+def test_a_response_grows_as_it_did_beside_its_stored_text(
+    accepted: int, own_stored: int, expected: tuple[float, float]
 ) -> None:
-    """20 tokens: 20 - accepted iterations, of which ten stored tokens took two, at five tokens an iteration."""
+    """20 tokens in 20 - accepted iterations, at five tokens each along stored text."""
+    rollout = make_rollout(accepted, own_stored)
+    assert growth(rollout, 5.0, typical=2.0) == pytest.approx(expected)
+    response = Response(0, 20, 20.0, *growth(rollout, 5.0, 2.0))
+    assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
+
+
+def test_the_typical_pace_is_that_without_stored_text_of_the_own_seed() -> None:
+    rollouts = [make_rollout(10, 0), make_rollout(0, 0), make_rollout(18, 20)]
+    assert typical_pace(rollouts) == pytest.approx(40 / 30)
+    assert typical_pace([make_rollout(18, 20)]) == 1.0
+
+
+def make_rollout(accepted: int, own_stored: int) -> Rollout:
     rollout = Rollout(0, 0, 0, 0, 0, 0, 1, [1, 2], [3] * 20, [0.0] * 20, "", "", "stop")
     rollout.num_accepted_tokens, rollout.own_stored_tokens = accepted, own_stored
-    assert pace(rollout, replayed_tokens=5.0) == pytest.approx(expected)
-    response = Response(0, 20, 20.0, pace(rollout, 5.0))
-    assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
+    return rollout
