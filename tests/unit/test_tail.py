@@ -98,7 +98,7 @@ def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
             13,
             10,
             (2.0, 1.0),
-        ),  # two iterations along ten stored tokens, five for the rest at the typical two tokens each
+        ),  # ten stored tokens in two iterations, the others in five at the typical pace
         (14, 10, (10 / 4, 1.0)),  # all of the text, and a better pace after it
         (12, 20, (2.0, 1 / 3)),  # a third of the text, then another way: 20 / 3 / 5 + 40 / 3 / 2 iterations
         (8, 10, (20 / 12, 0.0)),  # none of it, and a worse pace
