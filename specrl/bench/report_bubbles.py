@@ -170,10 +170,10 @@ def _accepted(record: StepRecord) -> float:
 
 def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     """Each measured run beside its simulation, then more ranks, each use at the speeds it was measured with."""
-    runs = {name: _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
+    runs = {cast(Use, name): _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
     lines = []
     for name, run in runs.items():
-        found = agreement(run, cast(Use, name), outcomes[name].most_running)
+        found = agreement(run, name, outcomes[name].most_running)
         seconds = [f"{value:.1f}" for value in found.generation_s]
         lines.append(
             [name, *seconds, f"{found.generation_error:+.1%}", *(f"{value:.0f}" for value in found.iterations)]
@@ -182,16 +182,13 @@ def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     page.text(markdown_table(columns, lines))
     if "none" not in runs:
         return
-    page.text(
-        "Each use at its own measured speeds, as many prompts for each rank; ratios against `none` on as many ranks:"
-    )
-    speeds = {cast(Use, name): run.speed for name, run in runs.items()}
+    page.text("Each use as its own run went, as many prompts for each rank; ratios against `none` on as many ranks:")
     lines = [
         [
             *(str(item.ranks), item.use, f"{item.generation_ratio:.2f}", f"{item.decode_step_ratio:.2f}"),
             *(f"{item.idle_share:.0%}", f"{item.used_share:.0%}"),
         ]
-        for item in outlook(runs["none"], outcomes["none"].most_running, speeds=speeds)
+        for item in outlook(runs, outcomes["none"].most_running)
     ]
     columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
     page.text(markdown_table(columns, lines))

@@ -78,11 +78,14 @@ def responses(rollouts_dir: Path, steps: Sequence[int], replayed_tokens: float) 
         sums[len(row.prompt_tokens)][0] += len(row.response_tokens)
         sums[len(row.prompt_tokens)][1] += 1
     means = {size: total / count for size, (total, count) in sums.items()}
-    typical = typical_pace([row for step in tables for rank in step for row in rank])
+    rows = [row for step in tables for rank in step for row in rank]
+    typical = typical_pace(rows)
+    usual = usual_following(rows, replayed_tokens, typical)
 
     def response(row: Rollout) -> Response:
         expected = means[len(row.prompt_tokens)]
-        return Response(row.prompt_id, len(row.response_tokens), expected, *growth(row, replayed_tokens, typical))
+        pace, follows = growth(row, replayed_tokens, typical)
+        return Response(row.prompt_id, len(row.response_tokens), expected, pace, usual if follows is None else follows)
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 
@@ -94,8 +97,17 @@ def typical_pace(rollouts: Sequence[Rollout]) -> float:
     return sum(len(rollout.response_tokens) for rollout in alone) / iterations if iterations else 1.0
 
 
-def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float]:
-    """Tokens per iteration of this very response where it followed no stored text, and how much of its own it followed.
+def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, typical: float) -> float:
+    """Share of stored text of their own seed that responses followed; 1 where none had any."""
+    found = [(growth(rollout, replayed_tokens, typical)[1], rollout.own_stored_tokens) for rollout in rollouts]
+    known = [(follows, tokens) for follows, tokens in found if follows is not None]
+    total = sum(tokens for _, tokens in known)
+    return sum(follows * tokens for follows, tokens in known) / total if total else 1.0
+
+
+def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float | None]:
+    """Tokens per iteration of this very response where it followed no stored text, and the share of its own stored text
+    that it followed, if it had any.
 
     What is known is how many iterations it took (its tokens less the accepted drafts). A response that needed more than
     its stored text and the typical pace explain has left that text; one that left it at once, or never, had a pace of
@@ -105,7 +117,7 @@ def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[fl
     iterations = max(1, length - rollout.num_accepted_tokens)
     own = min(rollout.own_stored_tokens, length)
     if not own:
-        return length / iterations, 1.0
+        return length / iterations, None
     saved = 1 / typical - 1 / replayed_tokens  # iterations, by each token that is followed
     followed = (length / typical - iterations) / saved if saved > 0 else own
     followed = min(max(0.0, followed), own)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specrl.projection.measured import MeasuredRun
-from specrl.projection.tail import USES, Response, Speed, StepTimes, Use, scaled, simulate
+from specrl.projection.tail import StepTimes, Use, scaled, simulate
 
 RANKS = (8, 32, 128)
 
@@ -50,34 +50,23 @@ def agreement(run: MeasuredRun, use: Use, most_running: int) -> Agreement:
     )
 
 
-def outlook(
-    run: MeasuredRun, most_running: int, ranks: Sequence[int] = RANKS, speeds: Mapping[Use, Speed] | None = None
-) -> list[Prospect]:
+def outlook(runs: Mapping[Use, MeasuredRun], most_running: int, ranks: Sequence[int] = RANKS) -> list[Prospect]:
     """The uses on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured.
 
     Args:
-        speeds: measured for each use. Without them all have the run's own, and `train_drafter` is left out: it changes
-            nothing but the speed.
+        runs: for each use, `none` among them, the run whose responses and speeds it has: one of its own, on the same
+            seeds as the others, or the same for all.
     """
     found: list[Prospect] = []
-    measured = len(run.steps[0])
-    speed_of = speeds or {use: run.speed for use in USES if use != "train_drafter"}
+    measured = len(runs["none"].steps[0])
     for count in sorted({measured, *ranks}):
-        steps = run.steps if count == measured else scaled(run.steps, count)
-        without = simulate(steps, speed_of["none"], "none", most_running)
-        found += [_prospect(steps, use, without, speed, most_running) for use, speed in speed_of.items()]
+        steps = {use: run.steps if count == measured else scaled(run.steps, count) for use, run in runs.items()}
+        times = {use: simulate(steps[use], run.speed, use, most_running) for use, run in runs.items()}
+        found += [_prospect(count, use, times["none"], times[use]) for use in runs]
     return found
 
 
-def _prospect(
-    steps: Sequence[Sequence[Sequence[Response]]],
-    use: Use,
-    without: Sequence[StepTimes],
-    speed: Speed,
-    most_running: int,
-) -> Prospect:
-    times = simulate(steps, speed, use, most_running)
-    ranks = len(steps[0])
+def _prospect(ranks: int, use: Use, without: Sequence[StepTimes], times: Sequence[StepTimes]) -> Prospect:
     seconds, idle = sum(step.generation_s for step in times), sum(step.idle_s for step in times)
     return Prospect(
         ranks=ranks,

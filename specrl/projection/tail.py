@@ -199,10 +199,11 @@ def simulate(
 def scaled(steps: Sequence[Sequence[Sequence[Response]]], ranks: int, seed: int = 0) -> list[list[list[Response]]]:
     """The same run on more ranks: as many prompts for each as there were, drawn anew from all measured groups.
 
-    Dealt by expected length, longest first, to the rank with the least to do that has room.
+    Dealt by expected length, longest first, to the rank with the least to do that has room. Runs on the same prompts
+    are drawn from alike, however they were dealt.
     """
     generator = random.Random(seed)
-    groups = [group for shares in steps for share in shares for group in _groups(share)]
+    groups = [group for shares in steps for group in _by_prompt(shares)]
     per_rank = len(_groups(steps[0][0]))
     return [_deal([generator.choice(groups) for _ in range(per_rank * ranks)], ranks) for _ in steps]
 
@@ -218,6 +219,11 @@ def _deal(groups: Sequence[Sequence[Response]], ranks: int) -> list[list[Respons
         if count + 1 < room:
             heapq.heappush(queue, (load + groups[prompt][0].expected, rank, count + 1))
     return shares
+
+
+def _by_prompt(shares: Sequence[Sequence[Response]]) -> list[list[Response]]:
+    """A step's groups."""
+    return sorted((group for share in shares for group in _groups(share)), key=lambda group: group[0].prompt)
 
 
 def _groups(share: Sequence[Response]) -> list[list[Response]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specrl.projection.measured import growth, typical_pace
+from specrl.projection.measured import growth, typical_pace, usual_following
 from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
 from specrl.schemas import Rollout
 
@@ -92,8 +92,8 @@ def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
 @pytest.mark.parametrize(
     ("accepted", "own_stored", "expected"),
     [
-        (0, 0, (1.0, 1.0)),
-        (15, 0, (4.0, 1.0)),
+        (0, 0, (1.0, None)),
+        (15, 0, (4.0, None)),
         (
             13,
             10,
@@ -105,12 +105,13 @@ def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
     ],
 )
 def test_a_response_grows_as_it_did_beside_its_stored_text(
-    accepted: int, own_stored: int, expected: tuple[float, float]
+    accepted: int, own_stored: int, expected: tuple[float, float | None]
 ) -> None:
     """20 tokens in 20 - accepted iterations, at five tokens each along stored text."""
     rollout = make_rollout(accepted, own_stored)
-    assert growth(rollout, 5.0, typical=2.0) == pytest.approx(expected)
-    response = Response(0, 20, 20.0, *growth(rollout, 5.0, 2.0))
+    pace, follows = growth(rollout, 5.0, typical=2.0)
+    assert (pace, follows) == (pytest.approx(expected[0]), pytest.approx(expected[1]))
+    response = Response(0, 20, 20.0, pace, follows or 0.0)
     assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
 
 
@@ -118,6 +119,18 @@ def test_the_typical_pace_is_that_without_stored_text_of_the_own_seed() -> None:
     rollouts = [make_rollout(10, 0), make_rollout(0, 0), make_rollout(18, 20)]
     assert typical_pace(rollouts) == pytest.approx(40 / 30)
     assert typical_pace([make_rollout(18, 20)]) == 1.0
+
+
+def test_text_is_followed_as_usual_by_responses_that_had_none() -> None:
+    rollouts = [make_rollout(10, 0), make_rollout(13, 10), make_rollout(12, 20)]
+    assert usual_following(rollouts, 5.0, 2.0) == pytest.approx((10 + 20 / 3) / 30)
+    assert usual_following(rollouts[:1], 5.0, 2.0) == 1.0
+
+
+def test_runs_on_the_same_prompts_are_scaled_alike_however_they_were_dealt() -> None:
+    steps = [[[*share] for share in step] for step in make_steps(3)]
+    turned = [step[::-1] for step in steps]
+    assert scaled(steps, 8) == scaled(turned, 8)
 
 
 def make_rollout(accepted: int, own_stored: int) -> Rollout:
