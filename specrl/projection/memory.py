@@ -29,7 +29,9 @@ ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """Logits turned to float32 at a time, on CPU and on GPU (`training/scores.py`)."""
 DRAFTER_SCORES = 2**26
-"""Attention scores that the drafter's training keeps at once; beyond it they are recomputed (`training/eagle3.py`)."""
+"""Attention scores that the drafter's training keeps per step; more are recomputed (`training/draft_layers.py`)."""
+DRAFTER_CHAINS = 1024
+"""Chains that the drafter's training has in memory at once (`training/chains.py`)."""
 
 
 @dataclass(frozen=True)
@@ -156,39 +158,60 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
         responses: sampled responses of all data-parallel ranks together, of any length up to `model.max_length`.
         pretraining: in windows of `max_tokens_per_window`, otherwise on `max_tokens_per_step` of a step.
     """
-    shape, drafter, steps = rank.shape, rank.config.drafter, rank.config.drafter.ttt_steps
+    shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, drafts_with_policy_layer(rank.config)
     # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
-    vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
     features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + drafter.draft_vocab_size
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
-    layer = 8 * shape.hidden_size + 2 * (shape.query_size + shape.kv_size)
-    layer += 4 * (shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size)
-    batch = rank.longest_micro_batch if policy_layer else drafter.tokens_per_micro_batch
-    activations = batch * steps * FP32 * (layer + 2 * vocabulary)
-    scores = min(batch * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
     budget = drafter.max_tokens_per_window if pretraining else drafter.max_tokens_per_step
     shared = "the policy's, whole, and its head" if policy_layer else "the policy's, whole"
+    tokens = rank.longest_micro_batch
+    if pretraining:
+        tokens = max(drafter.tokens_per_micro_batch, rank.config.model.max_length)
+    elif rank.config.bubbles.trains_drafter:  # idle ranks choose the size of a micro-batch by its time
+        tokens = max(tokens, budget)
+    tokens = min(tokens, longest)
     return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
-        _item(
-            "drafter's activations",
-            activations + steps * scores * 3 * FP32,
-            f"{batch} tokens x {steps} unrolled steps",
-            "drafter",
-        ),
-        *_feature_items(rank, min(budget, longest), features, pretraining=pretraining),
+        drafter_activations(rank, tokens),
+        *_feature_items(rank, min(max(budget, tokens), longest), features, pretraining=pretraining),
     ]
+
+
+def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
+    """Of one micro-batch of the drafter's training, and its weights and their gradients in the compute type.
+
+    All slots have what chains read of them: features, norms, keys and values, and the gradients of these. A part of the
+    chains has, at every step, its norms in float32 and the inputs of its matrix products, two distributions in float32
+    and the attention's weights; and what one step leaves behind at once on its way there and back.
+    """
+    shape, drafter, size = rank.shape, rank.config.drafter, rank.dtype_bytes
+    hidden, steps, policy_layer = shape.hidden_size, drafter.ttt_steps, drafts_with_policy_layer(rank.config)
+    vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
+    width = shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size
+    slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
+    norms = 2 * FP32 * hidden * (4 if policy_layer else 3)
+    step = norms + size * (6 * hidden + 4 * shape.query_size + 2 * shape.kv_size + 4 * width) + 2 * FP32 * vocabulary
+    chains = min(tokens, DRAFTER_CHAINS)
+    scores = min(chains * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
+    cast = size if size < FP32 else 0
+    scored = scores * (steps * (FP32 + cast) + 5 * FP32)
+    weights = rank.drafter_parameters * (size + cast)
+    return _item(
+        "drafter's activations",
+        tokens * slot + chains * (steps * step + 7 * FP32 * vocabulary) + scored + weights,
+        f"{tokens} tokens x {slot / 1024:.0f} KiB, {chains} chains x {steps} steps x {step / 1024:.0f} KiB",
+        "drafter",
+    )
 
 
 def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) -> list[MemoryItem]:
     """What the drafter learns from: `numbers` per token.
 
     The logits among them leave the policy's head packed and are then laid out, so that they are there twice. Idle ranks
-    keep what they train on from two steps back (`training/spot.py`). Features that fit are packed once for all epochs,
-    with targets in float32 and a mask per token.
+    keep what they train on from two steps back (`training/spot.py`).
     """
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
@@ -199,15 +222,8 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) 
         return items
     vocabulary = config.drafter.draft_vocab_size
     logits = tokens * vocabulary * rank.dtype_bytes
-    items.append(
-        _item("drafter's targets", logits, f"{tokens} tokens x {vocabulary}, before they are laid out", "policy")
-    )
-    if pretraining and config.drafter.epochs > 1:
-        hidden = (numbers - vocabulary) * rank.dtype_bytes
-        packed = hidden + vocabulary * FP32 + config.model.max_length
-        how = f"{tokens} tokens x {packed / 1024:.1f} KiB, if all fit the window"
-        items.append(_item("features, packed", tokens * packed, how, "drafter"))
-    return items
+    how = f"{tokens} tokens x {vocabulary}, before they are laid out"
+    return [*items, _item("drafter's targets", logits, how, "policy")]
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:

@@ -63,7 +63,7 @@ class DraftShape:
 
 
 class DraftModule(nn.Module, ABC):
-    """Parameters of a drafter, and one drafting step in parts; `training_time_test` in `ttt.py` puts them together.
+    """Parameters of a drafter, and one drafting step in pieces; `unroll` in `ttt.py` puts them together.
 
     What belongs to the policy (`SHARED`) is held as a copy that no gradient reaches.
     """

@@ -20,19 +20,13 @@ from transformers import AutoConfig
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
+from specrl.training.chains import ChainBatch, pack_chains
 from specrl.training.draft_layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter_io import config_dict, read_drafter, read_tensor, vocabulary_tensors, write_drafter
 from specrl.training.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.mtp import HEAD, Mtp, mtp_shape
-from specrl.training.ttt import (
-    ChainBatch,
-    metrics_from_sums,
-    pack_chains,
-    training_time_test,
-    unrolled_loss,
-    unrolled_sums,
-)
+from specrl.training.ttt import Tally, metrics_from_sums, train_chains
 
 WARMUP_STEPS = 10
 FINAL_LR_FRACTION = 0.05
@@ -198,13 +192,10 @@ class Drafter:
             `loss` (of the last epoch, nats, sum over decayed steps), `grad_norm` (mean, before clipping), and what
             `metrics_from_sums` names: measured in the last epoch on the batches before each is trained on.
         """
-        # Once, not in every epoch, unless the targets are distributions over the whole vocabulary.
-        keeps = lr > 0 and epochs > 1 and self.model.policy_head is None
-        packed = [self._pack(item) for item in features] if keeps else None
 
         def batches(order: list[int]) -> Iterator[ChainBatch | None]:
             for index in order:
-                yield packed[index] if packed is not None else self._pack(features[index])
+                yield self._pack(features[index])
             yield from repeat(None)
 
         return self._train(batches, len(features), lr, epochs, on_progress)
@@ -265,8 +256,7 @@ class Drafter:
         return {"loss": loss.item() / steps, "grad_norm": sum(norms) / steps, **metrics_from_sums(sums.cpu())}
 
     def _pack(self, features: Features) -> ChainBatch | None:
-        steps, head = self.config.ttt_steps, self.model.policy_head
-        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, steps, head)
+        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
@@ -276,7 +266,7 @@ class Drafter:
         """One optimizer step of this rank's copy alone; the ranks' drafters differ until `average`.
 
         Returns:
-            The loss, float64 `unrolled_sums` on the CPU, the gradient's norm before clipping.
+            The loss, float64 `Tally.sums` on the CPU, the gradient's norm before clipping.
         """
         loss, sums, norm = self._step(self._pack(features), lr, measure=True, alone=True)
         return loss.item(), sums.cpu(), norm
@@ -306,7 +296,7 @@ class Drafter:
             alone: without the other ranks; then it is not collective.
 
         Returns:
-            This rank's share of the loss, its `unrolled_sums` (zeros unless `measure`), the global gradient norm.
+            This rank's share of the loss, its `Tally.sums` (zeros unless `measure`), the global gradient norm.
         """
         device, steps = self.ranks.device, self.config.ttt_steps
         counts = torch.zeros(steps, dtype=torch.float64, device=device) if batch is None else batch.loss_counts()
@@ -314,22 +304,17 @@ class Drafter:
             self._all_reduce(counts)
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
-        if batch is not None:
-            with (
-                torch.set_grad_enabled(lr > 0),
-                torch.autocast(device.type, torch.bfloat16, enabled=self.shape.dtype == torch.bfloat16),
-            ):
-                logits = list(training_time_test(self.model, batch))
-                loss = unrolled_loss(logits, batch, counts)
-            if measure:
-                sums = unrolled_sums(logits, batch, self.draft_tokens)
-        norm = self._descend(loss, lr, alone) if lr > 0 else 0.0
-        return loss.detach().double(), sums, norm
-
-    def _descend(self, loss: Tensor, lr: float, alone: bool) -> float:
         self._gradient.zero_()
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        if batch is not None:
+            tally = Tally(batch, self.draft_tokens) if measure else None
+            loss = train_chains(self.model, batch, counts, learn=lr > 0, tally=tally)
+            if tally is not None:
+                sums = tally.sums()
+        norm = self._descend(lr, alone) if lr > 0 else 0.0
+        return loss.double(), sums, norm
+
+    def _descend(self, lr: float, alone: bool) -> float:
+        """*Optimizer step on the gradients there are; their norm before clipping."""
         if not alone:
             self._all_reduce(self._gradient)
         norm = float(self._gradient.norm())

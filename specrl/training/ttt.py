@@ -5,155 +5,78 @@ token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the 
 query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
 that. Chains are what is computed: prompt slots only contribute keys and values, padding contributes nothing, and a
 chain ends where its response does.
+
+Chains do not see each other. A micro-batch of many is trained in parts, each forward and backward through all of its
+steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specrl.training.chains import ChainBatch, Part
 from specrl.training.draft_layers import DraftModule, chain_attention
-from specrl.training.features import Features
 
 STEP_DECAY = 0.8
 """Weight of step j in the loss is STEP_DECAY ** j."""
 
 
-@dataclass(frozen=True)
-class ChainBatch:
-    """One micro-batch, packed. Slots of a row are consecutive, and so are the chains of a response: slot of chain n at
-    step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`."""
+class Context(NamedTuple):
+    """What the chains read of the policy-fed slots, of which all are alive at once."""
 
-    hidden: Tensor
-    """`[slots, layers * hidden]`"""
-    next_tokens: Tensor
-    """int64 `[slots]`: token i + 1 of slot i."""
-    positions: Tensor
-    """int64 `[slots]`"""
-    slot_places: Tensor
-    """int64 `[slots]`: place in the padded `[batch, width]` layout, flattened."""
-    starts: Tensor
-    """int64 `[chains]`: index of the slot at which the chain starts."""
-    chain_places: Tensor
-    """int64 `[chains]`: place in the padded `[batch, max_chains]` layout, flattened."""
-    visible: Tensor
-    """bool `[batch, max_chains, width]`"""
-    alive: list[Tensor]
-    """Per step, int64 `[alive]`: the chains that have a target at that step; each list is within the one before."""
-    target_probs: Tensor
-    """float32 `[chains, draft_vocab]`: the policy's distribution on the draft vocabulary."""
-    target_top1: Tensor
-    """int64 `[chains]`, target ids."""
-    target_in_vocab: Tensor
-    """bool `[chains]`: `target_top1` is in the draft vocabulary; the others do not count in the loss."""
-    truth: Tensor
-    """int64 `[chains]`: token that follows in the response."""
-    chains_per_row: list[int]
-
-    def loss_counts(self) -> Tensor:
-        """float64 `[steps]`: terms of the loss at each step."""
-        return torch.stack([self.target_in_vocab[rows + j].sum() for j, rows in enumerate(self.alive)]).double()
+    embedded: Tensor
+    """`[slots, hidden]`"""
+    residual: Tensor
+    """`[slots, hidden]`"""
+    x: Tensor
+    """`[slots, width of the attention's input]`"""
+    keys: Tensor
+    """`[rows, width, kv_heads, head_dim]`"""
+    values: Tensor
+    """As `keys`."""
 
 
-def pack_chains(
-    features: Features,
-    draft_tokens: Tensor,
-    vocab_size: int,
-    steps: int,
-    policy_head: Callable[[Tensor], Tensor] | None = None,
-) -> ChainBatch | None:
-    """Chains of one micro-batch; None when no response has a second token to draft.
-
-    Args:
-        draft_tokens: int64 `[draft_vocab]`, target ids.
-        steps: unrolling depth.
-        policy_head: gives the target logits where the features hold none, from hidden states `[chains, hidden]`.
-    """
-    assert not features.hidden.requires_grad, "features must be detached from the policy"
-    assert not features.target_logits.requires_grad, "target logits must be detached from the policy"
-    mask = features.mask
-    starts_at = mask[:, :-1] & mask[:, 1:]  # [batch, seq - 1]: a chain starts at this slot
-    rows = starts_at.any(1)
-    if not rows.any():
-        return None
-    starts_at, mask = starts_at[rows], mask[rows]
-    slots = torch.arange(starts_at.shape[1], device=mask.device)
-    slot_mask = slots <= (starts_at * slots).amax(1, keepdim=True)
-    width = int(slot_mask.sum(1).max())
-    row, start = starts_at.nonzero(as_tuple=True)
-    rank = starts_at.cumsum(1)[row, start] - 1
-    per_row = starts_at.sum(1)
-    max_chains = int(per_row.max())
-    slot_row, slot = slot_mask.nonzero(as_tuple=True)
-    slot_ids = (slot_mask.flatten().cumsum(0) - 1).view_as(slot_mask)
-    places = row * max_chains + rank
-    visible = torch.zeros(len(mask) * max_chains, width, dtype=torch.bool, device=mask.device)
-    visible[places] = slots[:width] <= start[:, None]
-    in_vocab = torch.zeros(vocab_size, dtype=torch.bool, device=mask.device)
-    in_vocab[draft_tokens] = True
-    top1 = features.target_top1[rows][row, start + 1]
-    if policy_head is None:
-        logits = features.target_logits[rows][row, start + 1]
-    else:
-        logits = policy_head(features.hidden[rows][row, start + 1])
-    tokens = features.tokens[rows]
-    return ChainBatch(
-        hidden=features.hidden[rows][slot_row, slot],
-        next_tokens=tokens[slot_row, slot + 1],
-        positions=slot,
-        slot_places=slot_row * width + slot,
-        starts=slot_ids[row, start],
-        chain_places=places,
-        visible=visible.view(len(mask), max_chains, width),
-        alive=_alive(mask, row, start, steps),
-        target_probs=logits.float().softmax(-1),
-        target_top1=top1,
-        target_in_vocab=in_vocab[top1],
-        truth=tokens[row, start + 2],
-        chains_per_row=per_row.tolist(),
+def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
+    """Step 0 of all slots, up to the attention."""
+    rows, columns = batch.slot_rows, batch.positions
+    embedded = model.embed(batch.features.tokens[rows, columns + 1], columns)
+    residual, x = model.enter(embedded, model.feed(batch.features.hidden[rows, columns]))
+    keys, values = (
+        _spread(part, batch.slot_places, len(batch.chains_per_row), batch.width)
+        for part in model.attention.keys_values(x, columns)
     )
+    return Context(embedded, residual, x, keys, values)
 
 
-def _alive(mask: Tensor, row: Tensor, start: Tensor, steps: int) -> list[Tensor]:
-    padded = F.pad(mask, (0, steps))
-    alive = [torch.arange(len(row), device=mask.device)]
-    for step in range(1, steps):
-        before = alive[-1]
-        alive.append(before[padded[row[before], start[before] + step + 1]])
-    return alive
-
-
-def training_time_test(model: DraftModule, batch: ChainBatch) -> Iterator[Tensor]:
-    """Unroll the drafter.
+def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
+    """Draft with the chains of a part.
 
     Yields:
-        For each step the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `batch.alive[step]`.
+        For each step the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
     """
     attention = model.attention
-    rows_count, max_chains, width = batch.visible.shape
-    embedded = model.embed(batch.next_tokens, batch.positions)
-    residual, x = model.enter(embedded, model.feed(batch.hidden))
-    keys, values = (
-        _spread(part, batch.slot_places, rows_count, width) for part in attention.keys_values(x, batch.positions)
-    )
-    all_keys, all_values = [keys], [values]
-    residual, x = residual.index_select(0, batch.starts), x.index_select(0, batch.starts)
+    rows_count, columns, width = part.visible.shape
+    all_keys, all_values = [context.keys[part.rows, :width]], [context.values[part.rows, :width]]
+    starts = batch.starts[part.chains]
+    residual, x = context.residual.index_select(0, starts), context.x.index_select(0, starts)
     hidden = residual
-    for step, alive in enumerate(batch.alive):
-        slots, places = batch.starts[alive] + step, batch.chain_places[alive]
+    for step, alive in enumerate(part.alive):
+        slots, places = batch.starts[alive] + step, part.places[alive - part.chains.start]
         if step:
-            hidden = hidden.index_select(0, _positions_within(alive, batch.alive[step - 1]))
-            residual, x = model.enter(embedded.index_select(0, slots), hidden)
+            hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
+            residual, x = model.enter(context.embedded.index_select(0, slots), hidden)
             own = attention.keys_values(x, batch.positions[slots])
-            all_keys.append(_spread(own[0], places, rows_count, max_chains))
-            all_values.append(_spread(own[1], places, rows_count, max_chains))
+            all_keys.append(_spread(own[0], places, rows_count, columns))
+            all_values.append(_spread(own[1], places, rows_count, columns))
         queries = attention.queries(x, batch.positions[slots])
-        queries = _spread(queries, places, rows_count, max_chains)
-        attended = chain_attention(queries, all_keys, all_values, batch.visible)
+        queries = _spread(queries, places, rows_count, columns)
+        attended = chain_attention(queries, all_keys, all_values, part.visible)
         hidden = model.finish(residual, attended.flatten(0, 1).index_select(0, places))
         yield model.logits(hidden)
 
@@ -169,44 +92,109 @@ def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
     return torch.searchsorted(whole, part)
 
 
-def unrolled_loss(logits: list[Tensor], batch: ChainBatch, counts: Tensor) -> Tensor:
-    """Soft cross-entropy to the policy's distribution, each step averaged over `counts[step]` and decayed by step.
+def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """float32 `[targets, draft_vocab]`: the policy's distribution on the draft vocabulary, for the step-0 targets of
+    the part's chains and of those after them that its last chains reach in later steps.
+
+    Args:
+        policy_head: gives the target logits where the features hold none, from hidden states `[targets, hidden]`.
+    """
+    starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
+    rows, columns = batch.slot_rows[starts], batch.positions[starts] + 1
+    if policy_head is None:
+        logits = batch.features.target_logits[rows, columns]
+    else:
+        logits = policy_head(batch.features.hidden[rows, columns])
+    return logits.float().softmax(-1)
+
+
+def train_chains(
+    model: DraftModule, batch: ChainBatch, counts: Tensor, *, learn: bool, tally: Tally | None = None
+) -> Tensor:
+    """Loss of a micro-batch: soft cross-entropy to the policy's distribution, each step averaged over `counts[step]`
+    and decayed by step.
 
     Args:
         counts: float64 `[steps]`: terms at each step over all ranks, so that summed gradients are token-weighted.
+        learn: add the loss's gradient to the parameters'.
+        tally: counts what the chains draft.
     """
-    total = logits[0].new_zeros((), dtype=torch.float32)
-    for step, (step_logits, alive) in enumerate(zip(logits, batch.alive, strict=True)):
-        target = alive + step
-        terms = F.cross_entropy(step_logits.float(), batch.target_probs[target], reduction="none")
-        weight = STEP_DECAY**step / counts[step].clamp(min=1).float()
-        total = total + weight * (terms * batch.target_in_vocab[target]).sum()
+    with _computing(model, learn):
+        fed = feed_context(model, batch)
+    # Cut here: the gradients of all parts come together at the context, and go through it once.
+    context = Context(*(tensor.detach().requires_grad_(learn) for tensor in fed))
+    total = torch.zeros((), device=batch.starts.device)
+    for part in batch.parts():
+        with _computing(model, learn):
+            loss = _part_loss(model, batch, context, part, counts, tally)
+        if learn:
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    if learn:
+        reached = [(tensor, leaf.grad) for tensor, leaf in zip(fed, context, strict=True) if leaf.grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
     return total
 
 
-@torch.no_grad()
-def unrolled_sums(logits: list[Tensor], batch: ChainBatch, draft_tokens: Tensor) -> Tensor:
-    """float64 `[steps + 1, 4]`, to be summed over batches and ranks; read by `metrics_from_sums`.
+@contextmanager
+def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
+    device, dtype = next(model.parameters()).device, model.shape.dtype
+    with (
+        torch.set_grad_enabled(learn),
+        torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
+    ):
+        yield
 
-    Per step: chains, draft = policy's top-1, p(draft), sum of min(p, q). Last row: drafts and accepted tokens when the
-    responses are decoded speculatively with k = steps; the sampler is drafter-invariant, so the stored response is
-    what would be sampled again and a draft is accepted when it is the stored token.
-    """
-    sums = torch.zeros(len(logits) + 1, 4, dtype=torch.float64, device=draft_tokens.device)
-    matches = torch.zeros(len(batch.starts), len(logits), dtype=torch.bool, device=draft_tokens.device)
-    for step, (step_logits, alive) in enumerate(zip(logits, batch.alive, strict=True)):
+
+def _part_loss(
+    model: DraftModule, batch: ChainBatch, context: Context, part: Part, counts: Tensor, tally: Tally | None
+) -> Tensor:
+    probs = target_probs(batch, part, model.policy_head)
+    total = probs.new_zeros(())
+    for step, (logits, alive) in enumerate(zip(unroll(model, batch, context, part), part.alive, strict=True)):
         target = alive + step
-        p, q = batch.target_probs[target], step_logits.float().softmax(-1)
+        p = probs[target - part.chains.start]
+        terms = F.cross_entropy(logits.float(), p, reduction="none")
+        weight = STEP_DECAY**step / counts[step].clamp(min=1).float()
+        total = total + weight * (terms * batch.target_in_vocab[target]).sum()
+        if tally is not None:
+            tally.add(step, alive, logits.detach(), p)
+    return total
+
+
+class Tally:
+    """Counts what the chains of a micro-batch draft."""
+
+    def __init__(self, batch: ChainBatch, draft_tokens: Tensor) -> None:
+        self._batch = batch
+        self._draft_tokens = draft_tokens
+        steps, device = len(batch.alive), draft_tokens.device
+        self._sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
+        self._matches = torch.zeros(len(batch.starts), steps, dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
+        """What chains `alive` draft at a step, and the policy's distribution there: `[alive, draft_vocab]` each."""
+        batch, target = self._batch, alive + step
+        q = logits.float().softmax(-1)
         drafted = q.argmax(-1)
-        drafts, counted = draft_tokens[drafted], batch.target_in_vocab[target]
-        matches[alive, step] = drafts == batch.truth[target]
-        sums[step, 0] = len(alive)
-        sums[step, 1] = (drafts == batch.target_top1[target]).sum()
-        sums[step, 2] = (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
-        sums[step, 3] = (torch.minimum(p, q).sum(-1) * counted).sum()
-    accepted = matches.long().cumprod(1).sum(1).tolist()
-    sums[-1, :2] = torch.tensor(_replay(accepted, batch.chains_per_row), dtype=torch.float64)
-    return sums
+        drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
+        self._matches[alive, step] = drafts == batch.truth[target]
+        self._sums[step, 0] += len(alive)
+        self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
+        self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
+        self._sums[step, 3] += (torch.minimum(p, q).sum(-1) * counted).sum()
+
+    def sums(self) -> Tensor:
+        """float64 `[steps + 1, 4]`, to be summed over batches and ranks; read by `metrics_from_sums`.
+
+        Per step: chains, draft = policy's top-1, p(draft), sum of min(p, q). Last row: drafts and accepted tokens when
+        the responses are decoded speculatively with k = steps; the sampler is drafter-invariant, so the stored response
+        is what would be sampled again and a draft is accepted when it is the stored token.
+        """
+        accepted = self._matches.long().cumprod(1).sum(1).tolist()
+        self._sums[-1, :2] = torch.tensor(_replay(accepted, self._batch.chains_per_row), dtype=torch.float64)
+        return self._sums
 
 
 def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:

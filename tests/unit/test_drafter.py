@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training import draft_layers
+from specrl.training import draft_layers, ttt
+from specrl.training.chains import ChainBatch, pack_chains
 from specrl.training.drafter import Drafter, choose_draft_vocabulary, schedule
 from specrl.training.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.features import Features
-from specrl.training.ttt import metrics_from_sums, pack_chains, training_time_test, unrolled_loss, unrolled_sums
+from specrl.training.ttt import Tally, feed_context, metrics_from_sums, train_chains
 from tests.literal_drafting import LiteralDrafter
 
 VOCAB, HIDDEN, DRAFT_VOCAB = 50, 32, 24
@@ -76,10 +77,26 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
     )
 
 
-def unroll(drafter: Drafter, features: Features) -> tuple[Any, list[torch.Tensor]]:
+def packed(drafter: Drafter, features: Features) -> ChainBatch:
     batch = pack_chains(features, drafter.draft_tokens, VOCAB, drafter.config.ttt_steps)
     assert batch is not None
-    return batch, list(training_time_test(drafter.model, batch))
+    return batch
+
+
+def unroll(drafter: Drafter, features: Features) -> list[torch.Tensor]:
+    """Of each step the logits of all chains alive."""
+    batch = packed(drafter, features)
+    [part] = batch.parts()
+    return list(ttt.unroll(drafter.model, batch, feed_context(drafter.model, batch), part))
+
+
+def trained(drafter: Drafter, features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, gradients and sums of a micro-batch."""
+    drafter._gradient.zero_()
+    batch = packed(drafter, features)
+    tally = Tally(batch, drafter.draft_tokens)
+    loss = train_chains(drafter.model, batch, batch.loss_counts(), learn=True, tally=tally)
+    return loss, drafter._gradient.clone(), tally.sums()
 
 
 def enlarge(drafter: Drafter) -> None:
@@ -97,7 +114,7 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
     enlarge(drafter)
     lengths = [(3, 9), (7, 4), (1, 6), (5, 2)]
     features = make_features(drafter, lengths)
-    _, logits = unroll(drafter, features)
+    logits = unroll(drafter, features)
     expected: list[list[torch.Tensor]] = [[], [], [], []]
     literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     for row, (prompt, response) in enumerate(lengths):
@@ -114,36 +131,28 @@ def test_chunked_attention_gives_the_same_loss_and_gradients(policy_dir: Path, m
     drafter = make_drafter(policy_dir)
     enlarge(drafter)
     features = make_features(drafter, [(3, 9), (7, 4)])
-
-    def loss_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        drafter._gradient.zero_()
-        batch, logits = unroll(drafter, features)
-        loss = unrolled_loss(logits, batch, batch.loss_counts())
-        loss.backward()
-        return loss.detach(), drafter._gradient.clone()
-
-    whole = loss_and_gradient()
+    whole = trained(drafter, features)
     monkeypatch.setattr(draft_layers, "MAX_SCORES", 200)
-    torch.testing.assert_close(loss_and_gradient(), whole)
+    torch.testing.assert_close(trained(drafter, features), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir)
     enlarge(drafter)
-    together = make_features(drafter, [(3, 9), (6, 3)])
+    together = make_features(drafter, [(3, 9), (6, 4)])
     alone = Features(
-        *(part[1:, :9] for part in (together.tokens, together.mask, together.hidden, together.target_logits)),
-        together.target_top1[1:, :9],
+        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.target_logits)),
+        together.target_top1[1:, :10],
     )
     rows = [8, 7, 6]  # chains of the first sequence at each step come first
-    for first, single, shared in zip(rows, unroll(drafter, alone)[1], unroll(drafter, together)[1], strict=True):
+    for first, single, shared in zip(rows, unroll(drafter, alone), unroll(drafter, together), strict=True):
         torch.testing.assert_close(shared[first:], single)
 
 
 def test_loss_leaves_out_targets_outside_the_draft_vocabulary(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir)
     features = make_features(drafter, [(2, 12), (4, 6)])
-    batch, logits = unroll(drafter, features)
+    logits = unroll(drafter, features)
     in_vocab = set(drafter.draft_tokens.tolist())
     expected = 0.0
     for step in range(3):
@@ -159,8 +168,7 @@ def test_loss_leaves_out_targets_outside_the_draft_vocabulary(policy_dir: Path) 
                 index += 1
         assert index == len(logits[step])
         expected += 0.8**step * torch.stack(terms).mean()
-    loss = unrolled_loss(logits, batch, batch.loss_counts())
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(trained(drafter, features)[0], expected.detach())
 
 
 def test_update_learns_and_reports_acceptance(policy_dir: Path) -> None:
@@ -197,8 +205,7 @@ def test_acceptance_length_replays_decoding(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir)
     features = [arithmetic_features(drafter, seed) for seed in range(2)]
     drafter.update(features, lr=1e-2, epochs=2)
-    batch, logits = unroll(drafter, features[0])
-    metrics = metrics_from_sums(unrolled_sums(logits, batch, drafter.draft_tokens))
+    metrics = metrics_from_sums(trained(drafter, features[0])[2])
     literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     drafts = accepted = 0
     for tokens, hidden in zip(features[0].tokens.tolist(), features[0].hidden, strict=True):

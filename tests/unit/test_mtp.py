@@ -22,10 +22,11 @@ from specrl.export.card import serve_command
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import model_shape
 from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.chains import pack_chains
 from specrl.training.drafter import Drafter
 from specrl.training.policy import Policy
 from specrl.training.spot import SpotTraining
-from specrl.training.ttt import pack_chains, training_time_test
+from specrl.training.ttt import feed_context, target_probs, unroll
 from tests.mimo import PREFIX, LiteralMtp, greedy_features, last_hidden, mtp_weights, trunk, write_mimo
 
 # isort: split
@@ -89,10 +90,11 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(ttt_steps=STEPS), ranks)
     prompts = torch.randint(128, (3, 3), generator=torch.Generator().manual_seed(4))
     features = greedy_features(policy_dir, prompts, 9)
-    batch = pack_chains(features, drafter.draft_tokens, 128, STEPS, drafter.model.policy_head)
+    batch = pack_chains(features, drafter.draft_tokens, 128, STEPS)
     assert batch is not None
+    [part] = batch.parts()
     with torch.no_grad():
-        found = list(training_time_test(drafter.model, batch))
+        found = list(unroll(drafter.model, batch, feed_context(drafter.model, batch), part))
     literal = LiteralMtp(policy_dir, mtp_weights(policy_dir))
     expected: list[list[Tensor]] = [[] for _ in range(STEPS)]
     for row in range(3):
@@ -103,7 +105,8 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
                 expected[step].append(logits)
     for step in range(STEPS):
         torch.testing.assert_close(found[step], torch.stack(expected[step]), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(batch.target_probs.argmax(-1), batch.target_top1)
+    probs = target_probs(batch, part, drafter.model.policy_head)
+    torch.testing.assert_close(probs.argmax(-1), batch.target_top1)
 
 
 def test_slot_0_has_no_embedding(policy_dir: Path, ranks: Ranks) -> None:

@@ -96,16 +96,14 @@ def test_the_drafters_features_are_bounded_by_their_budget() -> None:
     assert features(configured(drafter={"max_tokens_per_step": 10**6})) == pytest.approx(16 * features(small))
 
 
-def test_pretraining_needs_its_window_of_features_and_what_is_packed_of_it() -> None:
+def test_pretraining_needs_its_window_of_features() -> None:
     def items(stage: str, **drafter: int) -> dict[str, float]:
         [budget] = [budget for budget in plan(configured(drafter=drafter)).budgets if budget.stage == stage]
         return {item.name: item.gib for item in budget.items}
 
     small, large = (items("pretrain", max_tokens_per_window=size) for size in (8192, 32768))
-    for name in ("drafter's features", "drafter's targets", "features, packed"):
+    for name in ("drafter's features", "drafter's targets"):
         assert large[name] == pytest.approx(4 * small[name])
-    assert "features, packed" not in items("pretrain", epochs=1)
-    assert "features, packed" not in items("train")
     # 160 x 2 responses of at most 512 tokens: a window above that is never filled.
     assert items("pretrain", max_tokens_per_window=10**9) == items("pretrain", max_tokens_per_window=160 * 2 * 512)
 

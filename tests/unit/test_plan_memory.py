@@ -14,17 +14,24 @@ import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, parse_config
 from specrl.data.tiny import VOCAB_SIZE, write_tiny_model
 from specrl.distributed import Ranks, join, leave
+from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
-from specrl.projection.shapes import TINY_VOCAB_SIZE, model_shape
+from specrl.projection.shapes import TINY_VOCAB_SIZE, ModelShape, model_shape
+from specrl.training import chains, draft_layers
 from specrl.training.batches import MicroBatch, Sequence, pack
 from specrl.training.drafter import Drafter
+from specrl.training.features import Features
+from specrl.training.mtp import Mtp, mtp_shape
 from specrl.training.policy import Policy
+from tests.peak_memory import peak_bytes
 
 SEQUENCES, LENGTH = 4, 256
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +96,99 @@ def test_planned_drafter_parameters_are_the_drafters(tmp_path: Path, ranks: Rank
     drafter = Drafter.create(tmp_path, config.drafter, torch.arange(64), ranks)
     matrices = sum(p.numel() for p in drafter.model.parameters() if p.dim() == 2)
     assert Rank(model_shape(config.model), config, gpu=0, data_parallel=1).drafter_parameters == matrices
+
+
+def drafter_of(shape: ModelShape, config: Config, directory: Path) -> Drafter:
+    """A drafter for a policy of this shape; nothing of it is trained."""
+    policy = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    LlamaForCausalLM(policy).to(getattr(torch, config.model.dtype)).save_pretrained(directory)
+    if config.speculation.method == "eagle3":
+        tokens = torch.arange(config.drafter.draft_vocab_size)
+        return Drafter.create(directory, config.drafter, tokens, ALONE)
+    layer = mtp_shape(AutoConfig.from_pretrained(directory))
+    return Drafter(Mtp(layer), torch.arange(shape.vocab_size), directory, config.drafter, ALONE, seed=0)
+
+
+def random_features(drafter: Drafter, length: int) -> Features:
+    """Of one sequence, a response but for the first token."""
+    tokens = torch.randint(drafter.shape.vocab_size, (1, length))
+    mask = torch.ones(1, length, dtype=torch.bool)
+    mask[:, -1] = False
+    spec, dtype = drafter.feature_spec, drafter.shape.dtype
+    hidden = torch.randn(1, length, len(spec.layers) * drafter.shape.hidden_size, dtype=dtype)
+    logits = torch.randn(1, length, len(spec.draft_tokens), dtype=dtype)
+    return Features(tokens, mask, hidden, logits, tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("method", "hidden", "draft_vocab_size", "length", "steps", "parts", "scores"),
+    [
+        ("eagle3", 256, 512, 256, 3, 1, 2**26),
+        ("eagle3", 64, 4096, 256, 5, 1, 2**26),
+        ("eagle3", 64, 4096, 1024, 7, 8, 2**26),
+        ("eagle3", 256, 256, 2048, 3, 16, 2**26),
+        ("eagle3", 64, 64, 512, 3, 1, 2**26),
+        ("eagle3", 64, 64, 2048, 2, 2, 2**20),
+        ("mtp", 256, 1, 256, 3, 1, 2**26),
+        ("mtp", 64, 1, 1024, 5, 8, 2**26),
+    ],
+    ids=[
+        "layer",
+        "logits",
+        "logits in parts",
+        "slots",
+        "scores",
+        "scores in chunks",
+        "policy's layer",
+        "policy's layer in parts",
+    ],
+)
+def test_planned_drafter_activations_are_what_training_allocates(
+    method: str,
+    hidden: int,
+    draft_vocab_size: int,
+    length: int,
+    steps: int,
+    parts: int,
+    scores: int,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chains, "MAX_CHAINS", length // parts)
+    monkeypatch.setattr(memory, "DRAFTER_CHAINS", length // parts)
+    monkeypatch.setattr(draft_layers, "MAX_SCORES", scores)
+    monkeypatch.setattr(memory, "DRAFTER_SCORES", scores)
+    shape = ModelShape("llama", 4, hidden, 2 * hidden, 4, 2, hidden // 4, 5000, False, length)
+    config = parse_config(
+        {
+            "name": "run",
+            "model": {"dtype": dtype, "max_length": length},
+            "sampling": {"max_response_tokens": 64},
+            "speculation": {"method": method},
+            "drafter": {"draft_vocab_size": draft_vocab_size, "ttt_steps": steps},
+        }
+    )
+    drafter = drafter_of(shape, config, tmp_path)
+    features = random_features(drafter, length)
+    drafter.step_alone(features, 1e-4)  # makes Adam's moments
+    planned = memory.drafter_activations(Rank(shape, config, gpu=0, data_parallel=1), length).gib * GIB
+    peak = peak_bytes(lambda: drafter.step_alone(features, 1e-4))
+    assert 0.6 * planned <= peak <= planned, (peak, planned, peak / planned)
+
+
+def test_the_plan_and_the_drafters_training_have_the_same_bounds() -> None:
+    assert memory.DRAFTER_CHAINS == chains.MAX_CHAINS
+    assert memory.DRAFTER_SCORES == draft_layers.MAX_SCORES
 
 
 def test_the_tiny_vocabulary_is_the_tokenizers() -> None:

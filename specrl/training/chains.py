@@ -1,0 +1,137 @@
+"""The chains that a drafter is trained on (`ttt.py`), packed: what is computed of a micro-batch, and in which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specrl.training.features import Features
+
+MAX_CHAINS = 1024
+"""Chains of a part: so many have their logits and activations, of all steps, in memory at once. On a GPU enough rows
+for its matrix products; a micro-batch of the default size is one part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Chains that are trained together: all of some rows, or some of one row."""
+
+    chains: slice
+    """Of the micro-batch's chains."""
+    rows: slice
+    """Of the micro-batch's rows."""
+    places: Tensor
+    """int64 `[chains of the part]`: place in the padded `[rows, columns]` layout, flattened."""
+    visible: Tensor
+    """bool `[rows, columns, width]`; no chain of the part sees a slot beyond width."""
+    alive: list[Tensor]
+    """As that of the micro-batch, without steps that no chain of the part lives to see."""
+
+
+@dataclass(frozen=True)
+class ChainBatch:
+    """One micro-batch, packed. Slots of a row are consecutive, and so are the chains of a response: slot of chain n at
+    step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`. Rows without a chain are left out.
+    """
+
+    features: Features
+    slot_rows: Tensor
+    """int64 `[slots]`: row in `features`."""
+    positions: Tensor
+    """int64 `[slots]`: column in `features`."""
+    slot_places: Tensor
+    """int64 `[slots]`: place in the padded `[rows, width]` layout, flattened."""
+    width: int
+    starts: Tensor
+    """int64 `[chains]`: index of the slot at which the chain starts."""
+    ranks: Tensor
+    """int64 `[chains]`: number of the chain among those of its row."""
+    alive: list[Tensor]
+    """Per step, int64 `[alive]`: the chains that have a target at that step; each list is within the one before."""
+    target_top1: Tensor
+    """int64 `[chains]`, target ids."""
+    target_in_vocab: Tensor
+    """bool `[chains]`: `target_top1` is in the draft vocabulary; the others do not count in the loss."""
+    truth: Tensor
+    """int64 `[chains]`: token that follows in the response."""
+    chains_per_row: list[int]
+
+    def loss_counts(self) -> Tensor:
+        """float64 `[steps]`: terms of the loss at each step."""
+        return torch.stack([self.target_in_vocab[rows + j].sum() for j, rows in enumerate(self.alive)]).double()
+
+    def parts(self) -> Iterator[Part]:
+        """Of at most MAX_CHAINS chains each, padding included; together all chains, in order."""
+        size = max(1, MAX_CHAINS // max(self.chains_per_row))
+        first = 0
+        for row in range(0, len(self.chains_per_row), size):
+            rows = slice(row, min(row + size, len(self.chains_per_row)))
+            counts = self.chains_per_row[rows]
+            stop = first + sum(counts)
+            for start in range(first, stop, MAX_CHAINS):  # several only where one row alone has too many
+                chains = slice(start, min(start + MAX_CHAINS, stop))
+                yield self._part(rows, chains, min(max(counts), chains.stop - start))
+            first = stop
+
+    def _part(self, rows: slice, chains: slice, columns: int) -> Part:
+        slots, ranks = self.starts[chains], self.ranks[chains]
+        places = (self.slot_places[slots] // self.width - rows.start) * columns + ranks - ranks[0]
+        start = self.positions[slots]
+        width = int(start.max()) + 1
+        visible = torch.zeros((rows.stop - rows.start) * columns, width, dtype=torch.bool, device=start.device)
+        visible[places] = torch.arange(width, device=start.device) <= start[:, None]
+        alive = [step[(step >= chains.start) & (step < chains.stop)] for step in self.alive]
+        return Part(chains, rows, places, visible.view(-1, columns, width), [step for step in alive if len(step)])
+
+
+def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
+    """Chains of one micro-batch; None when no response has a second token to draft. Features are not copied.
+
+    Args:
+        draft_tokens: int64 `[draft_vocab]`, target ids.
+        steps: unrolling depth.
+    """
+    assert not features.hidden.requires_grad, "features must be detached from the policy"
+    assert not features.target_logits.requires_grad, "target logits must be detached from the policy"
+    mask = features.mask
+    starts_at = mask[:, :-1] & mask[:, 1:]  # [batch, seq - 1]: a chain starts at this slot
+    (rows,) = starts_at.any(1).nonzero(as_tuple=True)
+    if not len(rows):
+        return None
+    starts_at, mask = starts_at[rows], mask[rows]
+    slots = torch.arange(starts_at.shape[1], device=mask.device)
+    slot_mask = slots <= (starts_at * slots).amax(1, keepdim=True)
+    width = int(slot_mask.sum(1).max())
+    row, start = starts_at.nonzero(as_tuple=True)
+    slot_row, slot = slot_mask.nonzero(as_tuple=True)
+    slot_ids = (slot_mask.flatten().cumsum(0) - 1).view_as(slot_mask)
+    in_vocab = torch.zeros(vocab_size, dtype=torch.bool, device=mask.device)
+    in_vocab[draft_tokens] = True
+    top1 = features.target_top1[rows[row], start + 1]
+    return ChainBatch(
+        features=features,
+        slot_rows=rows[slot_row],
+        positions=slot,
+        slot_places=slot_row * width + slot,
+        width=width,
+        starts=slot_ids[row, start],
+        ranks=starts_at.cumsum(1)[row, start] - 1,
+        alive=_alive(mask, row, start, steps),
+        target_top1=top1,
+        target_in_vocab=in_vocab[top1],
+        truth=features.tokens[rows[row], start + 2],
+        chains_per_row=starts_at.sum(1).tolist(),
+    )
+
+
+def _alive(mask: Tensor, row: Tensor, start: Tensor, steps: int) -> list[Tensor]:
+    padded = F.pad(mask, (0, steps))
+    alive = [torch.arange(len(row), device=mask.device)]
+    for step in range(1, steps):
+        before = alive[-1]
+        alive.append(before[padded[row[before], start[before] + step + 1]])
+    return alive
