@@ -70,7 +70,7 @@ def check_moved_on(
 
     A refit that silently did nothing passes `check_policy` for as long as the policy moves less than the tolerance.
     Rounding alone moves the log-probs of either side by as much as a small step does, a few tokens' by very much: so
-    the policies must be well apart, and nearly all tokens must say the same.
+    the policies must be well apart, and most tokens must say the same.
 
     Returns:
         False while the two policies are too near to each other to tell.
