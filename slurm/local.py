@@ -17,6 +17,7 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from slurm.controller import is_locked
+from slurm.interrupts import interrupts_held
 from slurm.jobs import JobError, State
 from slurm.records import Record, is_alive, read_record
 
@@ -117,18 +118,16 @@ def submit(
         executor.update_parameters(**parameters)
     except ValueError as error:  # fewer GPUs are visible than asked for
         raise JobError(str(error)) from error
-    with submitit.helpers.clean_env():
-        executor.submit(callable_)
-    process = executor.process
-    assert process is not None
     known = False
     try:
-        job = _wait_for(process, folder, record_path, result_path)
+        with interrupts_held(), submitit.helpers.clean_env():
+            executor.submit(callable_)
+        assert executor.process is not None
+        job = _wait_for(executor.process, folder, record_path, result_path)
         known = True
     finally:
         if not known:  # interrupted, or too slow: without a record whoever cancels the run's jobs would not find it
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            executor.kill()
     return job
 
 
@@ -203,3 +202,8 @@ class _DetachedExecutor(LocalExecutor):
                 start_new_session=True,
             )
         return submitit.LocalJob(self.folder, str(self.process.pid), list(range(self._num_tasks())), self.process)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)

@@ -72,15 +72,22 @@ def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlo
     assert not alive(pid)
 
 
-def test_an_interrupt_ends_a_local_job_that_is_just_being_started(make_run: MakeRun, start_flow: StartFlow) -> None:
-    """Its controller is still in the user's set-up lines, and has written no record by which it would be found."""
+@pytest.mark.parametrize("first", ["touch {run}/in-setup", "kill -INT $PPID"])
+def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
+    make_run: MakeRun, start_flow: StartFlow, first: str
+) -> None:
+    """Its controller is still in the user's set-up lines, and has written no record by which it would be found; by
+    the second line the interrupt comes while the flow is still in the call that starts it."""
     config = make_run("local")
-    slow = config.cluster.model_copy(update={"setup": (f"touch {config.run_dir}/in-setup", "sleep 3")})
+    slow = config.cluster.model_copy(update={"setup": (first.format(run=config.run_dir), "sleep 3")})
     config = config.model_copy(update={"cluster": slow})
     write_config(config)
     flow = start_flow(config, DUMMY_PREPARE="100")
-    flow.wait_for("in-setup")
-    flow.kill(signal.SIGINT)
+    if "INT" in first:
+        flow.finish()
+    else:
+        flow.wait_for("in-setup")
+        flow.kill(signal.SIGINT)
     time.sleep(5)
     assert not list(config.run_dir.glob("stages/prepare-*/starts-*"))
 
