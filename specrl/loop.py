@@ -124,7 +124,9 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
         return pace.iteration()
 
     own, generation = collect(
-        *(trainer.engine, share, samples, config, trainer.reward, origin), pace.on_progress, iteration
+        *(trainer.engine, share, samples, config, trainer.reward, origin),
+        *(pace.on_progress, iteration),
+        recall=True,
     )
     bubble, texts = trainer.bubbles.spend(step, started_at, generation, pace.rows())
     parts = ranks.gather((own, generation.stats, bubble, texts))

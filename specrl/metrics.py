@@ -49,6 +49,8 @@ _DEFINITIONS = (
     ),
     Metric("spec/replay_draft_tokens", "tokens", "Those of num_draft_tokens that came from stored text."),
     Metric("spec/replay_accepted_tokens", "tokens", "Those of num_accepted_tokens that came from stored text."),
+    Metric("spec/recent_draft_tokens", "tokens", "Those of num_draft_tokens that came from recent rollouts."),
+    Metric("spec/recent_accepted_tokens", "tokens", "Those of num_accepted_tokens that came from recent rollouts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
     Metric(
         *("spec/k", "tokens"),

@@ -13,7 +13,7 @@ import torch
 
 from specrl.artifacts import write_json
 from specrl.precision.mismatch import mismatch_metrics
-from specrl.rollout.acceptance import REPLAY, SourceCounts, SpeculationStats
+from specrl.rollout.acceptance import RECENT, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.guard import GuardReport
 from specrl.rollout.parity import ParityReport
 from specrl.rollout.speculation import Controller
@@ -107,9 +107,10 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
         "acceptance_length": stats.acceptance_length,
         "decode_steps": stats.decode_steps,
     }
-    if replayed := stats.by_source.get(REPLAY):
-        counters |= {"replay_draft_tokens": replayed.num_draft_tokens}
-        counters |= {"replay_accepted_tokens": replayed.num_accepted_tokens}
+    for source in (REPLAY, RECENT):
+        if counts := stats.by_source.get(source):
+            counters |= {f"{source}_draft_tokens": counts.num_draft_tokens}
+            counters |= {f"{source}_accepted_tokens": counts.num_accepted_tokens}
     per_position = {f"acceptance_rate_pos_{i}": rate for i, rate in enumerate(stats.acceptance_rate_per_pos, start=1)}
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 

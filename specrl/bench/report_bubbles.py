@@ -129,7 +129,7 @@ def stored_kind(rollout: Rollout) -> str:
 def _sources(outcomes: Mapping[str, Outcome]) -> str:
     lines = []
     for name, outcome in outcomes.items():
-        for source in ("drafter", "replay"):
+        for source in ("drafter", "replay", "recent"):
             counts = [record.by_source[source] for record in outcome.records if source in record.by_source]
             drafts, drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
             if drafts:

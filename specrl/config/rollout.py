@@ -52,6 +52,9 @@ class SpeculationConfig(Section):
     """The controller chooses how far to draft for each running batch size, 0 included; false: always `k`."""
     replay_k: PositiveInt = 16
     """Longest draft from stored text, tokens per iteration; for the methods with replay."""
+    recent_tokens: NonNegativeInt = 100_000
+    """Tokens of an engine's latest rollouts, to whatever prompts, that drafts are looked up in where no stored text of
+    the prompt serves better; for the methods with replay. Some 250 bytes of memory each; 0: none."""
     draft_model: Path | None = None
     """Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
     drafts: Literal["likely", "coupled"] = "likely"

@@ -23,8 +23,8 @@ def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: C
     return count
 
 
-DRAFTER, REPLAY = "drafter", "replay"
-"""Sources of drafts: the method's own proposals, and stored text."""
+DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
+"""Sources of drafts: the method's own proposals, text stored for the prompt, and recent responses to any prompt."""
 
 
 class SourceCounts(NamedTuple):
@@ -42,11 +42,11 @@ class Outcome(NamedTuple):
     """What became of one draft."""
 
     source: str
-    """`DRAFTER` or `REPLAY`."""
+    """`DRAFTER`, `REPLAY` or `RECENT`."""
     drafted: int
     accepted: int
     agreement: int = 0
-    """Of stored text with the response before it (`ReplayCursor.agreement`)."""
+    """Of text with the response before it (`ReplayCursor.agreement`)."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.draft_sources import draft_lengths, draft_source
 from specrl.rollout.engine_arguments import ENVIRONMENT, engine_arguments, stop_tokens
 from specrl.rollout.precision import EnginePrecision
+from specrl.rollout.recent import RecentText
 from specrl.rollout.recorder import Recorder
 from specrl.rollout.refit import (
     Weights,
@@ -101,6 +102,8 @@ class Engine:
         self._sampler = vllm_patch.InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed) if longest else None
+        recent_tokens = config.speculation.recent_tokens if self.replays else 0
+        self._recent = RecentText(recent_tokens) if recent_tokens else None
         self._tokenizer = self._llm.get_tokenizer()
         self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
@@ -131,6 +134,7 @@ class Engine:
         requests: list[Request],
         on_progress: Callable[[int, int], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        recall: bool = False,
     ) -> Generation:
         """Answer all requests.
 
@@ -139,6 +143,8 @@ class Engine:
             on_progress: called as `on_progress(finished, total)` whenever some finish.
             stop: asked after every iteration (of a tensor-parallel engine, the first rank's answer counts); once true,
                 unfinished responses are returned with the tokens they have and `finish_reason = "abort"`.
+            recall: draft from responses that were asked for with `recall` before, and remember these. For rollouts:
+                what is asked for again and again, as probes are, would be found in them word for word.
 
         Raises:
             ValueError: a prompt that leaves no room for a token within `model.max_length`.
@@ -148,8 +154,9 @@ class Engine:
         running: dict[str, tuple[int, str]] = {}
         responses: dict[int, Response] = {}
         params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
+        recent = self._recent if recall else None
         if self._drafting is not None:
-            self._drafting.begin()
+            self._drafting.begin(recent)
         try:
             for index, (request, param) in enumerate(zip(requests, params, strict=True)):
                 name, internal = self._add(request.prompt_tokens, param)
@@ -160,12 +167,16 @@ class Engine:
                     index, internal = running.pop(output.request_id)
                     completion = output.outputs[0]
                     responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
+                    if recent is not None:
+                        recent.add(responses[index].tokens)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if stop is not None and running and vllm_patch.agreed(stop()):
                     break
             for index, internal in running.values():
                 responses[index] = self._response(internal, vllm_patch.output_tokens(self._llm, internal), "abort")
+                if recent is not None:
+                    recent.add(responses[index].tokens)
         finally:
             self._abort(internal for _, internal in running.values())
             stats, self._sampler.stats = self._sampler.stats, stats

@@ -70,7 +70,7 @@ class Pregeneration:
         items = self._unfinished or self._claim()
         if not items:
             return False
-        generation = self._engine.generate([item.rest() for item in items], stop=stop)
+        generation = self._engine.generate([item.rest() for item in items], stop=stop, recall=True)
         for item, response in zip(items, generation.responses, strict=True):
             item.tokens += response.tokens
         aborted = [response.finish_reason == "abort" for response in generation.responses]

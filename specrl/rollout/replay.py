@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 LONGEST_SUFFIX, SHORTEST_SUFFIX = 8, 2
 """Last tokens of a response that are looked up in stored text after it has left what it followed."""
@@ -18,6 +19,32 @@ MOST_FOLLOWED, MOST_PLACES = 64, 256
 would be compared in every iteration."""
 END = -1
 """Stands before, between and after stored responses; no token."""
+
+
+class Text(Protocol):
+    """What a cursor moves in; it may grow at its end meanwhile."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Responses, `END` before, between and after them."""
+        ...
+
+    @property
+    def starts(self) -> list[int]:
+        """Where a new response is expected to begin."""
+        ...
+
+    @property
+    def start_of(self) -> Mapping[int, int]:
+        """The same for the responses of one seed, by seed."""
+        ...
+
+    def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
+        """Positions that follow an occurrence of `output`'s last tokens, and how many agree; ([], 0) where too few do.
+
+        The longest agreement counts, `LONGEST_SUFFIX` at most: beyond that all are as good.
+        """
+        ...
 
 
 class StoredResponses:
@@ -38,15 +65,9 @@ class StoredResponses:
         self._pairs: dict[tuple[int, int], list[int]] | None = None
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
-        """Positions that follow an occurrence of `output`'s last tokens, and how many agree; ([], 0) where too few do.
-
-        The longest agreement counts, `LONGEST_SUFFIX` at most: beyond that all are as good.
-        """
-        found: dict[int, list[int]] = {}
-        for position in self._after_pair(output[-2], output[-1]) if len(output) >= SHORTEST_SUFFIX else ():
-            found.setdefault(self._agreement(position, output), []).append(position)
-        longest = max(found, default=0)
-        return found.get(longest, [])[:MOST_FOLLOWED], longest
+        places = self._after_pair(output[-2], output[-1]) if len(output) >= SHORTEST_SUFFIX else []
+        positions, longest = longest_agreement(self.tokens, places, output)
+        return positions[:MOST_FOLLOWED], longest
 
     def _after_pair(self, first: int, second: int) -> list[int]:
         if self._pairs is None:  # most responses follow one text to its end, and never ask
@@ -57,18 +78,29 @@ class StoredResponses:
                     places.append(position)
         return self._pairs.get((first, second), [])
 
-    def _agreement(self, position: int, output: Sequence[int]) -> int:
-        length = SHORTEST_SUFFIX
-        limit = min(LONGEST_SUFFIX, len(output))
-        while length < limit and self.tokens[position - length - 1] == output[-length - 1]:
-            length += 1
-        return length
+
+def longest_agreement(text: Sequence[int], places: Iterable[int], output: Sequence[int]) -> tuple[list[int], int]:
+    """Those of the places whose tokens before agree with most of `output`'s last, and with how many; ([], 0) where
+    fewer than `SHORTEST_SUFFIX` do. `LONGEST_SUFFIX` at most: beyond that all are as good."""
+    found: dict[int, list[int]] = {}
+    for position in places:
+        found.setdefault(agreement(text, position, output), []).append(position)
+    longest = max(found, default=0)
+    return (found[longest], longest) if longest >= SHORTEST_SUFFIX else ([], 0)
+
+
+def agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int:
+    length = 0
+    limit = min(LONGEST_SUFFIX, len(output))
+    while length < limit and text[position - length - 1] == output[-length - 1]:
+        length += 1
+    return length
 
 
 class ReplayCursor:
-    """Where one response in progress is in the stored responses to its prompt."""
+    """Where one response in progress is in text: stored responses to its prompt, or recent ones to any."""
 
-    def __init__(self, stored: StoredResponses, seed: int | None = None) -> None:
+    def __init__(self, stored: Text, seed: int | None = None) -> None:
         """
         Args:
             seed: of the response in progress. A text of the same seed is what it will most likely be, whatever the

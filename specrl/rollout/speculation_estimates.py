@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from specrl.rollout.acceptance import DRAFTER, REPLAY, Outcome
+from specrl.rollout.acceptance import DRAFTER, Outcome
 
 LENGTHS = (0, 1, 2, 3, 5, 8)
 REPLAY_LENGTHS = (0, 4, 8, 16)
@@ -23,7 +23,7 @@ FADED = 0.1
 
 
 class Arm(NamedTuple):
-    """Longest drafts of an iteration, tokens: of the drafter, and from stored text."""
+    """Longest drafts of an iteration, tokens: of the drafter, and from text, the prompt's or recent."""
 
     k: int
     replay_k: int
@@ -51,8 +51,8 @@ class Yield:
     def observe(self, batch: int, arm: Arm, outcomes: Sequence[Outcome]) -> None:
         """Count an iteration for `arm` and for every arm with shorter drafts, whose outcome it shows as well."""
         drafted = _accepted_within([outcome for outcome in outcomes if outcome.source == DRAFTER], arm.k)
-        replayed = _accepted_within([outcome for outcome in outcomes if outcome.source == REPLAY], arm.replay_k)
-        any_replayed = any(outcome.source == REPLAY for outcome in outcomes)
+        replayed = _accepted_within([outcome for outcome in outcomes if outcome.source != DRAFTER], arm.replay_k)
+        any_replayed = any(outcome.source != DRAFTER for outcome in outcomes)
         keep = 1 - 1 / MEMORY
         for shorter in self._tokens:
             # Without replay its requests would have got drafts of the drafter, of which nothing is known.

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from specrl.rollout.acceptance import DRAFTER, Outcome
+from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY, Outcome
 from specrl.rollout.replay import LONGEST_SUFFIX, OWN_SEED
 
 PRIOR_DRAFTS = 4.0
 """Weight of the guess, in drafts."""
-GUESSES: Mapping[int, float] = {
-    OWN_SEED: 0.97,
-    **{agreed: 0.5 + 0.05 * agreed for agreed in range(1, LONGEST_SUFFIX + 1)},
+Kind = tuple[str, int]
+"""Source of the text, and the tokens by which it agrees with the response so far, or `OWN_SEED`."""
+GUESSES: Mapping[Kind, float] = {
+    (REPLAY, OWN_SEED): 0.97,
+    **{(REPLAY, agreed): 0.5 + 0.05 * agreed for agreed in range(1, LONGEST_SUFFIX + 1)},
+    **{(RECENT, agreed): 0.3 + 0.05 * agreed for agreed in range(1, LONGEST_SUFFIX + 1)},
 }
-"""Chance that a token is right, by agreement, before anything was seen."""
+"""Chance that a token is right, before anything was seen."""
 LEAST = 0.25
 """A token is drafted while it is right, with all before it, with this probability."""
 MEMORY = 1000
@@ -49,25 +52,24 @@ class Trust:
             for counts in (self._right, self._wrong):
                 for kind in counts:
                     counts[kind] *= 1 - 1 / MEMORY
-            self._right[outcome.agreement] += outcome.accepted
-            self._wrong[outcome.agreement] += outcome.accepted < outcome.drafted
+            self._right[outcome.source, outcome.agreement] += outcome.accepted
+            self._wrong[outcome.source, outcome.agreement] += outcome.accepted < outcome.drafted
 
-    def chance(self, agreement: int) -> float:
+    def chance(self, kind: Kind) -> float:
         """Of a token to be right where the one before it was."""
-        guess = GUESSES[agreement]
+        guess = GUESSES[kind]
         # As many failures as PRIOR_DRAFTS drafts end with, and the successes that make the guess of them.
-        wrong = PRIOR_DRAFTS + self._wrong[agreement]
-        right = PRIOR_DRAFTS * guess / (1 - guess) + self._right[agreement]
+        wrong = PRIOR_DRAFTS + self._wrong[kind]
+        right = PRIOR_DRAFTS * guess / (1 - guess) + self._right[kind]
         return right / (right + wrong)
 
-    def length(self, agreement: int, longest: int, drafter_drafts: bool) -> int:
+    def length(self, kind: Kind, longest: int, drafter_drafts: bool) -> int:
         """Tokens of stored text to draft, at most `longest`; none where the drafter is expected to get more accepted.
 
         Args:
-            agreement: tokens by which the text agrees with the response so far, or `OWN_SEED`.
             drafter_drafts: the drafter proposes a draft as well.
         """
-        chance = self.chance(agreement)
+        chance = self.chance(kind)
         length, expected, alive = 0, 0.0, 1.0
         while length < longest and (alive := alive * chance) >= LEAST:
             length, expected = length + 1, expected + alive

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from specrl.rollout.acceptance import DRAFTER, REPLAY
+from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
 from tests.exactness.conftest import Start
 from tests.exactness.engines import in_batches, mixed_requests, running
@@ -69,16 +69,18 @@ def test_every_source_and_k_gives_the_tokens_of_plain_decoding(
         engine.set_replay(texts)
     engine.set_k(k if isinstance(k, int) else None)
     engine.reset_prefix_cache()
-    generations = [engine.generate(REQUESTS[start : start + BATCH]) for start in range(0, len(REQUESTS), BATCH)]
+    parts = [REQUESTS[start : start + BATCH] for start in range(0, len(REQUESTS), BATCH)]
+    generations = [engine.generate(part, recall=True) for part in parts]
     assert_same([response for generation in generations for response in generation.responses], plain)
     counts = [generation.stats.by_source for generation in generations]
     accepted = {
         source: sum(by_source[source].num_accepted_tokens for by_source in counts if source in by_source)
-        for source in (DRAFTER, REPLAY)
+        for source in (DRAFTER, REPLAY, RECENT)
     }
     if k != ADAPTIVE:
         assert (accepted[DRAFTER] > 100) == (k != 0 and method != "replay")
         assert (accepted[REPLAY] > 100) == ("replay" in method)
+        assert (accepted[RECENT] > 100) == ("replay" in method)
 
 
 def test_enough_tokens_are_compared(plain: list[Response]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.rollout.acceptance import DRAFTER, REPLAY
+from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Response
 from specrl.rollout.vllm_patch.backlog import Backlog
 from specrl.rollout.vllm_patch.sampler import RequestRecord
@@ -93,6 +93,21 @@ def test_long_drafts_save_iterations_and_stored_text_can_be_taken_away(
     generation = mixed.generate(REQUESTS)
     assert REPLAY not in generation.stats.by_source
     assert tokens(generation.responses) == tokens(plain)
+
+
+def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
+    mixed: Engine, plain: list[Response]
+) -> None:
+    mixed.set_replay({})
+    mixed.set_k(3)
+    first = mixed.generate(REQUESTS, recall=True)
+    again = mixed.generate(REQUESTS, recall=True)
+    other = mixed.generate(REQUESTS)
+    assert tokens(first.responses) == tokens(again.responses) == tokens(other.responses) == tokens(plain)
+    assert again.stats.by_source[RECENT].num_accepted_tokens > 0.5 * again.num_tokens
+    assert again.stats.decode_steps < other.stats.decode_steps
+    assert RECENT not in other.stats.by_source
+    assert REPLAY not in again.stats.by_source
 
 
 def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.acceptance import DRAFTER, REPLAY, Outcome
+from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY, Outcome
 from specrl.rollout.replay import LONGEST_SUFFIX, OWN_SEED
 from specrl.rollout.trust import Trust
 
 
 def test_text_of_the_own_seed_is_drafted_far_and_a_loose_match_is_not() -> None:
     trust = Trust()
-    assert trust.length(OWN_SEED, 16, drafter_drafts=False) == 16
-    assert trust.length(2, 16, drafter_drafts=False) < trust.length(LONGEST_SUFFIX, 16, drafter_drafts=False) < 16
+    assert trust.length((REPLAY, OWN_SEED), 16, drafter_drafts=False) == 16
+    loose, close = (trust.length((REPLAY, agreed), 16, drafter_drafts=False) for agreed in (2, LONGEST_SUFFIX))
+    assert loose < close < 16
+
+
+def test_each_kind_of_text_is_trusted_by_what_became_of_it() -> None:
+    trust = Trust()
+    trust.observe([Outcome(RECENT, 4, 0, 5)] * 100 + [Outcome(REPLAY, 16, 16, 5)] * 100)
+    assert trust.chance((RECENT, 5)) < 0.2
+    assert trust.chance((REPLAY, 5)) > 0.9
 
 
 @pytest.mark.parametrize(("accepted", "length"), [(16, 16), (3, 4), (0, 1)])
 def test_what_is_drafted_follows_what_was_accepted(accepted: int, length: int) -> None:
     trust = Trust()
     trust.observe([Outcome(REPLAY, 16, accepted, 5)] * 500)
-    assert trust.length(5, 16, drafter_drafts=False) == length
-    assert trust.length(5, 2, drafter_drafts=False) == min(2, length)
-    assert trust.length(5, 0, drafter_drafts=False) == 0
+    assert trust.length((REPLAY, 5), 16, drafter_drafts=False) == length
+    assert trust.length((REPLAY, 5), 2, drafter_drafts=False) == min(2, length)
+    assert trust.length((REPLAY, 5), 0, drafter_drafts=False) == 0
 
 
 def test_the_drafter_goes_first_where_it_gets_more_accepted_and_is_not_asked_where_it_does_not() -> None:
     trust = Trust()
     trust.observe([Outcome(DRAFTER, 3, 2)] * 500)
     trust.observe([Outcome(REPLAY, 16, 1, 3)] * 200 + [Outcome(REPLAY, 16, 14, OWN_SEED)] * 200)
-    assert trust.length(3, 16, drafter_drafts=True) == 0
-    assert trust.length(3, 16, drafter_drafts=False) > 0
-    assert trust.length(OWN_SEED, 16, drafter_drafts=True) == 16
+    assert trust.length((REPLAY, 3), 16, drafter_drafts=True) == 0
+    assert trust.length((REPLAY, 3), 16, drafter_drafts=False) > 0
+    assert trust.length((REPLAY, OWN_SEED), 16, drafter_drafts=True) == 16
 
 
 def test_lost_trust_comes_back() -> None:
     trust = Trust()
     trust.observe([Outcome(REPLAY, 16, 0, 4)] * 200)
-    lost = trust.chance(4)
+    lost = trust.chance((REPLAY, 4))
     trust.observe([Outcome(REPLAY, 16, 16, OWN_SEED)] * 5000)
     assert lost < 0.2
-    assert trust.chance(4) > 0.6
+    assert trust.chance((REPLAY, 4)) > 0.6

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from specrl.rollout.acceptance import DRAFTER, REPLAY
+from specrl.rollout.acceptance import RECENT, REPLAY
 from specrl.rollout.draft_sources import DraftSource
-from specrl.rollout.replay import ReplayIndex
+from specrl.rollout.recent import RecentText
+from specrl.rollout.replay import ReplayCursor, ReplayIndex
 from specrl.rollout.speculation import Controller
 from specrl.rollout.speculation_estimates import Arm
-from specrl.rollout.trust import Trust
+from specrl.rollout.trust import Kind, Trust
 from specrl.rollout.vllm_patch.backlog import Backlog
 from specrl.rollout.vllm_patch.draft_head import DraftHead
-from specrl.rollout.vllm_patch.sampler import InvariantSampler, RequestRecord, request_seed
+from specrl.rollout.vllm_patch.sampler import NO_TEXT, InvariantSampler, RequestRecord, request_seed
 
 
 class NoDrafter:
@@ -34,10 +35,10 @@ class NoDrafter:
 class Drafting:
     """Takes the place of the runner's `propose_draft_token_ids`, which it asks for what the drafter proposes.
 
-    A request that agrees with stored text gets that as its draft, any other what the drafter proposes, in one batch
-    (vLLM verifies drafts of different lengths, none included). A model-based drafter must read every token of every
-    request, now or later (`Backlog`), so that its KV cache has no holes; the passes that lengthen drafts are left out
-    when no request needs them. The time from one proposal to the next is what the controller learns from.
+    A request that agrees with stored text, or recent one, gets that as its draft, any other what the drafter proposes,
+    in one batch (vLLM verifies drafts of different lengths, none included). A model-based drafter must read every token
+    of every request, now or later (`Backlog`), so that its KV cache has no holes; the passes that lengthen drafts are
+    left out when no request needs them. The time from one proposal to the next is what the controller learns from.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Drafting:
         self.controller = controller
         self.head = head
         self.index: ReplayIndex | None = None
+        self.recent: RecentText | None = None
+        """Of the generation that runs, where it recalls."""
         self.backlog = Backlog(runner) if source.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
         self.trust = Trust()
-        """In stored text."""
+        """In text."""
         self.fixed: Arm | None = None
         """Used instead of the controller's choice."""
         self._arm = Arm(0, 0)
@@ -67,9 +70,12 @@ class Drafting:
     def install(self) -> None:
         self.runner.propose_draft_token_ids = self
 
-    def begin(self) -> None:
+    def begin(self, recent: RecentText | None) -> None:
         """A generation begins: the time since the last one belongs to no iteration."""
         self._last_end = None
+        self.recent = recent
+        if recent is not None:
+            recent.trim()
 
     def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
         """Signature of the runner's method; drafts by request, in the order of its batch."""
@@ -90,30 +96,40 @@ class Drafting:
         iteration = self.sampler.last
         records = [self.sampler.records[request_id] for request_id in iteration.ids]
         entries = zip(iteration.ids, records, iteration.rows, strict=True)
-        stored = [self._stored_text(*entry, arm) for entry in entries]
-        all_stored = all(text or not row for text, row in zip(stored, iteration.rows, strict=True))
-        own = self._from_drafter(0 if all_stored else arm.k, scheduler_output, arguments)
+        texts = [self._text(*entry, arm) for entry in entries]
+        all_text = all(text or not row for (_, text), row in zip(texts, iteration.rows, strict=True))
+        own = self._from_drafter(0 if all_text else arm.k, scheduler_output, arguments)
         drafts: list[list[int]] = []
-        for record, text, proposal in zip(records, stored, own, strict=True):
-            record.source = REPLAY if text else DRAFTER
+        for record, (kind, text), proposal in zip(records, texts, own, strict=True):
+            record.draft = kind if text else NO_TEXT
             # Past the end of a response nothing is wanted; the last token comes without a draft.
             drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
         return drafts
 
-    def _stored_text(self, request_id: str, record: RequestRecord, row: list[int], arm: Arm) -> list[int]:
-        """A draft from the responses stored for the request's prompt; its cursor moves even when none is wanted."""
-        if self.index is None or not row:
-            return []
+    def _text(self, request_id: str, record: RequestRecord, row: list[int], arm: Arm) -> tuple[Kind, list[int]]:
+        """A draft from stored or recent text, whichever is the more trusted; cursors move even when none is wanted."""
+        if not row:
+            return NO_TEXT, []
         if len(record.logprobs) == len(row):  # its first tokens
-            state = self.runner.requests[request_id]
-            record.cursor = self.index.cursor(state.prompt_token_ids, request_seed(state.sampling_params))
-        if record.cursor is None:
-            return []
-        record.cursor.advance(row)
-        record.agreement = record.cursor.agreement
-        if not record.agreement:
-            return []
-        return record.cursor.draft(self.trust.length(record.agreement, arm.replay_k, arm.k > 0))
+            record.cursors = self._cursors(request_id)
+        for cursor in record.cursors.values():
+            cursor.advance(row)
+        kinds = [(source, cursor.agreement) for source, cursor in record.cursors.items() if cursor.agreement]
+        if not kinds:
+            return NO_TEXT, []
+        best = max(kinds, key=self.trust.chance)
+        return best, record.cursors[best[0]].draft(self.trust.length(best, arm.replay_k, arm.k > 0))
+
+    def _cursors(self, request_id: str) -> dict[str, ReplayCursor]:
+        """By source of text, for a new response."""
+        state, found = self.runner.requests[request_id], {}
+        if self.index is not None:
+            stored = self.index.cursor(state.prompt_token_ids, request_seed(state.sampling_params))
+            if stored is not None:
+                found[REPLAY] = stored
+        if self.recent is not None:
+            found[RECENT] = ReplayCursor(self.recent)
+        return found
 
     def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         if k == 0 and not self.source.reads_every_token:

@@ -13,8 +13,11 @@ from torch import Tensor
 from specrl.rollout.acceptance import DRAFTER, Outcome, SourceCounts, SpeculationStats, accepted_prefix
 from specrl.rollout.replay import ReplayCursor
 from specrl.rollout.sampling import pick, uniforms
+from specrl.rollout.trust import Kind
 
 SEED = "specrl_seed"
+NO_TEXT: Kind = (DRAFTER, 0)
+"""Of drafts that the drafter made."""
 
 
 def seed_argument(seed: int) -> dict[str, Any]:
@@ -48,11 +51,10 @@ class RequestRecord:
     stop_tokens: frozenset[int] = frozenset()
     logprobs: list[float] = field(default_factory=list)
     """One per response token so far."""
-    source: str = DRAFTER
-    """Who made the draft that is verified next."""
-    agreement: int = 0
-    """Of that draft, where it is stored text, with the response before it."""
-    cursor: ReplayCursor | None = None
+    draft: Kind = NO_TEXT
+    """Source of the draft that is verified next and, where that is text, its agreement with the response before it."""
+    cursors: dict[str, ReplayCursor] = field(default_factory=dict)
+    """Where it is in text, by source."""
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
     unread: list[Any] = field(default_factory=list)
     """What the drafter has yet to read of it, see `Backlog`."""
@@ -60,9 +62,9 @@ class RequestRecord:
 
     def verified(self, drafted: int, accepted: int) -> Outcome:
         """Count its draft."""
-        counts = self.by_source.get(self.source, SourceCounts())
-        self.by_source[self.source] = counts.plus(SourceCounts(1, drafted, accepted))
-        return Outcome(self.source, drafted, accepted, self.agreement)
+        source, agreement = self.draft
+        self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
+        return Outcome(source, drafted, accepted, agreement)
 
     @property
     def counts(self) -> SourceCounts:
