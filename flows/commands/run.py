@@ -88,6 +88,8 @@ def execute(config: Config) -> None:
 
 
 def _flow(run_dir: Path) -> None:
-    from flows.pipeline import pipeline  # imports Prefect, which reads its environment once
+    from flows.leftovers import end_killed_flows  # imports Prefect, which reads its environment once
+    from flows.pipeline import pipeline
 
+    end_killed_flows(run_dir)
     pipeline(str(run_dir))

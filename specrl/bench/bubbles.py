@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,19 +25,22 @@ from specrl.bench.job import BenchJob, die_with
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import BubbleSettings, speculation_of
 from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
+from specrl.config.rollout import BubbleUse
 from specrl.report.results import find_stages, read_config
 from specrl.stages.context import StageContext
 from specrl.steps import StepRecord, read_steps
 from specrl.timeline import totals
 
-METHODS = {
+METHODS: Mapping[str, tuple[str, BubbleUse]] = {
     "plain": ("none", "none"),
     "none": ("eagle3", "none"),
+    "recent": ("replay", "none"),
     "pregenerate": ("replay", "pregenerate"),
     "train_drafter": ("eagle3", "train_drafter"),
     "both": ("eagle3+replay", "both"),
 }
-"""Setting: draft source and use of the bubbles. `pregenerate` is without a drafter, as published."""
+"""Setting: draft source and use of the bubbles. `pregenerate` is without a drafter, as published, but beside the text
+made in bubbles it has recent rollouts to draft from, as every method with replay; `recent` has nothing else."""
 ENDS = 3
 """Steps at either end whose acceptance is compared."""
 
@@ -196,11 +200,12 @@ def acceptance(outcome: Outcome) -> list[tuple[int, float]]:
 
     A drafter's is that of the guard's probe after the step's update: always the same prompts and draft length, while a
     step's own drafts change with the controller's choices and with what stored text leaves to the drafter. Without a
-    drafter it is the stored text's, of which the first step has none.
+    drafter it is that of stored text, of which the first step has none, or else of recent rollouts.
     """
     if outcome.has_drafter:
         return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in outcome.records]
-    counts = [(record.step, record.by_source.get("replay", (0, 0, 0))) for record in outcome.records if record.step]
+    source = "replay" if METHODS[outcome.name][1] == "pregenerate" else "recent"
+    counts = [(record.step, record.by_source.get(source, (0, 0, 0))) for record in outcome.records if record.step]
     return [(step, 1 + accepted / drafts if drafts else 1.0) for step, (drafts, _, accepted) in counts]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
@@ -13,7 +13,7 @@ from specrl.bench.tables import markdown_table
 from specrl.gantt import gantt
 from specrl.projection.measured import MeasuredRun, read_run
 from specrl.projection.outlook import agreement, outlook
-from specrl.projection.tail import Use
+from specrl.projection.tail import USES
 from specrl.report.svg import dot_chart, line_chart
 from specrl.schemas import Rollout, read_rollouts
 from specrl.steps import StepRecord
@@ -27,8 +27,8 @@ tokens of all ranks per second of generation. *decoding steps*: engine iteration
 *step*: time of whole RL steps, per token. *idle*: ranks' waiting for the slowest, of their time until it is done;
 *used*: the part of it put to use; *overrun*: how much the slowest then had to wait for them, of the step. *acceptance
 length*: the drafter's on the guard's probe (the same prompts and draft length in every step), or of stored text where
-there is no drafter, from the second step on; first and last three steps. *tokens*: of all responses. *same text*:
-responses equal to `plain`'s.
+there is no drafter (`recent`: of recent rollouts), from the second step on; first and last three steps. *tokens*: of
+all responses. *same text*: responses equal to `plain`'s.
 """
 STORED_LEGEND = """
 Decoding steps of a response per token after its first, which comes with the prompt: 1 is plain decoding. By how many
@@ -170,16 +170,19 @@ def _accepted(record: StepRecord) -> float:
 
 def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     """Each measured run beside its simulation, then more ranks, each use at the speeds it was measured with."""
-    runs = {cast(Use, name): _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
+    from specrl.bench.bubbles import METHODS
+
+    measured = {name: _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
     lines = []
-    for name, run in runs.items():
-        found = agreement(run, name, outcomes[name].most_running)
+    for name, run in measured.items():
+        found = agreement(run, METHODS[name][1], outcomes[name].most_running)
         seconds = [f"{value:.1f}" for value in found.generation_s]
         lines.append(
             [name, *seconds, f"{found.generation_error:+.1%}", *(f"{value:.0f}" for value in found.iterations)]
         )
     columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
     page.text(markdown_table(columns, lines))
+    runs = {use: measured[use] for use in USES if use in measured}
     if "none" not in runs:
         return
     page.text("Each use as its own run went, as many prompts for each rank; ratios against `none` on as many ranks:")

@@ -105,8 +105,8 @@ class DrafterSettings(Section):
 class BubbleSettings(Section):
     """`specrl bench bubbles`."""
 
-    uses: Annotated[tuple[BubbleUse, ...], Field(min_length=1)] = get_args(BubbleUse)
-    """Beside plain decoding, which all are compared with."""
+    uses: Annotated[tuple[BubbleUse | Literal["recent"], ...], Field(min_length=1)] = get_args(BubbleUse)
+    """Beside plain decoding, which all are compared with; `recent`: none, and no drafts but from recent rollouts."""
     drafter: Path | None = None
     """Directory of an EAGLE-3 drafter to begin with; the run's own, before RL, by default."""
     num_steps: Annotated[int, Field(ge=2)] = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -42,7 +42,7 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
     speed, has_replayed = measured_speed(records)
     bubbles = [[rank["bubble"] for rank in record["ranks"]] for record in records]
     return MeasuredRun(
-        steps=responses(rollouts_dir, [record["step"] for record in records], speed.replayed_tokens),
+        steps=responses(rollouts_dir, records, speed.replayed_tokens),
         speed=speed,
         has_replayed=has_replayed,
         generation_s=[max(bubble["generated_at"] - bubble["started_at"] for bubble in step) for step in bubbles],
@@ -59,47 +59,64 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
             by_batch[batch][0] += iterations
             by_batch[batch][1] += seconds
     curve = Curve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
-    drafts = sum(record["by_source"].get("replay", [0, 0, 0])[0] for record in records)
-    replayed = drafts + sum(record["by_source"].get("replay", [0, 0, 0])[2] for record in records)
-    speed = Speed(curve, replayed / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
+    drafts, accepted = (sum(column) for column in zip(*map(replayed, records), strict=True))
+    speed = Speed(curve, 1 + accepted / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
     shares = [record["metrics"].get("bubble/pregeneration_share") for record in records]
     known = [share for share in shares if share is not None]
     return replace(speed, pregeneration_share=fmean(known)) if known else speed, bool(drafts)
 
 
-def responses(rollouts_dir: Path, steps: Sequence[int], replayed_tokens: float) -> list[list[list[Response]]]:
+def responses(
+    rollouts_dir: Path, records: Sequence[dict[str, Any]], replayed_tokens: float
+) -> list[list[list[Response]]]:
     """Per step and rank; a length is expected to be the mean of those to prompts of the same number of tokens."""
-    tables = [
-        [list(read_rollouts(path)) for path in sorted((rollouts_dir / f"step={step:06d}").glob("rank-*.arrow"))]
-        for step in steps
-    ]
+    folders = [rollouts_dir / f"step={record['step']:06d}" for record in records]
+    tables = [[list(read_rollouts(path)) for path in sorted(folder.glob("rank-*.arrow"))] for folder in folders]
     sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in (row for step in tables for rank in step for row in rank):
         sums[len(row.prompt_tokens)][0] += len(row.response_tokens)
         sums[len(row.prompt_tokens)][1] += 1
     means = {size: total / count for size, (total, count) in sums.items()}
+    paces = {
+        record["step"]: typical_pace([row for rank in step for row in rank], replayed(record))
+        for record, step in zip(records, tables, strict=True)
+    }
     rows = [row for step in tables for rank in step for row in rank]
-    typical = typical_pace(rows)
-    usual = usual_following(rows, replayed_tokens, typical)
+    usual = usual_following(rows, replayed_tokens, paces)
 
     def response(row: Rollout) -> Response:
         expected = means[len(row.prompt_tokens)]
-        pace, follows = growth(row, replayed_tokens, typical)
+        pace, follows = growth(row, replayed_tokens, paces[row.step])
         return Response(row.prompt_id, len(row.response_tokens), expected, pace, usual if follows is None else follows)
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 
 
-def typical_pace(rollouts: Sequence[Rollout]) -> float:
-    """Tokens per iteration of the responses that had no stored text of their own seed."""
-    alone = [rollout for rollout in rollouts if not rollout.own_stored_tokens]
-    iterations = sum(len(rollout.response_tokens) - rollout.num_accepted_tokens for rollout in alone)
-    return sum(len(rollout.response_tokens) for rollout in alone) / iterations if iterations else 1.0
+def replayed(record: dict[str, Any]) -> tuple[int, int]:
+    """Drafts of a step that were text stored for the prompt, and their accepted tokens."""
+    drafts, _, accepted = record["by_source"].get("replay", [0, 0, 0])
+    return drafts, accepted
 
 
-def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, typical: float) -> float:
-    """Share of stored text of their own seed that responses followed; 1 where none had any."""
-    found = [(growth(rollout, replayed_tokens, typical)[1], rollout.own_stored_tokens) for rollout in rollouts]
+def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> float:
+    """Tokens per iteration of a step's responses where they follow no text stored for their prompt.
+
+    Args:
+        followed: the step's `replayed`; an iteration that verifies such a draft yields its accepted tokens and one.
+    """
+    drafts, accepted = followed
+    tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
+    iterations = tokens - sum(rollout.num_accepted_tokens for rollout in rollouts) - drafts
+    return max(1.0, (tokens - drafts - accepted) / iterations) if iterations > 0 else 1.0
+
+
+def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: Mapping[int, float]) -> float:
+    """Share of stored text of their own seed that responses followed; 1 where none had any.
+
+    Args:
+        paces: `typical_pace` by step.
+    """
+    found = [(growth(row, replayed_tokens, paces[row.step])[1], row.own_stored_tokens) for row in rollouts]
     known = [(follows, tokens) for follows, tokens in found if follows is not None]
     total = sum(tokens for _, tokens in known)
     return sum(follows * tokens for follows, tokens in known) / total if total else 1.0

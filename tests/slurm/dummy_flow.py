@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 
 from flows.display import PlainReporter
+from flows.leftovers import end_killed_flows
 from flows.pipeline import cancel
 from slurm.jobs import JobError
 from specrl.config import StageName
@@ -23,7 +24,7 @@ def stage_task(run: Run, stage: StageName, *inputs: Finished) -> Finished:
     return run_stage(run, stage, *inputs, entry=ENTRY)
 
 
-@flow(name="dummy", validate_parameters=False, on_cancellation=[cancel])
+@flow(name="dummy", flow_run_name="{run_dir}", validate_parameters=False, on_cancellation=[cancel])
 def dummy(run_dir: str) -> None:
     run = open_run(Path(run_dir), PlainReporter(Console(soft_wrap=True)))
     policy = stage_task(run, "prepare")
@@ -33,6 +34,7 @@ def dummy(run_dir: str) -> None:
 
 if __name__ == "__main__":
     try:
+        end_killed_flows(Path(sys.argv[1]))
         dummy(sys.argv[1])
     except JobError as error:
         print(error, flush=True)

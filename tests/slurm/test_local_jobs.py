@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flows.folder import write_config
+from flows.server import PrefectServer
 from slurm.jobs import JobError, State
 from slurm.local import LocalStageJob
 from slurm.submit import Site, attach_or_submit, find
@@ -53,7 +56,18 @@ def nothing(state: State, progress: object) -> None:
     return
 
 
-def test_a_killed_flow_finds_its_local_job_again(make_run: MakeRun, start_flow: StartFlow) -> None:
+def states_in_prefect(server: PrefectServer, run_dir: Path) -> list[str]:
+    """Of all flows of a run, the first one first."""
+    wanted = {"flow_runs": {"name": {"any_": [str(run_dir)]}}, "sort": "START_TIME_ASC"}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/flow_runs/filter", json.dumps(wanted).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return [run["state_type"] for run in json.load(response)]
+
+
+def test_a_killed_flow_finds_its_local_job_again(
+    make_run: MakeRun, start_flow: StartFlow, server: PrefectServer
+) -> None:
     config = make_run("local")
     first = start_flow(config, DUMMY_PREPARE="10")
     started = first.wait_for("stages/prepare-*/starts-0")
@@ -62,6 +76,7 @@ def test_a_killed_flow_finds_its_local_job_again(make_run: MakeRun, start_flow: 
     assert "prepare    attached to local job" in output
     assert len(started.read_text().splitlines()) == 1
     assert len(list(config.run_dir.glob("stages/*/result.json"))) == 3
+    assert states_in_prefect(server, config.run_dir) == ["CRASHED", "COMPLETED"]
 
 
 def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlow) -> None:

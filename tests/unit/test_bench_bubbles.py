@@ -148,7 +148,7 @@ def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytes
     job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
     with pytest.raises(RuntimeError):
         bubbles.main(job)
-    assert contexts == list(METHODS)
+    assert contexts == ["plain", *BubbleSettings().uses]
     for path in (tmp_path / "rows.json", tmp_path / "bench" / "bubbles" / "rows.json"):
         assert [found["use"] for found in read(path)] == ["none", "pregenerate", "train_drafter"]
 

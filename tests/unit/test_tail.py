@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specrl.projection.measured import growth, typical_pace, usual_following
+from specrl.projection.measured import growth, responses, typical_pace, usual_following
 from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
-from specrl.schemas import Rollout
+from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 CURVE = Curve(((1, 1.0), (3, 2.0)))
 SPEED = Speed(CURVE, 8.0)
@@ -115,16 +117,27 @@ def test_a_response_grows_as_it_did_beside_its_stored_text(
     assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
 
 
-def test_the_typical_pace_is_that_without_stored_text_of_the_own_seed() -> None:
+def test_the_typical_pace_is_that_beside_text_stored_for_the_prompt() -> None:
     rollouts = [make_rollout(10, 0), make_rollout(0, 0), make_rollout(18, 20)]
-    assert typical_pace(rollouts) == pytest.approx(40 / 30)
-    assert typical_pace([make_rollout(18, 20)]) == 1.0
+    assert typical_pace(rollouts, (2, 18)) == pytest.approx(40 / 30)  # the third took two drafts, all accepted
+    assert typical_pace(rollouts[:2], (0, 0)) == pytest.approx(40 / 30)
+    assert typical_pace([make_rollout(18, 20)], (2, 18)) == 1.0
+
+
+def test_each_step_has_a_pace_of_its_own(tmp_path: Path) -> None:
+    """Recent rollouts make later steps faster, also where no text is stored for a prompt."""
+    for step, accepted in enumerate((0, 10)):
+        rows = [replace(make_rollout(accepted, 0), step=step), replace(make_rollout(18, 20), step=step)]
+        write_rollouts(rollout_path(tmp_path, step, 0), rows)
+    records: list[dict[str, Any]] = [{"step": step, "by_source": {"replay": [2, 32, 18]}} for step in range(2)]
+    (first, text), (second, _) = (step[0] for step in responses(tmp_path, records, 10.0))
+    assert (first.pace, second.pace, text.follows) == (1.0, 2.0, 1.0)
 
 
 def test_text_is_followed_as_usual_by_responses_that_had_none() -> None:
     rollouts = [make_rollout(10, 0), make_rollout(13, 10), make_rollout(12, 20)]
-    assert usual_following(rollouts, 5.0, 2.0) == pytest.approx((10 + 20 / 3) / 30)
-    assert usual_following(rollouts[:1], 5.0, 2.0) == 1.0
+    assert usual_following(rollouts, 5.0, {0: 2.0}) == pytest.approx((10 + 20 / 3) / 30)
+    assert usual_following(rollouts[:1], 5.0, {0: 2.0}) == 1.0
 
 
 def test_runs_on_the_same_prompts_are_scaled_alike_however_they_were_dealt() -> None:
