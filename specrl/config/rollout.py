@@ -54,7 +54,7 @@ class SpeculationConfig(Section):
     """Longest draft from stored text, tokens per iteration; for the methods with replay."""
     recent_tokens: NonNegativeInt = 100_000
     """Tokens of an engine's latest rollouts, to whatever prompts, that drafts are looked up in where no stored text of
-    the prompt serves better; for the methods with replay. Some 250 bytes of memory each; 0: none."""
+    the prompt serves better; for the methods with replay. At most some 400 bytes of memory each; 0: none."""
     draft_model: Path | None = None
     """Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
     drafts: Literal["likely", "coupled"] = "likely"

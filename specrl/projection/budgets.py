@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specrl.config import StageName
 from specrl.projection import memory
@@ -51,6 +51,8 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         host.append(MemoryItem("weights of the sleeping engine", asleep, "engine.sleep"))
         # Beside the engine that is awake lies what stays of the trainer; all of the GPU is the trainer's afterwards.
         trainer.append(MemoryItem("engine, awake", share, "engine.gpu_memory_fraction", "generation"))
+        if rank.config.bubbles.trains_drafter:  # while other ranks generate
+            trainer += [replace(item, phase="generation") for item in trainer if item.phase == "drafter"]
         left = asked.gpu_memory_gib
     budgets = [
         Budget(stage, "GPU, trainer", left, tuple(trainer), _TRAINER_MEND),

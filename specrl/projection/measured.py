@@ -83,6 +83,8 @@ def responses(
     }
     rows = [row for step in tables for rank in step for row in rank]
     usual = usual_following(rows, replayed_tokens, paces)
+    if usual is None:
+        usual = other_following(records)
 
     def response(row: Rollout) -> Response:
         expected = means[len(row.prompt_tokens)]
@@ -110,8 +112,8 @@ def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> floa
     return max(1.0, (tokens - drafts - accepted) / iterations) if iterations > 0 else 1.0
 
 
-def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: Mapping[int, float]) -> float:
-    """Share of stored text of their own seed that responses followed; 1 where none had any.
+def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: Mapping[int, float]) -> float | None:
+    """Share of stored text of their own seed that responses followed; none where none had any.
 
     Args:
         paces: `typical_pace` by step.
@@ -119,7 +121,15 @@ def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: 
     found = [(growth(row, replayed_tokens, paces[row.step])[1], row.own_stored_tokens) for row in rollouts]
     known = [(follows, tokens) for follows, tokens in found if follows is not None]
     total = sum(tokens for _, tokens in known)
-    return sum(follows * tokens for follows, tokens in known) / total if total else 1.0
+    return sum(follows * tokens for follows, tokens in known) / total if total else None
+
+
+def other_following(records: Sequence[dict[str, Any]]) -> float:
+    """The same of text of other seeds, which stands for that of one's own: tokens that responses got along text stored
+    for their prompt, of those that were pre-generated in the step before; 1 where none were."""
+    stored = [sum(rank["bubble"]["pregenerated_tokens"] for rank in record["ranks"]) for record in records[:-1]]
+    followed = [sum(replayed(record)) for record in records[1:]]
+    return min(1.0, sum(followed) / sum(stored)) if sum(stored) else 1.0
 
 
 def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float | None]:
@@ -133,8 +143,8 @@ def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[fl
     length = len(rollout.response_tokens)
     iterations = max(1, length - rollout.num_accepted_tokens)
     own = min(rollout.own_stored_tokens, length)
-    if not own:
-        return length / iterations, None
+    if not own:  # how far it followed texts of other seeds is not known
+        return (typical if rollout.num_stored else length / iterations), None
     saved = 1 / typical - 1 / replayed_tokens  # iterations, by each token that is followed
     followed = (length / typical - iterations) / saved if saved > 0 else own
     followed = min(max(0.0, followed), own)

@@ -237,12 +237,12 @@ class Controller:
         return gap < PLAUSIBLE or not any(arm in log_costs for log_costs in nearby)
 
     def _candidates(self, chosen: Arm) -> list[Arm]:
-        """One step up or down in one length; and no drafts at all."""
+        """One step up or down in one length; the drafter alone, which text may hide; and no drafts at all."""
         axes = [sorted({arm[axis] for arm in self.arms}) for axis in range(2)]
 
         def is_near(arm: Arm) -> bool:
             steps = [abs(axes[i].index(arm[i]) - axes[i].index(chosen[i])) for i in range(2)]
-            return sum(steps) == 1 or arm == Arm(0, 0)
+            return sum(steps) == 1 or arm in (Arm(0, 0), Arm(self._customary.k, 0))
 
         return [arm for arm in self.arms if arm != chosen and is_near(arm)]
 

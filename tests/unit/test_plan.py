@@ -130,6 +130,20 @@ def test_an_engine_that_sleeps_leaves_the_trainer_the_whole_gpu() -> None:
     assert found("true", "host").needed_gib > found("false", "host").needed_gib + 1
 
 
+def test_a_drafter_that_trains_in_bubbles_does_so_beside_an_engine_that_is_awake() -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+
+    def phases(use: str) -> dict[str, float]:
+        engine = ["engine.sleep=true", "engine.tensor_parallel=1", "engine.gpu_memory_fraction=0.28"]
+        made = plan(load_config(path, [*engine, "drafter.ttt_steps=2", f'bubbles.use="{use}"']))
+        items = next(item.items for item in made.budgets if (item.stage, item.place) == ("train", "GPU, trainer"))
+        names = ("drafter", "generation")
+        return {name: sum(item.gib for item in items if item.phase == name) for name in names}
+
+    trains, waits = phases("train_drafter"), phases("none")
+    assert trains["generation"] == pytest.approx(waits["generation"] + trains["drafter"])
+
+
 def test_recompute_trades_activations_for_compute() -> None:
     def peak(*, recompute: bool) -> float:
         policy = {"recompute": recompute, "tokens_per_micro_batch": 8192}

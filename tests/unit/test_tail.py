@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specrl.projection.measured import growth, responses, typical_pace, usual_following
+from specrl.projection.measured import growth, other_following, responses, typical_pace, usual_following
 from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
@@ -137,7 +137,19 @@ def test_each_step_has_a_pace_of_its_own(tmp_path: Path) -> None:
 def test_text_is_followed_as_usual_by_responses_that_had_none() -> None:
     rollouts = [make_rollout(10, 0), make_rollout(13, 10), make_rollout(12, 20)]
     assert usual_following(rollouts, 5.0, {0: 2.0}) == pytest.approx((10 + 20 / 3) / 30)
-    assert usual_following(rollouts[:1], 5.0, {0: 2.0}) == 1.0
+    assert usual_following(rollouts[:1], 5.0, {0: 2.0}) is None
+
+
+def test_text_of_other_seeds_is_followed_as_far_as_it_brought_tokens() -> None:
+    bubble = {"bubble": {"pregenerated_tokens": 60}}
+    records: list[dict[str, Any]] = [
+        {"by_source": {}, "ranks": [bubble, bubble]},
+        {"by_source": {"replay": [6, 40, 24]}, "ranks": [bubble, bubble]},
+    ]
+    assert other_following(records) == 30 / 120
+    assert other_following(records[:1]) == 1.0
+    beside = replace(make_rollout(13, 0), num_stored=4)
+    assert growth(beside, 5.0, typical=2.0) == (2.0, None)
 
 
 def test_runs_on_the_same_prompts_are_scaled_alike_however_they_were_dealt() -> None:
