@@ -127,6 +127,18 @@ def test_replay_and_drafter_lengths_are_found_together(batch: int) -> None:
     assert efficiency(REPLAYING, batch, steps, controller.arms) > 0.97
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_drafter_is_found_though_every_request_has_text(seed: int) -> None:
+    """One request does well with text and asks no drafter; with many of them the drafter's few rows are better."""
+    alone = Machine(weights=0.024, per_token=0.0005, per_pass=0.004, acceptance=0.9, replayed=1.0)
+    many = Machine(0.024, 0.0008, 0.002, acceptance=0.85, replayed=1.0, replay_acceptance=0.7)
+    controller = Controller(3, 16, seed)
+    run(controller, alone, constant(1, 400), seed)
+    run(controller, many, constant(16, 400), seed)
+    steps = run(controller, many, constant(16, 800), seed + 100)
+    assert efficiency(many, 16, steps, controller.arms) > 0.97
+
+
 @pytest.mark.parametrize("machine", [CPU, GPU, SLOW_DRAFTER, GOOD_DRAFTER], ids=["cpu", "gpu", "slow", "good"])
 def test_calibration_is_short(machine: Machine) -> None:
     """From nothing, 300 iterations at one batch size cost little against knowing the best arm beforehand."""
