@@ -16,6 +16,9 @@ from specrl.schemas import Rollout, read_rollouts
 ASSUMED_REPLAYED_TOKENS = 5.0
 """Tokens per iteration along stored text where a run has followed none: 0.2 decoding steps per token, same seeds."""
 
+TELLING = 0.25
+"""Share of a response beside stored text from which on its iterations tell of its own pace there."""
+
 
 @dataclass(frozen=True)
 class MeasuredRun:
@@ -150,5 +153,8 @@ def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[fl
     followed = min(max(0.0, followed), own)
     if 0 < followed < own:
         return typical, followed / own
+    beside = length - followed
+    if beside < TELLING * length:
+        return typical, followed / own
     left = iterations - followed / replayed_tokens
-    return max(1.0, (length - followed) / max(1.0, left)), followed / own
+    return max(1.0, beside / max(1.0, left)), followed / own

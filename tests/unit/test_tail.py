@@ -117,6 +117,11 @@ def test_a_response_grows_as_it_did_beside_its_stored_text(
     assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
 
 
+def test_what_little_is_left_beside_its_text_tells_nothing_of_a_responses_pace() -> None:
+    """All 20 tokens were stored and followed, in three iterations instead of four."""
+    assert growth(make_rollout(17, 20), 5.0, typical=2.0) == (2.0, 1.0)
+
+
 def test_the_typical_pace_is_that_beside_text_stored_for_the_prompt() -> None:
     rollouts = [make_rollout(10, 0), make_rollout(0, 0), make_rollout(18, 20)]
     assert typical_pace(rollouts, (2, 18)) == pytest.approx(40 / 30)  # the third took two drafts, all accepted
