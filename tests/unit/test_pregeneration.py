@@ -34,10 +34,14 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.asked: list[list[Request]] = []
+        self.recalled: list[bool] = []
         self.stored: dict[tuple[int, ...], list[list[int]]] = {(1,): [[2]]}
         self.stored_when_asked: list[int] = []
 
-    def generate(self, requests: list[Request], *, stop: Callable[[], bool] | None = None) -> Generation:
+    def generate(
+        self, requests: list[Request], *, stop: Callable[[], bool] | None = None, recall: bool = False
+    ) -> Generation:
+        self.recalled.append(recall)
         self.asked.append(requests)
         self.stored_when_asked.append(len(self.stored))
         tokens: list[list[int]] = [[] for _ in requests]
@@ -110,6 +114,7 @@ def test_responses_that_were_stopped_go_on_where_they_were(stop_after: int) -> N
     assert all(len(text.tokens) == LENGTH for text in whole)
     pieces, engine = pregenerate(stop_after)
     assert len(engine.asked) > 4
+    assert all(engine.recalled)
     assert pieces == whole
 
 
@@ -130,3 +135,4 @@ def test_the_guard_probes_the_drafter_without_stored_text() -> None:
     guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
     assert guard.check(1).acceptance_length == 2.0
     assert engine.stored_when_asked == [0]
+    assert engine.recalled == [False]
