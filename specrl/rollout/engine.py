@@ -16,10 +16,9 @@ from specrl.distributed import join
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout import vllm_patch
 from specrl.rollout.acceptance import SpeculationStats
-from specrl.rollout.draft_sources import draft_lengths, draft_source
+from specrl.rollout.draft_sources import draft_lengths
 from specrl.rollout.engine_arguments import ENVIRONMENT, engine_arguments, stop_tokens
 from specrl.rollout.precision import EnginePrecision
-from specrl.rollout.recent import RecentText
 from specrl.rollout.recorder import Recorder
 from specrl.rollout.refit import (
     Weights,
@@ -102,8 +101,6 @@ class Engine:
         self._sampler = vllm_patch.InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed) if longest else None
-        recent_tokens = config.speculation.recent_tokens if self.replays else 0
-        self._recent = RecentText(recent_tokens) if recent_tokens else None
         self._tokenizer = self._llm.get_tokenizer()
         self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
@@ -118,10 +115,8 @@ class Engine:
         self.self_test()
 
     def _install_drafting(self, seed: int) -> vllm_patch.Drafting:
-        source = draft_source(self.config)
-        assert source is not None
         controller = Controller(self.max_k, self.max_replay_k, seed)
-        drafting = vllm_patch.Drafting(self._runner, self._sampler, source, controller, self._head)
+        drafting = vllm_patch.Drafting(self._runner, self._sampler, self.config, controller, self._head)
         drafting.install()
         return drafting
 
@@ -154,9 +149,8 @@ class Engine:
         running: dict[str, tuple[int, str]] = {}
         responses: dict[int, Response] = {}
         params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
-        recent = self._recent if recall else None
         if self._drafting is not None:
-            self._drafting.begin(recent)
+            self._drafting.begin(recall)
         try:
             for index, (request, param) in enumerate(zip(requests, params, strict=True)):
                 name, internal = self._add(request.prompt_tokens, param)
@@ -167,16 +161,12 @@ class Engine:
                     index, internal = running.pop(output.request_id)
                     completion = output.outputs[0]
                     responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
-                    if recent is not None:
-                        recent.add(responses[index].tokens)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if stop is not None and running and vllm_patch.agreed(stop()):
                     break
             for index, internal in running.values():
                 responses[index] = self._response(internal, vllm_patch.output_tokens(self._llm, internal), "abort")
-                if recent is not None:
-                    recent.add(responses[index].tokens)
         finally:
             self._abort(internal for _, internal in running.values())
             stats, self._sampler.stats = self._sampler.stats, stats
@@ -388,6 +378,8 @@ class Engine:
 
     def _response(self, internal: str, tokens: list[int], finish_reason: str) -> Response:
         """Takes the request's record out; a request that was never worked on has none."""
+        if self._drafting is not None:
+            self._drafting.remember(tokens)
         record = self._sampler.records.pop(internal, None)
         now = time.time()
         if record is None:

@@ -84,12 +84,12 @@ def longest_agreement(text: Sequence[int], places: Iterable[int], output: Sequen
     fewer than `SHORTEST_SUFFIX` do. `LONGEST_SUFFIX` at most: beyond that all are as good."""
     found: dict[int, list[int]] = {}
     for position in places:
-        found.setdefault(agreement(text, position, output), []).append(position)
+        found.setdefault(_agreement(text, position, output), []).append(position)
     longest = max(found, default=0)
     return (found[longest], longest) if longest >= SHORTEST_SUFFIX else ([], 0)
 
 
-def agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int:
+def _agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int:
     length = 0
     limit = min(LONGEST_SUFFIX, len(output))
     while length < limit and text[position - length - 1] == output[-length - 1]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from specrl.config import Config
 from specrl.rollout.acceptance import RECENT, REPLAY
-from specrl.rollout.draft_sources import DraftSource
+from specrl.rollout.draft_sources import draft_source
 from specrl.rollout.recent import RecentText
 from specrl.rollout.replay import ReplayCursor, ReplayIndex
 from specrl.rollout.speculation import Controller
@@ -45,18 +46,21 @@ class Drafting:
         self,
         runner: Any,
         sampler: InvariantSampler,
-        source: DraftSource,
+        config: Config,
         controller: Controller,
         head: DraftHead | None,
     ) -> None:
+        source, recent_tokens = draft_source(config), config.speculation.recent_tokens
+        assert source is not None, "only for a method that drafts"
         self.runner = runner
         self.sampler = sampler
         self.source = source
         self.controller = controller
         self.head = head
         self.index: ReplayIndex | None = None
-        self.recent: RecentText | None = None
-        """Of the generation that runs, where it recalls."""
+        self.recent = RecentText(recent_tokens) if source.replays and recent_tokens else None
+        self._recalls = False
+        """The generation that runs drafts from recent responses, and its responses are remembered."""
         self.backlog = Backlog(runner) if source.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
         self.trust = Trust()
@@ -70,12 +74,17 @@ class Drafting:
     def install(self) -> None:
         self.runner.propose_draft_token_ids = self
 
-    def begin(self, recent: RecentText | None) -> None:
+    def begin(self, recall: bool) -> None:
         """A generation begins: the time since the last one belongs to no iteration."""
         self._last_end = None
-        self.recent = recent
-        if recent is not None:
-            recent.trim()
+        self._recalls = recall
+        if self.recent is not None:
+            self.recent.trim()
+
+    def remember(self, response: Sequence[int]) -> None:
+        """A response of the generation that runs, whole or as far as it got."""
+        if self.recent is not None and self._recalls:
+            self.recent.add(response)
 
     def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
         """Signature of the runner's method; drafts by request, in the order of its batch."""
@@ -127,7 +136,7 @@ class Drafting:
             stored = self.index.cursor(state.prompt_token_ids, request_seed(state.sampling_params))
             if stored is not None:
                 found[REPLAY] = stored
-        if self.recent is not None:
+        if self.recent is not None and self._recalls:
             found[RECENT] = ReplayCursor(self.recent)
         return found
 
