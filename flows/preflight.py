@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specrl.config import Config, ConfigError
-from specrl.data.models import check_directory, check_method, check_source
 from specrl.keys import reward_source
+from specrl.models.sources import check_directory, check_method, check_source
 from specrl.projection.plan import plan
 from specrl.projection.shapes import KNOWN_SHAPES, model_shape
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm import environment
-from specrl.stages.context import StageContext
+from specrl.context import StageContext
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from slurm.jobs import Job, State
-from specrl.stages.context import StageContext
+from specrl.context import StageContext
 
 MAX_CHARACTERS = 600
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)

@@ -19,7 +19,7 @@ from slurm.jobs import Job, SilentSchedulerError
 from slurm.records import Record, jobs_dir, read_record, record_path, write_record
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.config import Config
-from specrl.stages.context import StageContext
+from specrl.context import StageContext
 
 T = TypeVar("T")
 

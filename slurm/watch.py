@@ -11,8 +11,8 @@ from slurm.failures import explain
 from slurm.jobs import Job, JobError, SilentSchedulerError, State
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE
+from specrl.context import StageContext
 from specrl.progress import ProgressState, read_progress
-from specrl.stages.context import StageContext
 
 POLL_SECONDS = 0.5
 ASK_SECONDS = {"local": 0.5, "slurm": 5.0}

@@ -13,35 +13,34 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.gantt import gantt
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
-from specrl.rollout import vllm_sleep
-from specrl.rollout.acceptance import SpeculationStats, over_engines
-from specrl.rollout.balance import ExpectedLengths, deal
-from specrl.rollout.bubbles import Bubbles
+from specrl.rollout.bubbles.balance import ExpectedLengths, deal
+from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.collect import Origin, Reward, collect
+from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine
-from specrl.rollout.guard import DrafterGuard, GuardReport
-from specrl.rollout.parity import ParityReport
-from specrl.rollout.probe import RefitProbe
+from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
+from specrl.rollout.refit.parity import ParityReport
+from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.steps import StepRecord, controller_metrics, mismatch_of, part_metrics, step_metrics, write_step
+from specrl.step_record import StepRecord, controller_metrics, mismatch_of, part_metrics, step_metrics, write_step
 from specrl.timeline import Bubble, Pace, RankTimeline, Timer, bubble_metrics, rank_spans
 from specrl.tracking import Tracker
-from specrl.training import checkpoint
-from specrl.training.advantages import group_advantages
-from specrl.training.drafter import Drafter
+from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from specrl.training.policy import Policy
-from specrl.training.spot import SpotTraining
+from specrl.training.megatron import checkpoint
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 
 
@@ -85,7 +84,7 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
             with timer("generation"):
                 rollouts, speculation, bubbles = generate(trainer, step)
                 if config.engine.sleep:
-                    vllm_sleep.sleep(trainer.engine)
+                    trainer.engine.sleep()
             with timer("policy_update"):
                 policy_metrics, features = update(trainer, rollouts)
                 is_checked = is_checked or check_quantised(trainer, policy_metrics["num_tokens"])
@@ -216,7 +215,7 @@ def refit(trainer: Trainer, version: int, kv_scales: KvScales | None = None) -> 
     A policy that did not arrive ends the run; a drafter that did not, or that is no longer accepted, is replaced.
     """
     drafter = trainer.drafter
-    vllm_sleep.wake(trainer.engine)
+    trainer.engine.wake()
     drafter_weights = drafter.named_weights() if drafter is not None else None
     trainer.engine.refit(weights_for_engine(trainer), drafter_weights, version=version, kv_scales=kv_scales)
     parity, guard = trainer.probe.check(trainer.engine, trainer.policy), trainer.guard.check(version)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specrl.artifacts import write_text
 from specrl.config import Config, dump_config
+from specrl.context import StageContext
 from specrl.keys import files_digest
 from specrl.mlflow_store import (
     BATCH_METRICS,
@@ -30,7 +31,6 @@ from specrl.mlflow_store import (
     log_params,
     tracking_uri,
 )
-from specrl.stages.context import StageContext
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks

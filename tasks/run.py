@@ -15,9 +15,9 @@ from slurm.submit import Site, attach_or_submit, find, live_jobs
 from slurm.watch import wait
 from specrl.artifacts import RESULT_FILE
 from specrl.config import Config, StageName, parse_config
+from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, run_keys
 from specrl.progress import ProgressState
-from specrl.stages.context import StageContext
 
 CONFIG_FILE = "config.json"
 MLFLOW_RUN_FILE = "mlflow_run_id"

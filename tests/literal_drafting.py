@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specrl.training.eagle3 import Eagle3
+from specrl.training.drafter.eagle3 import Eagle3
 
 
 class LiteralDrafter:

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from specrl.config import ModelConfig
-from specrl.data.models import materialise_model
+from specrl.models.sources import materialise_model
 from specrl.training.features import Features
 
 PREFIX = "model.mtp_layers.0."

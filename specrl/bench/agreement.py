@@ -21,9 +21,9 @@ from specrl.bench.settings import AgreementSettings
 from specrl.bench.subject import Subject, find_subject
 from specrl.bench.tables import markdown_table
 from specrl.config import Config, ConfigError, PrecisionConfig, SpeculationConfig
-from specrl.data.models import load_tokenizer
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks, join, leave
+from specrl.models.sources import load_tokenizer
 from specrl.precision.mismatch import mismatch_metrics
 from specrl.precision.recipe import Recipe, load_recipe
 from specrl.report.results import find_stages, finished
@@ -33,7 +33,7 @@ from specrl.schemas import Rollout
 from specrl.stages.train import check_precision, training_precision
 from specrl.training.batches import Sequence as TokenSequence
 from specrl.training.batches import pack
-from specrl.training.policy import Policy
+from specrl.training.megatron.policy import Policy
 
 PRECISIONS = ("bf16", "fp8")
 NAMES = {

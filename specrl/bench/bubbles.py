@@ -26,9 +26,9 @@ from specrl.bench.pages import write_rows
 from specrl.bench.settings import BubbleSettings, speculation_of
 from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
 from specrl.config.rollout import BubbleUse
+from specrl.context import StageContext
 from specrl.report.results import find_stages, read_config
-from specrl.stages.context import StageContext
-from specrl.steps import StepRecord, read_steps
+from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
 
 METHODS: Mapping[str, tuple[str, BubbleUse]] = {

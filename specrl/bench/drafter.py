@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import SpeedPair
 from specrl.bench import report_drafter
 from specrl.bench.instructions import instructions
@@ -21,18 +22,17 @@ from specrl.bench.settings import DrafterSettings
 from specrl.bench.shadows import Shadow, common_spec, micro_batches, narrow, pretrain, shadows_of
 from specrl.bench.subject import Subject, find_subject
 from specrl.config import Config, ConfigError, PrecisionConfig
-from specrl.data.models import load_tokenizer
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import Prompt, PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
-from specrl.matched import matched_pair
+from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.engine import Engine
+from specrl.rollout.matched import matched_pair
 from specrl.schemas import Rollout
-from specrl.training.advantages import group_advantages
-from specrl.training.drafter import Drafter
-from specrl.training.policy import Policy
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 
 TASK, OFF_TASK = "task", "off-task"

@@ -32,10 +32,10 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
+from specrl.context import StageContext
 from specrl.keys import code_digest, files_digest
 from specrl.report.results import find_stages, read_config
-from specrl.stages.context import StageContext
-from specrl.steps import StepRecord, read_steps
+from specrl.step_record import StepRecord, read_steps
 
 OUTCOME_FILE, CONTEXT_FILE = "outcome.json", "context.json"
 UNLIMITED = 1e6

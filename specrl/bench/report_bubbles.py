@@ -16,7 +16,7 @@ from specrl.projection.outlook import agreement, outlook
 from specrl.projection.tail import USES
 from specrl.report.svg import dot_chart, line_chart
 from specrl.schemas import Rollout, read_rollouts
-from specrl.steps import StepRecord
+from specrl.step_record import StepRecord
 
 if TYPE_CHECKING:
     from specrl.bench.bubbles import Outcome

@@ -19,9 +19,9 @@ from specrl.bench.settings import TAIL, TAIL_SIZE, RolloutSettings
 from specrl.bench.subject import Subject, find_subject
 from specrl.bench.tables import Spread, ratios
 from specrl.bench.workloads import pool, workloads
-from specrl.data.models import load_tokenizer
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
+from specrl.models.sources import load_tokenizer
 
 PILOT_BATCH = 4
 """Batch size at which the eager and the compiled engine of a draft source are compared."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from specrl.bench.settings import ADAPTIVE, TAIL
-from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 MOST_WARM_UPS = 8

@@ -15,11 +15,11 @@ import torch
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout
-from specrl.training import pretraining
 from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
-from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.training.drafter import pretraining
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features, FeatureSpec
-from specrl.training.policy import Policy
+from specrl.training.megatron.policy import Policy
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specrl.config import StageName
+from specrl.config.methods import trains_drafter
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
-from specrl.rollout.draft_sources import trains_drafter
 
 _TRAINER_MEND = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "

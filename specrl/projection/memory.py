@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specrl.config import Config
+from specrl.config.methods import draft_lengths, drafts_with_policy_layer, trains_drafter
 from specrl.projection.shapes import ModelShape
-from specrl.rollout.draft_sources import draft_lengths, drafts_with_policy_layer, trains_drafter
 
 GIB = 2**30
 FP32 = 4

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config.methods import drafts_with_policy_layer, trains_drafter
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import ModelShape, model_shape
 from specrl.report.tables import print_line, print_table
-from specrl.rollout.draft_sources import drafts_with_policy_layer, trains_drafter
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
-from specrl.data.models import check_directory
-from specrl.data.mtp import has_mtp
+from specrl.models.mtp import has_mtp
+from specrl.models.sources import check_directory
 
 TINY_VOCAB_SIZE = 128
-"""Of the character tokenizer of `model.source = "tiny"`; `specrl/data/tiny.py` has it too, but imports torch."""
+"""Of the character tokenizer of `model.source = "tiny"`; `specrl/models/tiny.py` has it too, but imports torch."""
 
 
 @dataclass(frozen=True)

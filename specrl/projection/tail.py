@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, get_args
 
 from specrl.config.rollout import BubbleUse
-from specrl.rollout.balance import piece
+from specrl.rollout.bubbles.balance import piece
 
 Use: TypeAlias = BubbleUse
 USES: tuple[Use, ...] = get_args(BubbleUse)

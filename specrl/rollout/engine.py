@@ -12,15 +12,19 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.config.methods import draft_lengths
 from specrl.distributed import join
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
-from specrl.rollout import vllm_patch
-from specrl.rollout.acceptance import SpeculationStats
-from specrl.rollout.draft_sources import draft_lengths
-from specrl.rollout.engine_arguments import ENVIRONMENT, engine_arguments, stop_tokens
-from specrl.rollout.precision import EnginePrecision
-from specrl.rollout.recorder import Recorder
-from specrl.rollout.refit import (
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.controller import Controller
+from specrl.rollout.drafts.estimates import Arm
+from specrl.rollout.drafts.replay import ReplayIndex
+from specrl.rollout.requests import Generation, Request, Response, response_seed
+from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, stop_tokens
+from specrl.rollout.vllm.draft_head import install_draft_head
+from specrl.rollout.vllm.drafting import Drafting, agreed, draft_model, refuse_shared_head
+from specrl.rollout.vllm.lifecycle import model_runner, output_tokens, require_version, sleep, start, stop, wake
+from specrl.rollout.vllm.load import (
     Weights,
     assert_drafter_is,
     assert_policy_is,
@@ -29,12 +33,12 @@ from specrl.rollout.refit import (
     refit_drafter,
     refit_policy,
 )
-from specrl.rollout.replay import ReplayIndex
-from specrl.rollout.requests import Generation, Request, Response, response_seed
-from specrl.rollout.sampling_params import generation_params, scoring_params
-from specrl.rollout.self_test import CraftedInputs
-from specrl.rollout.speculation import Controller
-from specrl.rollout.speculation_estimates import Arm
+from specrl.rollout.vllm.precision import EnginePrecision
+from specrl.rollout.vllm.recorder import Recorder
+from specrl.rollout.vllm.sampler import InvariantSampler
+from specrl.rollout.vllm.sampling_params import generation_params, scoring_params
+from specrl.rollout.vllm.self_test import CraftedInputs
+from specrl.rollout.vllm.timing import IterationTimes, iteration_times
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
@@ -86,19 +90,19 @@ class Engine:
         """
         os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         join()
-        vllm_patch.require_version()
+        require_version()
         self.config = config
         self.max_length = config.model.max_length
         self.max_k, self.max_replay_k = draft_lengths(config) if speculate else (0, 0)
         longest = max(self.max_k, self.max_replay_k)
         self.precision = EnginePrecision(config.precision, recipe)
         arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision)
-        self._llm = vllm_patch.start({**arguments, **(overrides or {})})
-        self._runner = vllm_patch.model_runner(self._llm)
+        self._llm = start({**arguments, **(overrides or {})})
+        self._runner = model_runner(self._llm)
         self.precision.loaded(self._runner.model, None)
-        vllm_patch.refuse_shared_head(self._runner)
-        self._head = vllm_patch.install_draft_head(self._runner, config.speculation.drafts == "coupled")
-        self._sampler = vllm_patch.InvariantSampler(self._runner, longest)
+        refuse_shared_head(self._runner)
+        self._head = install_draft_head(self._runner, config.speculation.drafts == "coupled")
+        self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed) if longest else None
         self._tokenizer = self._llm.get_tokenizer()
@@ -114,15 +118,15 @@ class Engine:
         self.set_k(None if config.speculation.adaptive else self.longest_k)
         self.self_test()
 
-    def _install_drafting(self, seed: int) -> vllm_patch.Drafting:
+    def _install_drafting(self, seed: int) -> Drafting:
         controller = Controller(self.max_k, self.max_replay_k, seed)
-        drafting = vllm_patch.Drafting(self._runner, self._sampler, self.config, controller, self._head)
+        drafting = Drafting(self._runner, self._sampler, self.config, controller, self._head)
         drafting.install()
         return drafting
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        return vllm_patch.draft_model(self._runner)
+        return draft_model(self._runner)
 
     def generate(
         self,
@@ -163,10 +167,10 @@ class Engine:
                     responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
-                if stop is not None and running and vllm_patch.agreed(stop()):
+                if stop is not None and running and agreed(stop()):
                     break
             for index, internal in running.values():
-                responses[index] = self._response(internal, vllm_patch.output_tokens(self._llm, internal), "abort")
+                responses[index] = self._response(internal, output_tokens(self._llm, internal), "abort")
         finally:
             self._abort(internal for _, internal in running.values())
             stats, self._sampler.stats = self._sampler.stats, stats
@@ -331,9 +335,9 @@ class Engine:
                 results[index] = [float(entry[token].logprob) for entry, token in pairs]
         return [results[index] for index in range(len(sequences))]
 
-    def profile(self) -> AbstractContextManager[vllm_patch.IterationTimes]:
+    def profile(self) -> AbstractContextManager[IterationTimes]:
         """Within it, where the time of its iterations goes; outside of it nothing is timed."""
-        return vllm_patch.iteration_times(self._llm)
+        return iteration_times(self._llm)
 
     def self_test(self) -> None:
         """Crafted logits and drafts through the installed sampler, against a reference that shares no code with it.
@@ -359,9 +363,21 @@ class Engine:
             crafted.check_logprobs(case, response.tokens, response.logprobs)
         crafted.check_counters(generation.stats, speculates=self.speculates)
 
+    def sleep(self) -> None:
+        """Give the GPU memory of weights and KV cache back to the trainer until `wake`.
+
+        Raises:
+            ValueError: it was started on a CPU or without `engine.sleep = true`.
+        """
+        sleep(self._llm)
+
+    def wake(self) -> None:
+        """Take the memory again, before a refit. An engine that is awake stays so."""
+        wake(self._llm)
+
     def shutdown(self) -> None:
         """Free the engine; the process group stays."""
-        vllm_patch.stop(self._llm)
+        stop(self._llm)
 
     def _add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
         """Queue a request; its name in outputs, and the engine's own."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specrl.rollout.acceptance import SourceCounts, SpeculationStats
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, except 0."""

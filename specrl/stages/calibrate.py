@@ -6,8 +6,13 @@ import time
 from pathlib import Path
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
+from specrl.context import StageContext
 from specrl.distributed import join, leave
-from specrl.precision.calibration import (
+from specrl.precision.recipe import edge_layers, write_recipe
+from specrl.progress import Progress
+from specrl.schemas import Rollout, read_rollouts
+from specrl.tracking import Tracker, stage_run
+from specrl.training.calibration.calibration import (
     Calibration,
     SwitchableLinears,
     calibrate,
@@ -15,14 +20,9 @@ from specrl.precision.calibration import (
     recipe_from,
     write_layers,
 )
-from specrl.precision.calibration_data import calibration_data
-from specrl.precision.plots import plot_errors, plot_kl
-from specrl.precision.recipe import edge_layers, write_recipe
-from specrl.progress import Progress
-from specrl.schemas import Rollout, read_rollouts
-from specrl.stages.context import StageContext
-from specrl.tracking import Tracker, stage_run
-from specrl.training.policy import Policy
+from specrl.training.calibration.data import calibration_data
+from specrl.training.calibration.plots import plot_errors, plot_kl
+from specrl.training.megatron.policy import Policy
 
 SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_result, write_text
 from specrl.config import Config
-from specrl.data.models import load_tokenizer
+from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import join, leave
 from specrl.export.card import model_card, serve_command
 from specrl.export.speculators import write_speculators
+from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import start_engine
-from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
 
 

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 from specrl.artifacts import PrepareResult, write_result
-from specrl.data.models import check_method, load_tokenizer, materialise_model
+from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.models.sources import check_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
-from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
 
 
@@ -46,7 +46,7 @@ def _warm_start(
     context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, base_dir: Path, policy_dir: Path
 ) -> tuple[float, float]:
     # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
-    from specrl.training.policy import Policy
+    from specrl.training.megatron.policy import Policy
     from specrl.training.warm_start import warm_start
 
     config = context.config

@@ -7,22 +7,22 @@ from pathlib import Path
 from statistics import fmean
 
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
-from specrl.data.models import load_tokenizer
+from specrl.config.methods import trains_drafter
+from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
-from specrl.rollout.draft_sources import trains_drafter
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
-from specrl.stages.context import StageContext
 from specrl.tracking import Tracker, stage_run
 from specrl.training.batches import Sequence, pack
-from specrl.training.drafters import new_drafter, save_drafter
-from specrl.training.policy import Policy
-from specrl.training.pretraining import pretrain
+from specrl.training.drafter.drafters import new_drafter, save_drafter
+from specrl.training.drafter.pretraining import pretrain
+from specrl.training.megatron.policy import Policy
 from specrl.training.update import share_of
 
 

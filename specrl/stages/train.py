@@ -17,30 +17,30 @@ from specrl.artifacts import (
     write_result,
 )
 from specrl.config import Config
-from specrl.data.models import load_tokenizer
+from specrl.config.methods import trains_drafter
+from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import Trainer, run_loop
+from specrl.models.sources import load_tokenizer
 from specrl.precision import native
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
 from specrl.progress import Progress
-from specrl.rollout.balance import WINDOW, ExpectedLengths, stored_lengths
-from specrl.rollout.bubbles import Bubbles
-from specrl.rollout.draft_sources import trains_drafter
+from specrl.rollout.bubbles.balance import WINDOW, ExpectedLengths, stored_lengths
+from specrl.rollout.bubbles.bubbles import Bubbles
+from specrl.rollout.drafts.curve import write_curve
 from specrl.rollout.engine import Engine
-from specrl.rollout.guard import DrafterGuard, guard_requests
-from specrl.rollout.probe import RefitProbe, probe_sequences
-from specrl.rollout.speculation_curve import write_curve
-from specrl.stages.context import StageContext
-from specrl.steps import mean_of, read_steps, step_seconds_median, timing_share, total_stats
+from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
+from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
+from specrl.step_record import mean_of, read_steps, step_seconds_median, timing_share, total_stats
 from specrl.tracking import Tracker, stage_run
-from specrl.training import checkpoint
-from specrl.training.drafters import load_drafter, save_policy
-from specrl.training.policy import Policy
-from specrl.training.spot import SpotTraining
+from specrl.training.drafter.drafters import load_drafter, save_policy
+from specrl.training.drafter.spot import SpotTraining
+from specrl.training.megatron import checkpoint
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 
 
 def main(context: StageContext) -> None:

@@ -7,19 +7,19 @@ from statistics import fmean
 
 from specrl.artifacts import ExactnessResult, PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
 from specrl.config import Config
-from specrl.data.models import load_tokenizer
+from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import Prompt, PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
-from specrl.exactness import measure_exactness
-from specrl.matched import matched_pair
+from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
-from specrl.rollout.acceptance import SpeculationStats
 from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
-from specrl.rollout.refit import read_weights
-from specrl.stages.context import StageContext
+from specrl.rollout.matched import matched_pair
+from specrl.rollout.sampling.exactness import measure_exactness
+from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
 
 CHI_SQUARED_PROMPTS = 2

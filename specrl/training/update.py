@@ -7,12 +7,12 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
+from specrl.algorithms.losses import TokenTargets, policy_loss
 from specrl.config import Config
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec
-from specrl.training.losses import TokenTargets, policy_loss
-from specrl.training.policy import LossFn, Policy
+from specrl.training.megatron.policy import LossFn, Policy
 
 
 def update_policy(

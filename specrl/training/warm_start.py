@@ -11,7 +11,7 @@ from specrl.config import Config
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.megatron.policy import Policy
 
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises; it then falls linearly to `FINAL_LR` of its peak."""

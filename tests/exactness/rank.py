@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specrl.distributed import join, leave
 from specrl.rollout.engine import Engine
-from specrl.training import megatron_cpu
+from specrl.training.megatron import cpu_shim as megatron_cpu
 from tests.exactness.engines import mixed_requests
 from tests.exactness.toy import toy_config
 

@@ -12,17 +12,17 @@ from safetensors.torch import save_file
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_json, write_result
 from specrl.config import Config
-from specrl.data.models import load_tokenizer
+from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import Trainer, run_loop, update_drafter
+from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
-from specrl.stages.context import StageContext
 from specrl.stages.train import build
 from specrl.tracking import Silent
-from specrl.training.drafters import new_drafter, save_drafter
-from specrl.training.policy import Policy
+from specrl.training.drafter.drafters import new_drafter, save_drafter
+from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 from tests.exactness.toy import likely_tokens, policy_weights, write_policy
 

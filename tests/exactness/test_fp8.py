@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import join
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import KvScales, NotQuantisedError, Recipe, engine_name
 from specrl.rollout.engine import Engine, start_engine
-from specrl.rollout.parity import PolicyParityError
-from specrl.rollout.precision import EnginePrecision
+from specrl.rollout.errors import PolicyParityError
+from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 from tests.exactness.engines import in_batches, mixed_requests
 from tests.exactness.toy import (
     LAYERS,
@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: torch.dtype) -> None:
     """vLLM's own method stands in both for FP8 and for what it falls back to on older devices."""
-    from specrl.rollout import vllm_fp8
+    from specrl.rollout.vllm import fp8 as vllm_fp8
 
     method = type("Fp8PerBlockOnlineLinearMethod", (), {"fp8_linear": type(kernel, (), {})()})()
     model, recipe = torch.nn.Module(), Recipe(1)

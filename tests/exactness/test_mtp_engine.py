@@ -14,9 +14,9 @@ from torch import Tensor
 from specrl.config import Config, DrafterConfig
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.parity import DrafterCollapseError, PolicyParityError, RefitError
-from specrl.rollout.refit import read_weights
-from specrl.training.drafter import Drafter
+from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
+from specrl.rollout.vllm.load import read_weights
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.mimo import PREFIX, LiteralMtp, greedy_features, mtp_weights, write_mimo

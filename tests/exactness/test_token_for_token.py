@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
 from tests.exactness.conftest import Start
 from tests.exactness.engines import in_batches, mixed_requests, running

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig
-from specrl.data.tiny import VOCAB_SIZE, character_tokenizer
 from specrl.distributed import Ranks
-from specrl.training.drafter import Drafter
+from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 6, 4, 2

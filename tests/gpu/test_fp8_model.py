@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -22,14 +22,14 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import Config, PolicyConfig, PrecisionConfig
-from specrl.data.tiny import VOCAB_SIZE, character_tokenizer
 from specrl.distributed import Ranks, join
+from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import Recipe, engine_name
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,8 +120,8 @@ def test_a_native_policy_trains_on_any_number_of_tokens(model_dir: Path, ranks: 
 def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int) -> None:
     """With few tokens and with many, for which kernels may differ."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from specrl.rollout import vllm_patch
     from specrl.rollout.engine import Engine
+    from specrl.rollout.vllm.load import linear_output
 
     config = Config.model_validate(
         {
@@ -145,7 +145,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
         x[:, ::97] *= 50
         x = x.bfloat16()
         layer = engine._runner.model.get_submodule(engine_name(f"layers.0.{linear}"))
-        found = vllm_patch.linear_output(layer, x).float()
+        found = linear_output(layer, x).float()
         expected = fake_quantise(x, ALONG_ROWS).float() @ fake_quantise(weight, SQUARE).float().t()
         assert float((found - expected).norm() / expected.norm()) < PRODUCT_ERROR
     engine.shutdown()

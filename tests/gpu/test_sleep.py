@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specrl.config import EngineConfig
-from specrl.rollout import vllm_sleep
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
 
@@ -23,8 +22,8 @@ def test_a_sleeping_engine_gives_memory_back_and_samples_the_same_afterwards(tmp
     with running(*directories, asleep) as engine:
         before = [response.tokens for response in engine.generate(mixed_requests(8)).responses]
         awake_free, _ = torch.cuda.mem_get_info()
-        vllm_sleep.sleep(engine)
+        engine.sleep()
         assert torch.cuda.mem_get_info()[0] > awake_free + 2**30  # its KV cache alone is more
-        vllm_sleep.wake(engine)
+        engine.wake()
         engine.refit(weights.items(), drafter.items(), 1)
         assert [response.tokens for response in engine.generate(mixed_requests(8)).responses] == before

@@ -18,10 +18,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from specrl.rollout.engine_arguments import ENVIRONMENT
+from specrl.rollout.vllm.arguments import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than a run
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -29,15 +29,15 @@ import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are for
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.config import WITH_DRAFTER, DrafterConfig, parse_config
+from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import run_loop
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
-from specrl.stages.context import StageContext
 from specrl.tracking import Silent
-from specrl.training.drafter import Drafter
+from specrl.training.drafter.trainer import Drafter
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.integration.loop_plan import LoopRun
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training import checkpoint
 from specrl.training.batches import MicroBatch, Sequence, pack
 from specrl.training.features import FeatureSpec
-from specrl.training.policy import Policy
+from specrl.training.megatron import checkpoint
+from specrl.training.megatron.policy import Policy
 
 # isort: split
 from megatron.core import parallel_state

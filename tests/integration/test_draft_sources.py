@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Response
-from specrl.rollout.vllm_patch.backlog import Backlog
-from specrl.rollout.vllm_patch.sampler import RequestRecord
+from specrl.rollout.vllm.deferred_prefill import Backlog
+from specrl.rollout.vllm.sampler import RequestRecord
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 

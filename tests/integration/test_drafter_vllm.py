@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
-from specrl.rollout import vllm_patch
-from specrl.training.drafter import Drafter, choose_draft_vocabulary
+from specrl.rollout.vllm import lifecycle
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
 
@@ -137,7 +137,7 @@ def vllm_proposals(
     prompts = [{"prompt_token_ids": row[:PROMPT]} for row in tokens.tolist()]
     engine.generate(prompts, parameters, use_tqdm=False)
     together = [after - before for after, before in zip(counters(engine), alone, strict=True)]
-    vllm_patch.stop(engine.llm_engine)
+    lifecycle.stop(engine.llm_engine)
     dist.destroy_process_group()  # vLLM's own, which no variable of the environment tells of
     return proposals, alone, together
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.data.tiny import CHARACTERS, SPECIAL
+from specrl.models.tiny import CHARACTERS, SPECIAL
 from specrl.rollout.engine import Engine, Request, response_seed
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy

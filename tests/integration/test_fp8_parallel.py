@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.precision.calibration import CalibrationData, SwitchableLinears, calibrate
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import layer_names
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.calibration.calibration import CalibrationData, SwitchableLinears, calibrate
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 
 LAYOUTS = {"alone": (1, 1, 1), "tensor": (2, 2, 1), "pipeline": (2, 1, 2)}
 """(ranks, tensor parallel, pipeline parallel)"""

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from specrl.distributed import Ranks
-from specrl.rollout import vllm_sleep
-from specrl.rollout.acceptance import SpeculationStats
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
-from specrl.rollout.guard import AcceptanceWatch, DrafterGuard
-from specrl.rollout.parity import DrafterCollapseError
+from specrl.rollout.errors import DrafterCollapseError
+from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     NUM_LIKELY,
@@ -141,8 +140,8 @@ def test_weights_that_are_not_numbers_are_a_collapse(engine: Engine) -> None:
 @pytest.mark.engine
 def test_sleep_is_refused_by_an_engine_that_was_not_started_for_it(engine: Engine) -> None:
     with pytest.raises(ValueError, match="cannot sleep"):
-        vllm_sleep.sleep(engine)
-    vllm_sleep.wake(engine)  # of an engine that is awake: nothing
+        engine.sleep()
+    engine.wake()  # of an engine that is awake: nothing
 
 
 @pytest.mark.engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specrl.data.mtp import PREFIX
+from specrl.models.mtp import PREFIX
 from tests.integration.pipeline_runs import finish, rollouts, run_smoke
 
 pytestmark = pytest.mark.pipeline

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specrl.rollout.engine import Engine
-from specrl.rollout.parity import DrafterCollapseError, PolicyParityError, RefitError, check_policy
+from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
+from specrl.rollout.refit.parity import check_policy
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     drafter_weights,

@@ -20,10 +20,10 @@ import torch
 from matplotlib.figure import Figure
 
 from specrl.config import Config, TrackingConfig
+from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.mlflow_store import tracking_uri
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.stages.context import StageContext
 from specrl.tracking import finish_parent_run, log_parent_metrics, stage_run, start_parent_run
 
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))

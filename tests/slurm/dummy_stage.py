@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from specrl.artifacts import Artifact, write_result
+from specrl.context import StageContext
 from specrl.progress import Progress, read_progress
-from specrl.stages.context import StageContext
 
 
 class DummyResult(Artifact):

@@ -18,8 +18,8 @@ from slurm.jobs import JobError
 from slurm.submit import Site, attach_or_submit, find
 from slurm.watch import wait
 from specrl.config import Config
+from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
-from specrl.stages.context import StageContext
 from tests.slurm.conftest import ROOT, FlowProcess
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.acceptance import Outcome, SourceCounts, SpeculationStats, accepted_prefix
+from specrl.rollout.drafts.acceptance import Outcome, SourceCounts, SpeculationStats, accepted_prefix
 
 
 @pytest.mark.parametrize(

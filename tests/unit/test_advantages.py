@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.training.advantages import group_advantages, zero_signal_fraction
+from specrl.algorithms.advantages import group_advantages, zero_signal_fraction
 
 rewards_of_groups = st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=5)
 

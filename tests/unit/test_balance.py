@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specrl.data.prompts import Prompt
-from specrl.rollout.balance import WINDOW, ExpectedLengths, deal, stored_lengths
+from specrl.rollout.bubbles.balance import WINDOW, ExpectedLengths, deal, stored_lengths
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 

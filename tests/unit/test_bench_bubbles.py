@@ -21,12 +21,12 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.settings import BubbleSettings
 from specrl.config import ConfigError
+from specrl.context import StageContext
 from specrl.gantt import gantt
 from specrl.report.svg import dot_chart, line_chart
-from specrl.rollout.acceptance import SourceCounts
+from specrl.rollout.drafts.acceptance import SourceCounts
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.stages.context import StageContext
-from specrl.steps import StepRecord, write_step
+from specrl.step_record import StepRecord, write_step
 from specrl.timeline import Bubble, RankTimeline, rank_spans
 
 LENGTHS = ((6, 9), (3, 5))

@@ -19,8 +19,8 @@ from specrl.bench.precision import SETTINGS, Measured, Outcome, Setting, make_co
 from specrl.bench.report_precision import kv_scales_share, order, table, update_cost, write
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import dump_config, load_config
-from specrl.stages.context import StageContext
-from specrl.steps import StepRecord, write_step
+from specrl.context import StageContext
+from specrl.step_record import StepRecord, write_step
 
 CONFIG = load_config(Path(__file__).parents[2] / "configs" / "smoke.toml")
 ERRORS = {"BF16": 1.01, "FP8 generation only": 1.08, "FP8 both": 1.03, "FP8 both, corrected": 1.03}

@@ -14,10 +14,10 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.prompts import Prompt
 from specrl.distributed import Ranks
 from specrl.gantt import gantt
-from specrl.rollout.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
-from specrl.rollout.bubbles import Split
-from specrl.rollout.pregeneration import Text, Wanted, by_tokens
-from specrl.rollout.rendezvous import Rendezvous
+from specrl.rollout.bubbles.bubbles import Split
+from specrl.rollout.bubbles.coordinator import Rendezvous
+from specrl.rollout.bubbles.pregeneration import Text, Wanted, by_tokens
+from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request
 from specrl.timeline import (
     PREGENERATION,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -21,7 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import Config, ModelConfig, PolicyConfig, PrecisionConfig, SamplingConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows, quantise
-from specrl.precision.calibration import (
+from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
+from specrl.schemas import Rollout
+from specrl.training.calibration.calibration import (
     Calibration,
     SwitchableLinears,
     calibrate,
@@ -32,13 +34,11 @@ from specrl.precision.calibration import (
     smallest_prefix,
     write_layers,
 )
-from specrl.precision.calibration_data import calibration_data
-from specrl.precision.divergence import Divergence
-from specrl.precision.plots import plot_errors, plot_kl
-from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
-from specrl.precision.statistics import LayerStatistics, merge
-from specrl.schemas import Rollout
-from specrl.training.policy import Policy
+from specrl.training.calibration.data import calibration_data
+from specrl.training.calibration.divergence import Divergence
+from specrl.training.calibration.plots import plot_errors, plot_kl
+from specrl.training.calibration.statistics import LayerStatistics, merge
+from specrl.training.megatron.policy import Policy
 
 VOCAB = 64
 CONFIG = Config(

@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from specrl.config import DrafterConfig
-from specrl.training import chains, draft_layers, ttt
-from specrl.training.drafter import Drafter
+from specrl.training.drafter import chains, ttt
+from specrl.training.drafter import layers as draft_layers
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.drafter.ttt import STEP_DECAY, feed_context, target_probs
 from specrl.training.features import Features
-from specrl.training.ttt import STEP_DECAY, feed_context, target_probs
 from tests.mimo import greedy_features, write_mimo
 from tests.peak_memory import peak_bytes
 from tests.unit.test_drafter import (

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specrl.algorithms.corrections import importance_weights
 from specrl.config import TrainConfig
-from specrl.precision.calibration import LayerRow, write_layers
 from specrl.precision.gate import EngineMismatchError, check_agreement
-from specrl.training.corrections import importance_weights
+from specrl.training.calibration.calibration import LayerRow, write_layers
 
 RATIOS = torch.tensor([[1.0, 3.0, 0.2, 9.0], [1.1, 0.9, 1.0, 0.1], [1.5, 1.5, 8.0, 1.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, True, False], [True, True, True, True]])

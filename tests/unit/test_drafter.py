@@ -15,12 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training import draft_layers, ttt
-from specrl.training.chains import ChainBatch, pack_chains
-from specrl.training.drafter import Drafter, choose_draft_vocabulary, schedule
-from specrl.training.eagle3 import Eagle3Shape, feature_layers
+from specrl.training.drafter import layers as draft_layers
+from specrl.training.drafter import ttt
+from specrl.training.drafter.chains import ChainBatch, pack_chains
+from specrl.training.drafter.eagle3 import Eagle3Shape, feature_layers
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, schedule
+from specrl.training.drafter.ttt import Tally, feed_context, metrics_from_sums, train_chains
 from specrl.training.features import Features
-from specrl.training.ttt import Tally, feed_context, metrics_from_sums, train_chains
 from tests.literal_drafting import LiteralDrafter
 
 VOCAB, HIDDEN, DRAFT_VOCAB = 50, 32, 24

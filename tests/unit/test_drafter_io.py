@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specrl.config import DrafterConfig
-from specrl.training.drafter import Drafter
-from specrl.training.drafter_io import read_drafter
+from specrl.training.drafter.io import read_drafter
+from specrl.training.drafter.trainer import Drafter
 from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, VOCAB, make_drafter, make_features, write_policy
 
 

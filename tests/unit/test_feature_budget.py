@@ -15,11 +15,11 @@ from torch import Tensor
 from specrl.config import Config, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.schemas import Rollout
-from specrl.training import model
 from specrl.training.batches import within_budget
-from specrl.training.capture import LayerInputs
 from specrl.training.features import Features, FeatureSpec
-from specrl.training.policy import Policy
+from specrl.training.megatron import model
+from specrl.training.megatron.capture import LayerInputs
+from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 from tests.unit.test_drafter import VOCAB, write_policy
 

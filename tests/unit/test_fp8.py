@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -38,11 +38,11 @@ from specrl.precision.blocks import (
     quantise,
     row_scales,
 )
-from specrl.precision.fp8 import LinearPrecision
 from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
-from specrl.rollout.precision import EnginePrecision
+from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.megatron.fp8 import LinearPrecision
+from specrl.training.megatron.policy import Policy
 
 BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
 E4M3_EPSILON = 2.0**-4

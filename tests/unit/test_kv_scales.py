@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -22,11 +22,11 @@ from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
-from specrl.rollout.precision import EnginePrecision
+from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.stages import train
-from specrl.training import checkpoint
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.policy import Policy
+from specrl.training.megatron import checkpoint
+from specrl.training.megatron.policy import Policy
 
 LAYERS = 2
 CALIBRATED = KvScales([0.1, 0.2], [0.3, 0.4], [0.5, 0.6])

@@ -11,10 +11,10 @@ import torch
 
 from specrl import loop
 from specrl.distributed import Ranks
-from specrl.rollout.acceptance import SpeculationStats
-from specrl.steps import StepRecord, read_steps
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
-from specrl.training import checkpoint
+from specrl.training.megatron import checkpoint
 
 
 @pytest.mark.parametrize(("step", "is_due"), [(0, False), (1, True), (2, True)])

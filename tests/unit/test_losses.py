@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from specrl.algorithms.losses import TokenTargets, policy_loss
 from specrl.config import TrainConfig
-from specrl.training.losses import TokenTargets, policy_loss
 
 MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specrl.config import ConfigError, ModelConfig, TinyModelConfig
-from specrl.data.models import check_source, load_tokenizer, materialise_model
-from specrl.data.tiny import CHARACTERS
+from specrl.models.sources import check_source, load_tokenizer, materialise_model
+from specrl.models.tiny import CHARACTERS
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from flows.preflight import check_model
 from specrl.config import Config, ConfigError, DrafterConfig, ModelConfig, PolicyConfig
-from specrl.data.models import check_source, load_tokenizer, materialise_model
 from specrl.distributed import Ranks, join, leave
 from specrl.export.card import serve_command
+from specrl.models.sources import check_source, load_tokenizer, materialise_model
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import model_shape
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.chains import pack_chains
-from specrl.training.drafter import Drafter
-from specrl.training.policy import Policy
-from specrl.training.spot import SpotTraining
-from specrl.training.ttt import feed_context, target_probs, unroll
+from specrl.training.drafter.chains import pack_chains
+from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.drafter.ttt import feed_context, target_probs, unroll
+from specrl.training.megatron.policy import Policy
 from tests.mimo import PREFIX, LiteralMtp, greedy_features, last_hidden, mtp_weights, trunk, write_mimo
 
 # isort: split

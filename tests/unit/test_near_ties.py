@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from scipy import stats
 
-from specrl.exactness import Exactness, ExactnessError, Parity, heated
-from specrl.rollout.acceptance import SpeculationStats
-from specrl.rollout.chi_squared import ChiSquared, chi_squared, combined
-from specrl.rollout.near_ties import Noise, Pick, compare, measure_noise, worst
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.requests import Request
+from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
+from specrl.rollout.sampling.exactness import Exactness, ExactnessError, Parity, heated
+from specrl.rollout.sampling.near_ties import Noise, Pick, compare, measure_noise, worst
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
 LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)

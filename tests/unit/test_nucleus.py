@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.rollout import nucleus, sampling
-from specrl.rollout.sampling import pick, weights
+from specrl.rollout.sampling import inverse_cdf as sampling
+from specrl.rollout.sampling import nucleus
+from specrl.rollout.sampling.inverse_cdf import pick, weights
 
 JUST_BELOW_ONE = 1 - 2.0**-24
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.parity import PolicyParityError, check_moved_on
+from specrl.rollout.errors import PolicyParityError
+from specrl.rollout.refit.parity import check_moved_on
 
 OLD, NEW = [[-1.0, -2.0], [-0.5]], [[-1.02, -1.97], [-0.51]]
 

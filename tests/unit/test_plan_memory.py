@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-import specrl.training.megatron_cpu  # noqa: F401  (must precede megatron)
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
@@ -17,17 +17,18 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, parse_config
-from specrl.data.tiny import VOCAB_SIZE, write_tiny_model
 from specrl.distributed import Ranks, join, leave
+from specrl.models.tiny import VOCAB_SIZE, write_tiny_model
 from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
 from specrl.projection.shapes import TINY_VOCAB_SIZE, ModelShape, model_shape
-from specrl.training import chains, draft_layers
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.drafter import Drafter
+from specrl.training.drafter import chains
+from specrl.training.drafter import layers as draft_layers
+from specrl.training.drafter.mtp import Mtp, mtp_shape
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from specrl.training.mtp import Mtp, mtp_shape
-from specrl.training.policy import Policy
+from specrl.training.megatron.policy import Policy
 from tests.peak_memory import peak_bytes
 
 SEQUENCES, LENGTH = 4, 256

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from specrl.training.cpu_layers import Rotary, RotaryCausalAttention, SwiGLU, _RMSNorm
-from specrl.training.optimizer import largest_change
-from specrl.training.scores import columns_of, most_likely, token_scores
+from specrl.training.megatron.cpu_layers import Rotary, RotaryCausalAttention, SwiGLU, _RMSNorm
+from specrl.training.megatron.optimizer import largest_change
+from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 GROUP = {"lr": 0.01, "weight_decay": 0.0, "betas": (0.9, 0.98), "eps": 1e-8}
 
@@ -90,7 +90,7 @@ def test_rotary_causal_attention(heads: int, groups: int, dtype: torch.dtype) ->
 def test_token_log_probs_and_entropy(
     group: dist.ProcessGroup, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specrl.training.scores.CHUNK_ELEMENTS", {"cpu": 100})
+    monkeypatch.setattr("specrl.training.megatron.scores.CHUNK_ELEMENTS", {"cpu": 100})
     targets = torch.tensor([0, 30, 7, 7, 12, 3, 30])
 
     def ours(logits: Tensor) -> Tensor:

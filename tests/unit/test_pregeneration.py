@@ -12,11 +12,11 @@ import torch
 from specrl.config import Config, parse_config
 from specrl.data.prompts import Prompt
 from specrl.distributed import Ranks
-from specrl.rollout.acceptance import SpeculationStats
-from specrl.rollout.balance import ExpectedLengths
+from specrl.rollout.bubbles.balance import ExpectedLengths
+from specrl.rollout.bubbles.pregeneration import Pregeneration, Text
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
-from specrl.rollout.guard import DrafterGuard
-from specrl.rollout.pregeneration import Pregeneration, Text
+from specrl.rollout.refit.drafter_guard import DrafterGuard
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
 LENGTH = 12

@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.training.batches import MicroBatch, Sequence, pack
-from specrl.training.drafter import Drafter
+from specrl.training.drafter.pretraining import pretrain, windows
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec
-from specrl.training.policy import Policy
-from specrl.training.pretraining import pretrain, windows
+from specrl.training.megatron.policy import Policy
 from tests.unit.test_drafter import VOCAB, assert_equal_state, free_port, make_drafter, write_policy
 
 # isort: split

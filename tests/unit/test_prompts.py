@@ -17,8 +17,8 @@ from specrl.config import Config, ConfigError, GeneratorConfig, parse_config
 from specrl.data.check import check_data
 from specrl.data.generators import make_generator
 from specrl.data.prompts import PromptSource
-from specrl.data.tiny import character_tokenizer
 from specrl.data.worked_sums import WorkedSums, worked_sum
+from specrl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer(2048)
 CHAIN_SUM = {"name": "chain_sum", "parameters": {"max_terms": 3, "max_digits": 2}}

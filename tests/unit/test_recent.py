@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from specrl.rollout.recent import MOST_PLACES, RecentText
-from specrl.rollout.replay import LONGEST_SUFFIX, ReplayCursor, StoredResponses
+from specrl.rollout.drafts.recent import MOST_PLACES, RecentText
+from specrl.rollout.drafts.replay import LONGEST_SUFFIX, ReplayCursor, StoredResponses
 
 
 def remembered(*responses: Sequence[int], most: int = 10_000) -> RecentText:

@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from specrl.rollout.replay import LONGEST_SUFFIX, ReplayIndex
+from specrl.rollout.drafts.replay import LONGEST_SUFFIX, ReplayIndex
 
 PROMPT = (1, 2, 3)
 

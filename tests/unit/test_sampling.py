@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specrl.rollout.sampling import philox, pick, uniforms, weights
+from specrl.rollout.sampling.inverse_cdf import philox, pick, uniforms, weights
 
 # Known answers for philox4x32-10 of Random123 (Salmon et al., 2011): counter, key, result.
 KNOWN_ANSWERS = [

@@ -12,10 +12,10 @@ from statistics import fmean
 import pytest
 
 from specrl.config import Config
-from specrl.rollout.acceptance import DRAFTER, REPLAY, Outcome
-from specrl.rollout.speculation import Controller, bucket_of
-from specrl.rollout.speculation_curve import SpeculationCurve, read_curve, write_curve
-from specrl.rollout.speculation_estimates import Arm, Yield, possible_arms
+from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, Outcome
+from specrl.rollout.drafts.controller import Controller, bucket_of
+from specrl.rollout.drafts.curve import SpeculationCurve, read_curve, write_curve
+from specrl.rollout.drafts.estimates import Arm, Yield, possible_arms
 
 NOISE = 0.05
 """Standard deviation of the log time of an iteration."""

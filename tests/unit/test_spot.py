@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 
 from specrl.distributed import join, leave
-from specrl.training.spot import SpotTraining, padded, sequences
+from specrl.training.drafter.spot import SpotTraining, padded, sequences
 from tests.unit.test_drafter import ALONE, free_port, make_drafter, make_features, write_policy
 
 LENGTHS = [(3, 9), (2, 1), (5, 20), (4, 6)]

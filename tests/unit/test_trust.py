@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.acceptance import DRAFTER, RECENT, REPLAY, Outcome
-from specrl.rollout.replay import LONGEST_SUFFIX, OWN_SEED
-from specrl.rollout.trust import Trust
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, Outcome
+from specrl.rollout.drafts.replay import LONGEST_SUFFIX, OWN_SEED
+from specrl.rollout.drafts.text_acceptance import Trust
 
 
 def test_text_of_the_own_seed_is_drafted_far_and_a_loose_match_is_not() -> None:

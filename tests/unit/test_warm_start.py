@@ -5,7 +5,7 @@ import torch
 
 from specrl.config import parse_config
 from specrl.data.prompts import PromptSource
-from specrl.data.tiny import character_tokenizer
+from specrl.models.tiny import character_tokenizer
 from specrl.training.batches import Sequence, pack
 from specrl.training.warm_start import FINAL_LR, cross_entropy, demonstration_sequences, lr_factor, make_batches
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from specrl.training.model import check_supported
-from specrl.training.weights import WeightMap, shard, unshard, weight_map
+from specrl.training.megatron.model import check_supported
+from specrl.training.megatron.weights import WeightMap, shard, unshard, weight_map
 
 SMALL = {
     "vocab_size": 97,

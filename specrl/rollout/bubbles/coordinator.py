@@ -1,0 +1,103 @@
+"""Words that ranks leave for each other in the process group's store while one of them still generates."""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from specrl.distributed import Ranks
+from specrl.rollout.bubbles.balance import piece
+
+POLL_SECONDS = 0.02
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+
+
+class Rendezvous:
+    """Counters of one generation after another, in the store that all ranks see.
+
+    All ranks pass through a collective between two generations: then nobody reads the counters of the one before. A
+    rank that dies before it is done would be waited for without end: each says now and then that it is alive.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Ranks,
+        poll_seconds: float = POLL_SECONDS,
+        beat_seconds: float = BEAT_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
+        self._store = PrefixStore("specrl/bubbles", store)
+        self._ranks = ranks
+        self._poll_seconds, self._beat_seconds, self._stale_seconds = poll_seconds, beat_seconds, stale_seconds
+        self._round = 0
+        self._all_done = False
+        self._asked_at = 0.0
+        self._beat_at = 0.0
+        self._looked_at = 0.0
+        self._seen: dict[int, tuple[int, float]] = {}
+        """Of ranks that are not done: their last beat and when it was new here."""
+
+    def open(self) -> None:
+        """A new generation begins."""
+        if self._round and self._ranks.is_first:
+            self._store.delete_key(f"done/{self._round}")
+            self._store.delete_key(f"claimed/{self._round}")
+        self._round += 1
+        self._all_done, self._asked_at = False, 0.0
+        self._seen, self._looked_at = {}, 0.0
+
+    def beat(self) -> None:
+        """This rank is alive; call it in every iteration, it costs nothing most times."""
+        now = time.monotonic()
+        if now - self._beat_at >= self._beat_seconds:
+            self._beat_at = now
+            self._store.add(f"beat/{self._ranks.rank}", 1)
+
+    def arrive(self) -> None:
+        """This rank's own share is done."""
+        self._store.add(f"rounds/{self._ranks.rank}", 1)
+        self._all_done = self._store.add(f"done/{self._round}", 1) == self._ranks.world_size
+
+    def all_done(self) -> bool:
+        """Whether every rank's share is done; asks the store at most every `poll_seconds`."""
+        now = time.monotonic()
+        if not self._all_done and now - self._asked_at >= self._poll_seconds:
+            self._asked_at = now
+            self._all_done = self._store.add(f"done/{self._round}", 0) == self._ranks.world_size
+        return self._all_done
+
+    def over(self) -> bool:
+        """Whether there is nobody left to wait for: all are done, or one that is not has been silent for long.
+
+        What comes next is a collective: it waits for a rank that was merely slow, and fails where one is dead.
+        """
+        return self.all_done() or self._one_is_lost()
+
+    def claim(self, total: int, at_least: int = 1) -> range:
+        """The next items of a list of `total` that is the same on every rank; no item is given twice.
+
+        What is left, shared out over all ranks but the one that they wait for: pieces are as large as they can be,
+        because an engine's iteration takes little longer with many requests than with few, and get smaller.
+        """
+        left = total - self._store.add(f"claimed/{self._round}", 0)
+        if left <= 0:
+            return range(0)
+        size = max(at_least, piece(left, self._ranks.world_size))
+        start = self._store.add(f"claimed/{self._round}", size) - size
+        return range(min(start, total), min(start + size, total))
+
+    def _one_is_lost(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_at >= self._beat_seconds:
+            self._looked_at = now
+            for rank in range(self._ranks.world_size):
+                if self._store.add(f"rounds/{rank}", 0) >= self._round:
+                    self._seen.pop(rank, None)
+                    continue
+                beat = self._store.add(f"beat/{rank}", 0)
+                if rank not in self._seen or self._seen[rank][0] != beat:
+                    self._seen[rank] = (beat, now)
+        return any(now - since > self._stale_seconds for _, since in self._seen.values())

@@ -1,0 +1,109 @@
+"""Responses to the next step's prompts, made by ranks that have nothing else to do: drafts for it, never rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from specrl.config import Config
+from specrl.data.prompts import Prompt, PromptSource
+from specrl.rollout.bubbles.balance import ExpectedLengths
+from specrl.rollout.bubbles.coordinator import Rendezvous
+from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.engine import Engine, Request
+from specrl.timeline import PREGENERATION
+
+
+class Text(NamedTuple):
+    """A pre-generated response, perhaps not to its end."""
+
+    prompt_id: int
+    seed: int
+    """It was sampled with."""
+    tokens: list[int]
+
+
+@dataclass
+class Wanted:
+    """A response to pre-generate, in pieces where it must."""
+
+    prompt_id: int
+    request: Request
+    """Of the whole response."""
+    tokens: list[int] = field(default_factory=list)
+    """That it has."""
+
+    def rest(self) -> Request:
+        """Asks for what is missing: random numbers go by seed and position in the sequence, so that they go on."""
+        if not self.tokens:
+            return self.request
+        prompt_tokens = [*self.request.prompt_tokens, *self.tokens]
+        return replace(self.request, prompt_tokens=prompt_tokens, max_tokens=self.request.max_tokens - len(self.tokens))
+
+
+class Pregeneration:
+    """Responses to the next step's prompts under the current policy, longest expected first."""
+
+    name = PREGENERATION
+
+    def __init__(
+        self, engine: Engine, source: PromptSource, expected: ExpectedLengths, config: Config, meeting: Rendezvous
+    ) -> None:
+        self._engine, self._source, self._expected = engine, source, expected
+        self._config, self._meeting = config, meeting
+        self._step = 0
+        self._list: list[tuple[Prompt, int]] | None = None
+        self._claimed: list[Wanted] = []
+        self._unfinished: list[Wanted] = []
+
+    def begin(self, step: int) -> None:
+        self._step, self._list, self._claimed, self._unfinished = step + 1, None, [], []
+
+    @property
+    def texts(self) -> list[Text]:
+        """Of this bubble."""
+        return [Text(item.prompt_id, item.request.seed, item.tokens) for item in self._claimed if item.tokens]
+
+    def work(self, stop: Callable[[], bool]) -> bool:
+        """First what an earlier piece left unfinished."""
+        items = self._unfinished or self._claim()
+        if not items:
+            return False
+        generation = self._engine.generate([item.rest() for item in items], stop=stop, recall=True)
+        for item, response in zip(items, generation.responses, strict=True):
+            item.tokens += response.tokens
+        aborted = [response.finish_reason == "abort" for response in generation.responses]
+        self._unfinished = [item for item, is_aborted in zip(items, aborted, strict=True) if is_aborted]
+        return True
+
+    def _claim(self) -> list[Wanted]:
+        if self._list is None:
+            self._list = self._all()
+        claimed = self._meeting.claim(len(self._list), self._config.train.samples_per_prompt)
+        chosen = self._list[claimed.start : claimed.stop]
+        items = [Wanted(prompt.id, self._request(prompt, sample)) for prompt, sample in chosen]
+        self._claimed += items
+        return items
+
+    def _all(self) -> list[tuple[Prompt, int]]:
+        """Every response of the next step, groups together; none after the last step."""
+        if self._step >= self._config.train.num_steps:
+            return []
+        prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
+        return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
+
+    def _request(self, prompt: Prompt, sample: int) -> Request:
+        """The very request of the next step, or one of the same group that the next step does not make."""
+        other = self._config.bubbles.seeds == "other"
+        index = sample + self._config.train.samples_per_prompt if other else sample
+        return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
+
+
+def by_tokens(prompts: Sequence[Prompt], stored: Mapping[int, Sequence[Text]]) -> dict[tuple[int, ...], list[Text]]:
+    """Stored texts of these prompts, by the tokens of the prompt; prompts of equal text share theirs."""
+    found: dict[tuple[int, ...], list[Text]] = {}
+    for prompt in prompts:
+        if prompt.id in stored:
+            found.setdefault(tuple(prompt.tokens), []).extend(stored[prompt.id])
+    return found

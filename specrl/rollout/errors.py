@@ -1,0 +1,15 @@
+"""What can be wrong with an engine after a refit."""
+
+from __future__ import annotations
+
+
+class RefitError(RuntimeError):
+    """The engine does not hold the weights it was sent."""
+
+
+class PolicyParityError(RefitError):
+    """The engine's policy is not the trainer's."""
+
+
+class DrafterCollapseError(RefitError):
+    """The engine's drafter is not the trainer's, or its drafts are no longer accepted."""

@@ -1,0 +1,201 @@
+"""Staleness guard: a drafter that is damaged, stale or lost is noticed after the refit, replaced, and told about.
+
+Speculation is exact with any drafter, so that a bad one costs nothing but time, silently. After every refit the guard
+compares the engine's drafter with the trainer's, tensor by tensor, and generates a fixed probe with a fixed draft
+length, whose acceptance per position is held against its running value. On a collapse drafter and engine go back to the
+last good version; if that does not help, speculation is turned off. The run goes on either way.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specrl.config import Config
+from specrl.distributed import Ranks
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.errors import DrafterCollapseError
+from specrl.rollout.vllm.load import Weights
+from specrl.schemas import read_rollouts
+
+NUM_REQUESTS = 8
+PROBE_TOKENS = 24
+
+
+class TrainedDrafter(Protocol):
+    """What the guard needs of the drafter in the trainer; equal on every rank."""
+
+    def named_weights(self) -> Weights: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class AcceptanceWatch:
+    """Acceptance per position against its running value.
+
+    Collapse at a position is a rate below `COLLAPSE` times the running value and below it by more than
+    `STANDARD_ERRORS` (binomial, from the number of drafts), so that neither noise nor a slow drift trips it.
+    """
+
+    COLLAPSE, STANDARD_ERRORS, SMOOTHING = 0.5, 3.0, 0.5
+
+    def __init__(self) -> None:
+        self.running: tuple[float, ...] | None = None
+
+    def check(self, stats: SpeculationStats, version: int) -> None:
+        """Take the rates of one probe into the running value.
+
+        Raises:
+            DrafterCollapseError: names the position; the running value keeps its last good state.
+        """
+        if not stats.num_drafts:
+            raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
+        rates = stats.acceptance_rate_per_pos
+        if self.running is None:
+            self.running = rates
+            return
+        for position, (rate, running) in enumerate(zip(rates, self.running, strict=False), start=1):
+            num_drafts = max(1, stats.drafted_per_pos[position - 1])
+            error = math.sqrt(running * (1 - running) / num_drafts)
+            if rate < self.COLLAPSE * running and rate < running - self.STANDARD_ERRORS * error:
+                raise DrafterCollapseError(
+                    f"acceptance at position {position} fell to {rate:.3f} of {num_drafts} drafts on the probe "
+                    f"with drafter version {version}; its running value was {running:.3f}"
+                )
+        self.running = tuple(
+            running + self.SMOOTHING * (rate - running) for rate, running in zip(rates, self.running, strict=False)
+        )
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What became of one refit."""
+
+    reloaded: bool
+    """The drafter had collapsed, and its last good version came back."""
+    speculating: bool
+    acceptance_length: float
+    """On the probe, after whatever was done."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "refit/drafter_reloads": float(self.reloaded),
+            "refit/speculating": float(self.speculating),
+            "refit/probe_acceptance_length": self.acceptance_length,
+        }
+
+
+class DrafterGuard:
+    """Keeps the last good version of the drafter in memory, on the CPU. `check` is collective over the ranks."""
+
+    def __init__(self, engine: Engine, drafter: TrainedDrafter | None, requests: list[Request], ranks: Ranks) -> None:
+        self._engine = engine
+        self._drafter = drafter
+        self._requests = requests
+        self._ranks = ranks
+        self._watch = AcceptanceWatch()
+        self._last_good = snapshot(drafter)
+        self._stats = SpeculationStats()
+        self._events: list[str] = []
+
+    def check(self, version: int) -> GuardReport:
+        """Call it after every refit; repairs what can be repaired. Without a trained drafter nothing can go stale."""
+        if self._drafter is None or not self._engine.speculates:
+            return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
+        fault = self._fault(version)
+        if fault is None:
+            self._last_good = snapshot(self._drafter)
+            return self._report(reloaded=False)
+        event = f"drafter collapse after refit {version}: {fault}"
+        self._reload()
+        fault = self._fault(version)
+        if fault is None:
+            self._events.append(f"{event}; reloaded its last good version")
+            return self._report(reloaded=True)
+        self._engine.stop_speculating()
+        self._events.append(
+            f"{event}; its last good version did not help: {fault}; speculation is off until the stage starts anew"
+        )
+        return self._report(reloaded=False)
+
+    def take_events(self) -> list[str]:
+        """Collapses since the last call, and what was done about them."""
+        events, self._events = self._events, []
+        return events
+
+    def _report(self, *, reloaded: bool) -> GuardReport:
+        speculating = self._engine.speculates
+        return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0)
+
+    def _fault(self, version: int) -> str | None:
+        """What is wrong with the drafter of any rank's engine; the ranks must act alike, as they train one drafter."""
+        found = None
+        try:
+            if self._drafter is not None and self._engine.is_whole:
+                self._engine.verify_drafter(self._drafter.named_weights())
+            self._stats = self._probe()
+            self._watch.check(self._stats, version)
+        except DrafterCollapseError as error:
+            found = str(error)
+        return next((fault for fault in self._ranks.gather(found) if fault is not None), None)
+
+    def _probe(self) -> SpeculationStats:
+        """The same prompts, seeds and draft length each time, prefilled anew; all drafts are the drafter's.
+
+        Stored text is forgotten: it would draft in the drafter's place for a prompt that the step had, too.
+        """
+        engine = self._engine
+        if engine.replays:
+            engine.set_replay({})
+        chosen = engine.k
+        engine.set_k(engine.longest_k)
+        engine.reset_prefix_cache()
+        stats = engine.generate(self._requests).stats
+        engine.set_k(chosen)
+        return stats
+
+    def _reload(self) -> None:
+        assert self._drafter is not None and self._last_good is not None
+        self._drafter.load_state_dict(copy.deepcopy(self._last_good))
+        self._engine.refit_drafter(self._drafter.named_weights())
+
+
+def snapshot(drafter: TrainedDrafter | None) -> dict[str, Any] | None:
+    """A copy of the drafter's state on the CPU."""
+    return None if drafter is None else _to_cpu(drafter.state_dict())
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_cpu(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:
+    """A fixed probe: the first prompts that the drafter was pretrained on, a few tokens each, at the run's settings."""
+    first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
+    prompts = dict.fromkeys(tuple(rollout.prompt_tokens) for rollout in read_rollouts(first))
+    sampling = config.sampling
+    return [
+        Request(
+            list(prompt),
+            response_seed(config.seed, 0, index, 0),
+            min(PROBE_TOKENS, config.model.max_length - len(prompt)),
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+        )
+        for index, prompt in enumerate(list(prompts)[:NUM_REQUESTS])
+    ]

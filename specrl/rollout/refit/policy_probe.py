@@ -1,0 +1,62 @@
+"""The probe that every refit is checked with: the trainer's log-probs are the truth, the engine's must equal them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from specrl.config import Config, PrecisionConfig
+from specrl.rollout.engine import Engine
+from specrl.rollout.refit.parity import ParityReport, check_moved_on, check_policy
+from specrl.schemas import read_rollouts
+from specrl.training.batches import Sequence, pack
+from specrl.training.megatron.policy import Policy
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 64
+
+
+def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
+    """A few of the policy's own responses to task prompts, with their prompts, cut to `MAX_TOKENS` tokens."""
+    first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
+    rollouts = read_rollouts(first)[:NUM_SEQUENCES]
+    return [(rollout.prompt_tokens + rollout.response_tokens)[:MAX_TOKENS] for rollout in rollouts]
+
+
+def expected_difference(config: PrecisionConfig) -> float:
+    """What the calibration's budget adds to mean |log p_engine - log p_trainer| where the two differ in precision.
+
+    Where log-ratios are normal with a variance of s^2, KL is s^2 / 2 and their mean magnitude below s.
+    """
+    same = config.generation == config.training and config.kv_cache == "bf16"
+    return 0.0 if same else math.sqrt(2 * config.max_kl)
+
+
+class RefitProbe:
+    """Invariant 4: refit is checked, not assumed. The drafter has a guard of its own."""
+
+    def __init__(self, sequences: list[list[int]], config: Config) -> None:
+        self._sequences = sequences
+        self._tolerance = config.engine.parity_tolerance + expected_difference(config.precision)
+        self._earlier: list[list[float]] | None = None
+        """The trainer's log-probs under the last policy that the engine was seen to have reached."""
+
+    def check(self, engine: Engine, policy: Policy) -> ParityReport:
+        """Compare log-probs of every probe token after the first; collective over the ranks.
+
+        Raises:
+            PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average, or are still those
+                of an earlier policy.
+        """
+        sequences = [Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
+        batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
+        by_index: dict[int, list[float]] = {}
+        for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
+            for row, index in enumerate(batch.indices):
+                by_index[index] = logprobs[row][batch.mask[row]].tolist()
+        trainer = [by_index[index] for index in range(len(self._sequences))]
+        found = engine.sequence_logprobs(self._sequences)
+        report = check_policy(found, trainer, self._tolerance)
+        if self._earlier is None or check_moved_on(found, trainer, self._earlier):
+            self._earlier = trainer
+        return report

@@ -1,0 +1,245 @@
+"""Exactness on the real policy, as `validate` tests it: distribution of first tokens, and plain against speculative.
+
+All of it goes through the engine that made the rollouts, at the run's own sampling settings. False-alarm rate of the
+chi-squared gate: `P_VALUE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specrl.artifacts import ExactnessResult, ParityCounts
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine, Request
+from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
+from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
+
+HOT = (2.0, 0.95)
+"""Factor on the temperature, and top_p, of every second prompt of the chi-squared test: a trained policy is so sure of
+its first tokens that at its own temperature the test may have nothing to tell apart."""
+P_VALUE = 1e-6
+"""Of the chi-squared gate: a run of an exact engine fails this often."""
+FIRST_TOKENS = 4
+"""Tokens of a response that the chi-squared test looks at; the first is never drafted, the others are."""
+SMALL_BATCH = 4
+"""A batch size of plain decoding that rounding noise is measured with, on the first `NOISE_REQUESTS`; the other has as
+many rows as the verification of drafts."""
+NOISE_REQUESTS = 8
+Tokens = tuple[int, ...]
+
+
+class ExactnessError(RuntimeError):
+    """Speculation changed what is sampled: the rollouts are not the policy's."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Plain against speculative generation of the same requests."""
+
+    comparison: Comparison
+    noise: Noise
+
+    def counts(self) -> ParityCounts:
+        return ParityCounts(
+            num_responses=self.comparison.num_responses,
+            num_tokens=self.comparison.num_tokens,
+            num_differences=len(self.comparison.divergences),
+            num_unexplained=self.comparison.num_unexplained,
+            cdf_noise=self.noise.cdf,
+            logprob_gap_noise=self.noise.gap,
+        )
+
+
+@dataclass(frozen=True)
+class Exactness:
+    first_tokens: ChiSquared | None
+    """None for greedy runs, which leave nothing to chance."""
+    drafts: SpeculationStats
+    """Of the samples of first tokens: without accepted and rejected drafts the test says nothing about them."""
+    sampled: Parity
+    greedy: Parity
+
+    def result(self) -> ExactnessResult:
+        test = self.first_tokens
+        return ExactnessResult(
+            chi_squared=test.statistic if test else None,
+            degrees_of_freedom=test.degrees_of_freedom if test else 0,
+            num_samples=test.num_samples if test else 0,
+            p_value=test.p_value if test else None,
+            num_draft_tokens=self.drafts.num_draft_tokens,
+            num_accepted_tokens=self.drafts.num_accepted_tokens,
+            sampled=self.sampled.counts(),
+            greedy=self.greedy.counts(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """MLflow names, see `specrl/metrics.py`."""
+        parities = (self.sampled.comparison, self.greedy.comparison)
+        metrics = {
+            "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
+            "validate/greedy_differences_per_1000_tokens": parities[1].per_1000_tokens,
+            "validate/unexplained_differences": float(sum(parity.num_unexplained for parity in parities)),
+            "validate/cdf_noise": self.sampled.noise.cdf,
+            "validate/exactness_accepted_tokens": float(self.drafts.num_accepted_tokens),
+        }
+        return metrics | ({"validate/chi_squared_p_value": self.first_tokens.p_value} if self.first_tokens else {})
+
+    def check(self) -> None:
+        """Raises ExactnessError, naming the gate, the figure and its limit."""
+        if self.first_tokens is not None and self.first_tokens.p_value < P_VALUE:
+            test = self.first_tokens
+            raise ExactnessError(
+                f"speculative samples of first tokens do not follow the policy: chi-squared {test.statistic:.1f} on "
+                f"{test.degrees_of_freedom} degrees of freedom, p = {test.p_value:.1e} below {P_VALUE:g}, "
+                f"{test.num_samples} samples"
+            )
+        for name, parity in (("sampled", self.sampled), ("greedy", self.greedy)):
+            if parity.comparison.num_unexplained:
+                raise ExactnessError(
+                    f"{parity.comparison.num_unexplained} {name} responses differ with speculation by more than the "
+                    f"noise of batch shapes ({parity.noise.cdf:.1e} of the CDF, {parity.noise.gap:.1e} nats)"
+                )
+
+
+def measure_exactness(engine: Engine, requests: list[Request], first: list[Request], k: int) -> Exactness:
+    """Compare with `k` draft tokens and without.
+
+    Args:
+        requests: held-out prompts at the run's settings, for plain against speculative generation.
+        first: requests whose first tokens are tested, several of each prompt, every seed another.
+    """
+    greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
+    stochastic = any(request.temperature > 0 for request in first)
+    plain = traces(engine, requests, len(requests), 0)
+    noise = noise_of_shapes(engine, requests, plain, k)
+    if engine.replays:
+        engine.set_replay(texts_to_replay(engine, requests, plain, first))
+    test, drafts = first_tokens_test(engine, heated(first), k) if stochastic else (None, SpeculationStats())
+    measured = Exactness(
+        first_tokens=test,
+        drafts=drafts,
+        sampled=Parity(compare(plain, traces(engine, requests, len(requests), k), noise), noise),
+        greedy=measure_parity(engine, greedy, k, noise),
+    )
+    if engine.replays:
+        engine.set_replay({})
+    return measured
+
+
+def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
+    """Of plain decoding in batches of other sizes, one of them as large as the verification of `requests`."""
+    few = requests[:NOISE_REQUESTS]
+    small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
+    rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
+    others = [
+        replace(requests[i % len(requests)], seed=(requests[i % len(requests)].seed + 1 + i) % 2**63)
+        for i in range(max(0, rows - len(few)))
+    ]
+    large = measure_noise(plain[: len(few)], traces(engine, [*few, *others], rows, 0)[: len(few)])
+    return worst(small, large).or_rounding(engine.config.model.dtype)
+
+
+def texts_to_replay(
+    engine: Engine, requests: list[Request], plain: list[Trace], first: list[Request]
+) -> dict[Tokens, list[list[int]]]:
+    """Stored text that is right, and wrong at one place for every second prompt; one plain sample for `first`."""
+    texts: dict[Tokens, list[list[int]]] = {}
+    for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
+        text = [trace[position].token for position in sorted(trace)]
+        if index % 2:
+            text[len(text) // 2] = text[0]
+        texts[tuple(request.prompt_tokens)] = [text]
+    samples = {tuple(request.prompt_tokens): request for request in first}
+    engine.set_k(0)
+    for prompt, response in zip(samples, engine.generate(list(samples.values())).responses, strict=True):
+        texts.setdefault(prompt, []).append(response.tokens)
+    return texts
+
+
+def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
+    """Plain against speculative, in the same batches; everything prefilled anew each time."""
+    plain, speculative = (traces(engine, requests, len(requests), length) for length in (0, k))
+    return Parity(compare(plain, speculative, noise), noise)
+
+
+def heated(requests: list[Request]) -> list[Request]:
+    """The requests of every second prompt with `HOT` settings."""
+    prompts = list(dict.fromkeys(tuple(request.prompt_tokens) for request in requests))
+    factor, top_p = HOT
+    return [
+        replace(request, temperature=factor * request.temperature, top_p=top_p)
+        if prompts.index(tuple(request.prompt_tokens)) % 2
+        else request
+        for request in requests
+    ]
+
+
+def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:
+    """What was picked for each request, `batch` at a time, with k draft tokens."""
+    engine.reset_prefix_cache()
+    engine.set_k(k)
+    with engine.recorder() as recorder:
+        parts = [engine.generate(requests[i : i + batch]).responses for i in range(0, len(requests), batch)]
+    responses = [response for part in parts for response in part]
+    return [
+        # Tokens accepted past the end of a response were picked as well.
+        {
+            position: pick
+            for position, pick in recorder.traces[request.seed].items()
+            if position < len(request.prompt_tokens) + len(response.tokens)
+        }
+        for request, response in zip(requests, responses, strict=True)
+    ]
+
+
+def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[ChiSquared, SpeculationStats]:
+    """Chi-squared of speculative samples of the first tokens, against the engine's own plain distributions."""
+    engine.set_k(k)
+    # The last token of a response comes without a draft: one more than is looked at.
+    generation = engine.generate([replace(request, max_tokens=FIRST_TOKENS + 1) for request in requests])
+    samples: dict[Tokens, list[Tokens]] = {}
+    kinds: dict[Tokens, Request] = {}
+    for request, response in zip(requests, generation.responses, strict=True):
+        prompt = tuple(request.prompt_tokens)
+        kinds[prompt] = request
+        samples.setdefault(prompt, []).append(tuple(response.tokens[:FIRST_TOKENS]))
+    engine.set_k(0)
+    test = combined(
+        [
+            chi_squared(drawn, exact_probabilities(engine, kinds[prompt], len(drawn)))
+            for prompt, drawn in samples.items()
+        ]
+    )
+    return test, generation.stats
+
+
+def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> dict[Tokens, float]:
+    """Probabilities of the likely beginnings of a response, from plain prefills; the unlikely ones are left out."""
+    least = 1.0 / num_samples
+    level: dict[Tokens, float] = {(): 1.0}
+    ended: dict[Tokens, float] = {}
+    for _ in range(FIRST_TOKENS):
+        rows = next_token_distributions(engine, request, list(level))
+        grown = {
+            (*prefix, token): level[prefix] * probability
+            for prefix, row in zip(level, rows, strict=True)
+            for token, probability in row.items()
+        }
+        grown = {tokens: probability for tokens, probability in grown.items() if probability >= least}
+        ended |= {tokens: value for tokens, value in grown.items() if tokens[-1] in engine.stop_tokens}
+        level = {tokens: value for tokens, value in grown.items() if tokens[-1] not in engine.stop_tokens}
+    return ended | level
+
+
+def next_token_distributions(engine: Engine, request: Request, prefixes: Sequence[Tokens]) -> list[dict[int, float]]:
+    """Likely next tokens after the request's prompt and each prefix, with their probabilities."""
+    asked = [
+        replace(request, prompt_tokens=[*request.prompt_tokens, *prefix], seed=seed, max_tokens=1)
+        for seed, prefix in enumerate(prefixes)
+    ]
+    if not asked:
+        return []
+    with engine.recorder() as recorder:
+        engine.generate(asked)
+    return [recorder.likely[seed] for seed in range(len(asked))]

@@ -1,0 +1,132 @@
+"""What vLLM is started with."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specrl.config import Config
+from specrl.config.methods import draft_source
+from specrl.rollout.vllm.precision import EnginePrecision
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    # Native FP8 only. DeepGEMM would round the scales of blocks up to powers of two and quantise weights anew by them:
+    # other numbers than the trainer's.
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
+    # depend on how many share its batch.
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    # Numba's OpenMP layer, which n-gram lookups would start, switches nested parallelism on for the whole process. The
+    # sampler's exponentials (MKL) then take some fifty times as long.
+    "NUMBA_THREADING_LAYER": "workqueue",
+}
+"""Set, where the user has not, before vLLM is imported."""
+
+POSITIONS = "max_position_embeddings"
+MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
+"""Words that vLLM looks for in the path of a draft model."""
+
+
+def engine_arguments(
+    config: Config,
+    policy_dir: Path,
+    drafter_dir: Path | None,
+    seed: int,
+    longest: int,
+    precision: EnginePrecision,
+) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs`. `longest`, in tokens, is that of the drafts; 0 decodes plainly.
+
+    The engine's context is longer than `model.max_length`: a sequence of full length must be scored, and where a draft
+    under verification and the next one do not fit, vLLM would stop drafting for the whole batch.
+    """
+    max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
+    updates |= precision.hf_updates()
+    arguments: dict[str, Any] = {
+        "model": str(policy_dir),
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        "distributed_executor_backend": "external_launcher",
+        "async_scheduling": False,
+        "enforce_eager": not config.engine.compile,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "max_model_len": max_model_len,
+        **_memory(config),
+        **precision.arguments(),
+    }
+    source = draft_source(config)
+    if updates:
+        own_layer = source is not None and source.is_policy_layer
+        arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
+    if longest and source is not None:
+        arguments["speculative_config"] = {
+            "num_speculative_tokens": longest,
+            # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
+            "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
+            **source.arguments(config, drafter_dir or policy_dir if source.is_policy_layer else drafter_dir),
+        }
+        if arguments["speculative_config"]["method"] in ("mtp", "draft_model"):
+            _refuse_misleading_path(arguments["speculative_config"]["model"])
+    return arguments
+
+
+def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
+    """End tokens by the model's configuration, its generation configuration and the tokenizer."""
+    ids: set[int] = {tokenizer.eos_token_id} - {None}
+    for name in ("config.json", "generation_config.json"):
+        path = policy_dir / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        ids.update([value] if isinstance(value, int) else value or [])
+    return sorted(ids)
+
+
+def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
+    """The context length that the engine can have, and what the model's configuration must say for it."""
+    hf_config = json.loads((policy_dir / "config.json").read_text())
+    longest = hf_config.get(POSITIONS, length)
+    if length <= longest:
+        return length, {}
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return longest, {}
+    # Plain rotary embeddings are the same function of the position whatever their table's length.
+    return length, {POSITIONS: length}
+
+
+def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
+    """What vLLM does with a dictionary of overrides. A function it applies to the multi-token-prediction layer's
+    configuration too, which needs as many positions, but nothing else that is said of the policy."""
+    for_layer = hf_config.model_type.endswith("_mtp")
+    hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
+    return hf_config
+
+
+def _memory(config: Config) -> dict[str, Any]:
+    if torch.cuda.is_available():
+        return {"gpu_memory_utilization": config.engine.gpu_memory_fraction}
+    return {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+
+
+def _refuse_misleading_path(directory: str) -> None:
+    """vLLM guesses the method from the draft model's path, whatever it was told (`SpeculativeConfig.__post_init__`)."""
+    found = [word for word in MISLEADING if word in directory.lower()]
+    if found:
+        raise ValueError(
+            f'vLLM would take {directory} for another kind of drafter because of "{found[0]}" in its path: '
+            "choose another folder, run name or runs_dir"
+        )

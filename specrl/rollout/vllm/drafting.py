@@ -1,0 +1,189 @@
+"""Drafts inside the engine: how far to draft, who drafts, and stored text in the place of a drafter's proposals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specrl.config import Config
+from specrl.config.methods import draft_source
+from specrl.rollout.drafts.acceptance import RECENT, REPLAY
+from specrl.rollout.drafts.controller import Controller
+from specrl.rollout.drafts.estimates import Arm
+from specrl.rollout.drafts.recent import RecentText
+from specrl.rollout.drafts.replay import ReplayCursor, ReplayIndex
+from specrl.rollout.drafts.text_acceptance import Kind, Trust
+from specrl.rollout.vllm.deferred_prefill import Backlog
+from specrl.rollout.vllm.draft_head import DraftHead
+from specrl.rollout.vllm.sampler import NO_TEXT, InvariantSampler, RequestRecord, request_seed
+
+
+class NoDrafter:
+    """vLLM's `custom_class` for methods without a drafter: `Drafting` makes all proposals."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *_: object) -> None: ...
+
+    def propose(self, sampled_token_ids: Sequence[Any], *_: object, **__: object) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class Drafting:
+    """Takes the place of the runner's `propose_draft_token_ids`, which it asks for what the drafter proposes.
+
+    A request that agrees with stored text, or recent one, gets that as its draft, any other what the drafter proposes,
+    in one batch (vLLM verifies drafts of different lengths, none included). A model-based drafter must read every token
+    of every request, now or later (`Backlog`), so that its KV cache has no holes; the passes that lengthen drafts are
+    left out when no request needs them. The time from one proposal to the next is what the controller learns from.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        sampler: InvariantSampler,
+        config: Config,
+        controller: Controller,
+        head: DraftHead | None,
+    ) -> None:
+        source, recent_tokens = draft_source(config), config.speculation.recent_tokens
+        assert source is not None, "only for a method that drafts"
+        self.runner = runner
+        self.sampler = sampler
+        self.source = source
+        self.controller = controller
+        self.head = head
+        self.index: ReplayIndex | None = None
+        self.recent = RecentText(recent_tokens) if source.replays and recent_tokens else None
+        self._recalls = False
+        """The generation that runs drafts from recent responses, and its responses are remembered."""
+        self.backlog = Backlog(runner) if source.has_weights else None
+        """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
+        self.trust = Trust()
+        """In text."""
+        self.fixed: Arm | None = None
+        """Used instead of the controller's choice."""
+        self._arm = Arm(0, 0)
+        self._last_end: float | None = None
+        self._drafter_proposals = runner.propose_draft_token_ids
+
+    def install(self) -> None:
+        self.runner.propose_draft_token_ids = self
+
+    def begin(self, recall: bool) -> None:
+        """A generation begins: the time since the last one belongs to no iteration."""
+        self._last_end = None
+        self._recalls = recall
+        if self.recent is not None:
+            self.recent.trim()
+
+    def remember(self, response: Sequence[int]) -> None:
+        """A response of the generation that runs, whole or as far as it got."""
+        if self.recent is not None and self._recalls:
+            self.recent.add(response)
+
+    def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
+        """Signature of the runner's method; drafts by request, in the order of its batch."""
+        iteration = self.sampler.last
+        batch = len(iteration.ids)
+        verified = self._arm
+        self.trust.observe(iteration.outcomes)
+        self._arm = self.fixed if self.fixed is not None else self.controller.choose(batch)
+        drafts = self._propose(self._arm, scheduler_output, arguments)
+        now = agreed(time.perf_counter())
+        if self.fixed is None and self._last_end is not None and iteration.all_decoding:
+            seconds = now - self._last_end
+            self.controller.observe(batch, verified, seconds if verified == self._arm else None, iteration.outcomes)
+        self._last_end = now
+        return drafts
+
+    def _propose(self, arm: Arm, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+        iteration = self.sampler.last
+        records = [self.sampler.records[request_id] for request_id in iteration.ids]
+        entries = zip(iteration.ids, records, iteration.rows, strict=True)
+        texts = [self._text(*entry, arm) for entry in entries]
+        all_text = all(text or not row for (_, text), row in zip(texts, iteration.rows, strict=True))
+        own = self._from_drafter(0 if all_text else arm.k, scheduler_output, arguments)
+        drafts: list[list[int]] = []
+        for record, (kind, text), proposal in zip(records, texts, own, strict=True):
+            record.draft = kind if text else NO_TEXT
+            # Past the end of a response nothing is wanted; the last token comes without a draft.
+            drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
+        return drafts
+
+    def _text(self, request_id: str, record: RequestRecord, row: list[int], arm: Arm) -> tuple[Kind, list[int]]:
+        """A draft from stored or recent text, whichever is the more trusted; cursors move even when none is wanted."""
+        if not row:
+            return NO_TEXT, []
+        if len(record.logprobs) == len(row):  # its first tokens
+            record.cursors = self._cursors(request_id)
+        for cursor in record.cursors.values():
+            cursor.advance(row)
+        kinds = [(source, cursor.agreement) for source, cursor in record.cursors.items() if cursor.agreement]
+        if not kinds:
+            return NO_TEXT, []
+        best = max(kinds, key=self.trust.chance)
+        return best, record.cursors[best[0]].draft(self.trust.length(best, arm.replay_k, arm.k > 0))
+
+    def _cursors(self, request_id: str) -> dict[str, ReplayCursor]:
+        """By source of text, for a new response."""
+        state, found = self.runner.requests[request_id], {}
+        if self.index is not None:
+            stored = self.index.cursor(state.prompt_token_ids, request_seed(state.sampling_params))
+            if stored is not None:
+                found[REPLAY] = stored
+        if self.recent is not None and self._recalls:
+            found[RECENT] = ReplayCursor(self.recent)
+        return found
+
+    def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+        if k == 0 and not self.source.reads_every_token:
+            return [[] for _ in self.sampler.last.ids]
+        records = [self.sampler.records[request_id] for request_id in self.sampler.last.ids]
+        if self.head is not None:
+            self.head.begin(records)
+        if self.backlog is not None:
+            rows = self.sampler.last.rows
+            if k == 0 and self.sampler.last.all_decoding:
+                self.backlog.defer(records, rows, arguments)
+                return [[] for _ in rows]
+            self.backlog.forget_what_was_recomputed(records, rows)
+            self.backlog.catch_up(records, arguments)
+        scheduler_output.num_spec_tokens_to_schedule = k
+        proposals = self._drafter_proposals(scheduler_output, *arguments)
+        return proposals.tolist() if isinstance(proposals, torch.Tensor) else proposals
+
+
+def agreed(value: float) -> float:
+    """`value` of the first rank of a tensor-parallel engine: its ranks must take the same decisions."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return value
+    shared = torch.tensor([value], dtype=torch.float64)
+    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+    return float(shared)
+
+
+def draft_model(runner: Any) -> nn.Module | None:
+    """The drafter's module inside the engine, none for drafters without weights."""
+    model = getattr(getattr(runner, "drafter", None), "model", None)
+    return model if isinstance(model, nn.Module) else None
+
+
+def refuse_shared_head(runner: Any) -> None:
+    """Raises ValueError where vLLM made the drafter share the policy's head: refitting one would overwrite the other.
+
+    It does when the two are equal at load time, which needs a draft vocabulary as large as the policy's. The policy's
+    own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
+    """
+    drafter = draft_model(runner)
+    if runner.speculative_config is None or runner.speculative_config.method == "mtp":
+        return
+    if drafter is not None and drafter.lm_head is runner.model.lm_head:
+        raise ValueError("the drafter's head is the policy's; give it a draft vocabulary smaller than the policy's")

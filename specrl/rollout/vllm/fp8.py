@@ -1,0 +1,196 @@
+"""FP8 inside vLLM: emulated on CPUs through its registry of quantisation methods, native on GPUs.
+
+Written against vLLM 0.32.0: whoever uses it has called `lifecycle.require_version`.
+
+The emulation rounds weights once per (re)load and activations before every product, with the functions of the trainer's
+emulation; the product itself is vLLM's own, of weights and activations in the compute type. Only the policy's linear
+layers named by the recipe are touched: head, embeddings, norms and any drafter stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_rows
+from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name, layer_names
+
+EMULATION = "specrl_fp8"
+NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
+NATIVE = "fp8_per_block"
+"""vLLM's online quantisation: 128x128 weight blocks, FP32 scales, at each load; 1x128 activation blocks."""
+
+
+def linear_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` by which the recipe's layers compute in FP8, as the device has it."""
+    if torch.cuda.is_available():
+        kept = [engine_name(name) for name in layer_names(recipe.num_layers) if name in recipe.bf16_layers]
+        return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "ignore": kept}}
+    return {"quantization": EMULATION}
+
+
+def hf_updates(recipe: Recipe) -> dict[str, Any]:
+    """Entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none where it has FP8."""
+    if torch.cuda.is_available():
+        return {}
+    settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
+    return {"quantization_config": settings}
+
+
+@register_quantization_config(EMULATION)
+class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
+    """Which layers are emulated; vLLM makes it from `quantization_config`."""
+
+    def __init__(self, layers: frozenset[str], power_of_two: bool) -> None:
+        super().__init__()
+        self.layers, self.power_of_two = layers, power_of_two
+
+    @classmethod
+    def get_name(cls) -> str:
+        return EMULATION
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EmulatedFp8Config:
+        return cls(frozenset(config["layers"]), config["power_of_two"])
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        if not isinstance(layer, LinearBase):
+            return None  # head and embeddings; attention without scales of its own
+        return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
+
+
+@register_weight_loader_v2_supported_method
+class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
+    """One linear layer of the policy in emulated FP8."""
+
+    def __init__(self, power_of_two: bool) -> None:
+        super().__init__()
+        self.power_of_two = power_of_two
+        self.sizes: list[int] = []
+        """Rows of each fused matrix on this rank."""
+        self.num_weight_quantisations = 0
+        self.num_activation_quantisations = 0
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kw: Any
+    ) -> None:
+        self.sizes = list(output_partition_sizes)
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kw)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Round the weight before vLLM packs it; called at the start and at every refit."""
+        weight: Any = layer.weight
+        weight.data.copy_(self.quantise_weight(weight.data))
+        self.num_weight_quantisations += 1
+        super().process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if not torch.compiler.is_compiling():
+            self.num_activation_quantisations += 1
+        output: Tensor = super().apply(layer, self.quantise_inputs(x), bias)
+        return output
+
+    def quantise_weight(self, weight: Tensor) -> Tensor:
+        """[out, in] of this rank, matrices below each other."""
+        return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
+
+    def quantise_inputs(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
+
+
+def mode_of(model: nn.Module) -> Mode:
+    """What the policy inside the engine does."""
+    layers = list(model.modules())
+    if any(isinstance(_method(layer), EmulatedFp8Linear) for layer in layers):
+        return "emulated"
+    return "native" if any(_is_native(layer) and _flaw(layer) is None for layer in layers) else "off"
+
+
+def _method(layer: nn.Module) -> Any:
+    return getattr(layer, "quant_method", None)
+
+
+def _is_native(layer: nn.Module) -> bool:
+    """Whether vLLM was asked for FP8 here."""
+    return type(_method(layer)).__name__ == NATIVE_METHOD
+
+
+def _flaw(layer: nn.Module) -> str | None:
+    """What keeps a layer for which vLLM was asked for native FP8 from it: kernels for older devices take its weights
+    only; none where weights and activations are quantised."""
+    weight: Any = layer.weight
+    kernel = type(getattr(_method(layer), "fp8_linear", None)).__name__
+    if "Marlin" in kernel:
+        return f"computes with {kernel}: its activations are not in FP8"
+    return None if weight.dtype == torch.float8_e4m3fn else f"holds weights of {weight.dtype}, not in FP8"
+
+
+def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts_activations: bool) -> None:
+    """Every layer that the recipe names, and no other, computes in FP8.
+
+    Args:
+        num_loads: how often weights have been loaded, the start included: as often they must have been quantised.
+        counts_activations: false under torch.compile, which leaves the counting out.
+
+    Raises:
+        NotQuantisedError: naming the first layer that does not.
+    """
+    expected = set(recipe.engine_layers)
+    for name, module in model.named_modules():
+        method = _method(module)
+        is_fp8 = isinstance(method, EmulatedFp8Linear) or _is_native(module)
+        if is_fp8 != (name in expected) and (is_fp8 or name in expected):
+            precision = "FP8" if is_fp8 else "BF16"
+            raise NotQuantisedError(f"{name} of the engine computes in {precision}, not as calibrated")
+        if _is_native(module) and (flaw := _flaw(module)):
+            raise NotQuantisedError(f"{name} of the engine {flaw}")
+        if not isinstance(method, EmulatedFp8Linear):
+            continue
+        if method.num_weight_quantisations < num_loads:
+            raise NotQuantisedError(
+                f"{name} of the engine holds weights that were not quantised: {num_loads} loads, "
+                f"{method.num_weight_quantisations} quantisations"
+            )
+        if counts_activations and not method.num_activation_quantisations:
+            raise NotQuantisedError(f"{name} of the engine has quantised no activations")
+    missing = expected - {name for name, _ in model.named_modules()}
+    if missing:
+        raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
+
+
+@torch.inference_mode()
+def set_kv_scales(model: nn.Module, scales: KvScales) -> None:
+    """Give the policy's attention layers the scales that their FP8 queries, keys and values are stored with.
+
+    Whoever calls it drops cached prefixes: they were stored with the old ones.
+    """
+    for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
+        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
+        for letter, value in zip("qkv", values, strict=True):
+            getattr(attention, f"_{letter}_scale").fill_(value)
+            setattr(attention, f"_{letter}_scale_float", value)
+        attention._k_scale_cpu.fill_(scales.k[layer])
+        attention._v_scale_cpu.fill_(scales.v[layer])

@@ -1,0 +1,123 @@
+"""The precision of a rollout engine: what its recipe means inside vLLM, and whether it is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from specrl.config import PrecisionConfig
+from specrl.precision import native
+from specrl.precision.recipe import KvScales, Mode, Recipe
+
+FIRST_FP8_CAPABILITY = (8, 9)
+"""Of NVIDIA devices: Ada and later."""
+
+
+class EnginePrecision:
+    """FP8 of one engine. Without a recipe, or where `precision` asks for BF16, everything here does nothing."""
+
+    def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
+        self.recipe = recipe
+        self.has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
+        self.has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
+        if self.has_fp8_linears:
+            _check_linears(config)
+        if self.has_fp8_kv_cache:
+            _check_kv_cache()
+        self.num_loads = 0
+        """How often the engine was given weights."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Of vLLM's `EngineArgs`. A drafter's own layer keeps its KV cache in the compute type."""
+        found: dict[str, Any] = {}
+        if self.recipe is not None and self.has_fp8_linears:
+            from specrl.rollout.vllm import fp8
+
+            found |= fp8.linear_arguments(self.recipe)
+        if self.recipe is not None and self.has_fp8_kv_cache:
+            found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
+        return found
+
+    def hf_updates(self) -> dict[str, Any]:
+        """What the model's configuration must say for it."""
+        if self.recipe is None or not self.has_fp8_linears:
+            return {}
+        from specrl.rollout.vllm import fp8
+
+        return fp8.hf_updates(self.recipe)
+
+    @property
+    def kv_scales(self) -> KvScales | None:
+        """Of the FP8 KV cache, as the last weights came with them; none with a BF16 one."""
+        return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
+
+    def restore(self, kv_scales: KvScales | None) -> None:
+        """Scales of a run that goes on, for the next weights to come with; none leaves the calibration's."""
+        if self.recipe is not None:
+            self.recipe = self.recipe.with_kv_scales(kv_scales)
+
+    def mode(self, model: nn.Module) -> Mode:
+        if not self.has_fp8_linears:
+            return "off"
+        from specrl.rollout.vllm import fp8
+
+        return fp8.mode_of(model)
+
+    def loaded(self, model: nn.Module, kv_scales: KvScales | None) -> None:
+        """After weights have been loaded, which has put vLLM's own KV scales in place; without new ones, the old ones.
+
+        Raises:
+            ValueError: an FP8 KV cache without scales.
+        """
+        self.num_loads += 1
+        if self.recipe is None or not self.has_fp8_kv_cache:
+            return
+        from specrl.rollout.vllm import fp8
+
+        self.recipe = self.recipe.with_kv_scales(kv_scales)
+        if self.recipe.kv_scales is None:
+            raise ValueError('precision.kv_cache = "fp8" needs scales of queries, keys and values: calibrate first')
+        fp8.set_kv_scales(model, self.recipe.kv_scales)
+
+    def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
+        """All weights it was given are quantised, and activations are; call it after a generation.
+
+        Raises:
+            NotQuantisedError: naming the first layer that computes in another precision than the recipe says.
+        """
+        if self.recipe is not None and self.has_fp8_linears:
+            from specrl.rollout.vllm import fp8
+
+            fp8.assert_quantised(model, self.recipe, self.num_loads, counts_activations=not compiled)
+
+
+def _check_linears(config: PrecisionConfig) -> None:
+    """
+    Raises:
+        ValueError: FP8 that this device does not have and may not emulate.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda:
+        native.check_device("precision.generation")
+    if config.hardware == "native" and not cuda:
+        raise ValueError('precision.hardware = "native": vLLM has no native FP8 on this device; "any" emulates it')
+    if config.scales == "power_of_two" and cuda:
+        raise ValueError('precision.scales = "power_of_two": vLLM quantises weights on a GPU with "fp32" scales only')
+
+
+def _check_kv_cache() -> None:
+    """
+    Raises:
+        ValueError: this device stores no FP8 keys and values.
+    """
+    if torch.cuda.is_available():
+        able = torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY
+    else:
+        able = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    if not able:
+        raise ValueError(
+            'precision.kv_cache = "fp8": this device has no FP8 KV cache (vLLM needs AVX-512 or AMX, or a GPU of '
+            'compute capability 8.9); use "bf16"'
+        )

@@ -1,0 +1,75 @@
+"""Listens at the sampler inside an engine: every token kept, with the step of the CDF that it was picked from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specrl.rollout.sampling.inverse_cdf import uniforms, weights
+from specrl.rollout.sampling.near_ties import Pick
+from specrl.rollout.vllm.sampler import request_seed
+
+LIKELY = 1e-3
+"""Tokens at least this probable are recorded for `Recorder.likely`."""
+
+
+@dataclass
+class Recorder:
+    """Stands before the sampler installed in `runner`; changes nothing. Use as a context manager, on whole engines.
+
+    Requests are told apart by their seeds, which must differ within one recording.
+    """
+
+    runner: Any
+    traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
+    """By seed, then by position in the sequence."""
+    likely: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By seed: the first token's distribution, tokens to probabilities of at least `LIKELY`, renormalised."""
+
+    def __enter__(self) -> Recorder:
+        self.installed = self.runner._sample
+        self.runner._sample = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner._sample = self.installed
+
+    def __call__(self, logits: Tensor, metadata: Any) -> Any:
+        ids = self.runner.input_batch.req_ids
+        counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
+        states = [self.runner.requests[request_id] for request_id in ids]
+        starts = [(state.num_tokens, state.num_prompt_tokens) for state in states]
+        # Samplers may work in place.
+        output = self.installed(logits.clone(), metadata)
+        first = 0
+        discarded = self.runner.discard_request_mask.np
+        for index, (state, (start, prompt)) in enumerate(zip(states, starts, strict=True)):
+            tokens = [token for token in output.sampled_token_ids[index].tolist() if token != -1]
+            if not discarded[index]:
+                self._record(state.sampling_params, start, logits[first : first + len(tokens)], tokens, start == prompt)
+            first += counts[index] + 1
+        return output
+
+    def _record(self, params: Any, start: int, logits: Tensor, tokens: list[int], is_first: bool) -> None:
+        rows, seed = len(tokens), request_seed(params)
+        probs = weights(
+            logits,
+            torch.full((rows,), params.temperature),
+            torch.full((rows,), max(params.top_k, 0)),
+            torch.full((rows,), params.top_p),
+        ).double()
+        probs /= probs.sum(-1, keepdim=True)
+        cdf = probs.cumsum(-1)
+        best = logits.float().log_softmax(-1).topk(2).values
+        u = uniforms(torch.tensor([seed]), torch.arange(start, start + rows)).tolist()
+        trace = self.traces.setdefault(seed, {})
+        for row, token in enumerate(tokens):
+            upper = float(cdf[row, token])
+            lower, gap = upper - float(probs[row, token]), float(best[row, 0] - best[row, 1])
+            trace[start + row] = Pick(token, u[row], lower, upper, gap, params.temperature == 0)
+        if is_first:
+            likely = torch.nonzero(probs[0] >= LIKELY)[:, 0]
+            self.likely[seed] = dict(zip(likely.tolist(), probs[0, likely].tolist(), strict=True))

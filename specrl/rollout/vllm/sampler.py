@@ -1,0 +1,193 @@
+"""The drafter-invariant sampler in the place of vLLM's own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specrl.rollout.drafts.acceptance import DRAFTER, Outcome, SourceCounts, SpeculationStats, accepted_prefix
+from specrl.rollout.drafts.replay import ReplayCursor
+from specrl.rollout.drafts.text_acceptance import Kind
+from specrl.rollout.sampling.inverse_cdf import pick, uniforms
+
+SEED = "specrl_seed"
+NO_TEXT: Kind = (DRAFTER, 0)
+"""Of drafts that the drafter made."""
+
+
+def seed_argument(seed: int) -> dict[str, Any]:
+    """Keyword of `SamplingParams` that carries a request's seed to the sampler.
+
+    Not vLLM's own `seed`: that makes a torch generator per request, which nobody draws from, and which on CPUs cannot
+    be rewound, so that a prompt prefilled in chunks would end in an error.
+    """
+    return {"extra_args": {SEED: seed}}
+
+
+def request_seed(params: Any) -> int:
+    """The seed that `seed_argument` put into a request; ValueError for a request without one."""
+    if SEED not in (params.extra_args or {}):
+        raise ValueError("a request reached the sampler without a seed; every request must be given one")
+    return int(params.extra_args[SEED])
+
+
+@dataclass
+class RequestRecord:
+    """What the sampler keeps of one running request."""
+
+    prompt_length: int
+    uniforms: np.ndarray[Any, np.dtype[np.float64]]
+    """u(seed, position) from position `prompt_length` on."""
+    temperature: float
+    top_k: int
+    top_p: float
+    started_at: float
+    max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    logprobs: list[float] = field(default_factory=list)
+    """One per response token so far."""
+    draft: Kind = NO_TEXT
+    """Source of the draft that is verified next and, where that is text, its agreement with the response before it."""
+    cursors: dict[str, ReplayCursor] = field(default_factory=dict)
+    """Where it is in text, by source."""
+    by_source: dict[str, SourceCounts] = field(default_factory=dict)
+    unread: list[Any] = field(default_factory=list)
+    """What the drafter has yet to read of it, see `Backlog`."""
+    unread_bytes: int = 0
+
+    def verified(self, drafted: int, accepted: int) -> Outcome:
+        """Count its draft."""
+        source, agreement = self.draft
+        self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
+        return Outcome(source, drafted, accepted, agreement)
+
+    @property
+    def counts(self) -> SourceCounts:
+        """What became of all its drafts."""
+        return SourceCounts(*(sum(column) for column in zip(SourceCounts(), *self.by_source.values(), strict=True)))
+
+
+@dataclass
+class Iteration:
+    """What the sampler did in the engine's last iteration, by request in the order of the runner's batch."""
+
+    ids: list[str] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """Tokens that were picked; none for a request that is still working on its prompt."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    all_decoding: bool = False
+    """No request was working on its prompt."""
+
+
+class InvariantSampler:
+    """Takes the place of the runner's `_sample`: picks every token, drafted or not; a draft is accepted when picked.
+
+    Keeps, per request, the log-probs of what it picked and what became of its drafts. `records` is keyed by the
+    engine's request id; whoever finishes a request takes its record out.
+    """
+
+    def __init__(self, runner: Any, longest_draft: int) -> None:
+        self.runner = runner
+        self.longest_draft = longest_draft
+        self.records: dict[str, RequestRecord] = {}
+        self.stats = SpeculationStats()
+        self.last = Iteration()
+
+    def install(self) -> None:
+        self.runner._sample = self
+
+    def __call__(self, logits: Tensor, metadata: Any) -> Any:
+        """Signature and result of `GPUModelRunner._sample`: logits [sum of (drafts + 1) over requests, vocab]."""
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self.runner.input_batch
+        ids: list[str] = batch.req_ids
+        counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
+        assert logits.shape[0] == sum(counts) + len(ids), (logits.shape, counts)
+        self._admit(ids)
+        states = [self.runner.requests[request_id] for request_id in ids]
+        # Output lengths before this iteration: a picked token's index in its response.
+        starts = [state.num_tokens - state.num_prompt_tokens for state in states]
+        tokens, logprobs = self._pick(logits, [self.records[request_id] for request_id in ids], starts, counts)
+        drafts = [] if metadata is None else metadata.draft_token_ids.tolist()
+        rows = self._verify(ids, starts, counts, tokens, logprobs, drafts)
+        width = max(counts) + 1
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        sampled = torch.tensor(padded, dtype=torch.int32, device=logits.device)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+
+    def _admit(self, ids: list[str]) -> None:
+        """Make records of requests seen for the first time; their uniforms are computed once, for all positions."""
+        new = [request_id for request_id in ids if request_id not in self.records]
+        if not new:
+            return
+        states = [self.runner.requests[request_id] for request_id in new]
+        longest = max(state.sampling_params.max_tokens for state in states) + self.longest_draft + 1
+        seeds = torch.tensor([[request_seed(state.sampling_params)] for state in states])
+        positions = torch.tensor([[state.num_prompt_tokens] for state in states]) + torch.arange(longest)
+        table = uniforms(seeds, positions).numpy()
+        for request_id, state, row in zip(new, states, table, strict=True):
+            params = state.sampling_params
+            self.records[request_id] = RequestRecord(
+                *(state.num_prompt_tokens, row, params.temperature, max(params.top_k, 0), params.top_p),
+                started_at=time.time(),
+                max_tokens=params.max_tokens,
+                stop_tokens=frozenset(params.stop_token_ids or ()),
+            )
+
+    def _pick(
+        self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]
+    ) -> tuple[list[int], list[float]]:
+        repeats = np.array(counts) + 1
+        u = np.concatenate([r.uniforms[s : s + n + 1] for r, s, n in zip(records, starts, counts, strict=True)])
+        settings = (
+            np.array([record.temperature for record in records], dtype=np.float32),
+            np.array([record.top_k for record in records], dtype=np.int64),
+            np.array([record.top_p for record in records], dtype=np.float32),
+        )
+        temperature, top_k, top_p = (torch.from_numpy(setting.repeat(repeats)) for setting in settings)
+        tokens, logprobs = pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))
+        return tokens.tolist(), logprobs.tolist()
+
+    def _verify(
+        self,
+        ids: list[str],
+        starts: list[int],
+        counts: list[int],
+        tokens: list[int],
+        logprobs: list[float],
+        drafts: list[int],
+    ) -> list[list[int]]:
+        """Tokens each request gets: its accepted drafts and one more. Writes log-probs and counters.
+
+        Rows of a prompt's earlier chunks, and of outputs recomputed after a preemption, are thrown away by the runner.
+        """
+        discarded = self.runner.discard_request_mask.np
+        rows: list[list[int]] = []
+        outcomes: list[Outcome] = []
+        decoding: list[bool] = []
+        first = first_draft = 0
+        for index, (request_id, start, count) in enumerate(zip(ids, starts, counts, strict=True)):
+            record = self.records[request_id]
+            picked, drafted = tokens[first : first + count], drafts[first_draft : first_draft + count]
+            accepted = accepted_prefix(drafted, picked, record.stop_tokens)
+            kept = slice(first, first + accepted + 1)
+            rows.append(tokens[kept])
+            first, first_draft = first + count + 1, first_draft + count
+            # A request that was preempted reads its own output again before it goes on: that is a prefill.
+            read = int(self.runner.input_batch.num_computed_tokens_cpu[index])
+            decoding.append(start > 0 and not discarded[index] and read == record.prompt_length + start - 1)
+            if discarded[index]:
+                continue
+            record.logprobs[start:] = logprobs[kept]
+            if count:
+                outcomes.append(record.verified(count, accepted))
+        kept_rows = [[] if discarded[index] else row for index, row in enumerate(rows)]
+        self.last = Iteration(list(ids), kept_rows, outcomes, all(decoding))
+        self.stats += SpeculationStats.of(outcomes, decode_steps=int(any(decoding)))
+        return rows

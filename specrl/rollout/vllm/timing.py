@@ -1,0 +1,102 @@
+"""Where an engine iteration's time goes, by timers around the parts of vLLM's V1 runner and scheduler.
+
+Only while the context is open: an engine that is not being profiled runs nothing of this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specrl.rollout.vllm.lifecycle import model_runner
+
+PARTS = ("policy", "drafter", "sampler", "scheduler")
+"""`policy`: forward pass and head; `drafter`: everything that proposes; what is left is vLLM's Python around them."""
+
+
+@dataclass
+class IterationTimes:
+    """Seconds spent in each part, summed over `iterations` engine iterations."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    total: float = 0.0
+    iterations: int = 0
+
+    @property
+    def per_iteration(self) -> dict[str, float]:
+        """Seconds per iteration, by part, with `other` for what no timer covers."""
+        count = max(self.iterations, 1)
+        parts = {part: seconds / count for part, seconds in self.seconds.items()}
+        return parts | {"other": self.total / count - sum(parts.values())}
+
+
+@contextmanager
+def iteration_times(llm_engine: Any) -> Iterator[IterationTimes]:
+    """Times of the iterations that run inside the context. Only iterations that ran the model count."""
+    runner = model_runner(llm_engine)
+    scheduler = llm_engine.engine_core.engine_core.scheduler
+    times = IterationTimes()
+    timed = [
+        (runner, "_model_forward", "policy"),
+        (runner.model, "compute_logits", "policy"),
+        (runner, "propose_draft_token_ids", "drafter"),
+        (runner, "_sample", "sampler"),
+        (scheduler, "schedule", "scheduler"),
+        (scheduler, "update_from_output", "scheduler"),
+    ]
+    undo = [_wrap(owner, name, _timer(getattr(owner, name), times.seconds, part)) for owner, name, part in timed]
+    undo.append(_wrap(llm_engine, "step", _counted(llm_engine.step, times)))
+    try:
+        yield times
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _timer(function: Callable[..., Any], seconds: dict[str, float], part: str) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = _now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[part] += _now() - started
+
+    return timed
+
+
+def _counted(step: Callable[[], Any], times: IterationTimes) -> Callable[[], Any]:
+    def counted() -> Any:
+        started = _now()
+        outputs = step()
+        times.total += _now() - started
+        times.iterations += 1
+        return outputs
+
+    return counted
+
+
+def _now() -> float:
+    """A GPU runs behind the Python that feeds it: unless it is waited for, its time falls to whichever part waits."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Put `replacement` on the instance; returns what takes it away again."""
+    own: Mapping[str, Any] = vars(owner)
+    before, had = own.get(name), name in own
+    object.__setattr__(owner, name, replacement)
+
+    def restore() -> None:
+        if had:
+            object.__setattr__(owner, name, before)
+        else:
+            object.__delattr__(owner, name)
+
+    return restore

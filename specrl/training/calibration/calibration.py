@@ -1,0 +1,249 @@
+"""Which linear layers stay in BF16, so that FP8 changes the policy's output by no more than a budget.
+
+Measured on rollouts of the policy itself: the divergence of each layer alone in FP8, on a small probe, ranks the layers
+by nats per FLOP; a bisection over that ranking with all other layers in FP8 finds the fewest that hold the budget; on
+other prompts than those it is confirmed, or the set grows until it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from specrl.artifacts import atomic_path
+from specrl.distributed import Ranks
+from specrl.precision.kv_scales import KvObserver
+from specrl.precision.recipe import KvScales, Recipe
+from specrl.training.batches import MicroBatch
+from specrl.training.calibration.divergence import Divergence
+from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
+from specrl.training.megatron.fp8 import EmulatedLinear, emulate
+from specrl.training.megatron.policy import Policy
+
+GROWTH = 1 / 16
+"""Share of the layers by which the set grows while the held-out prompts exceed the budget."""
+
+
+class SwitchableLinears:
+    """Lets each linear layer of a policy switch between BF16 and emulated FP8: pass it as `Policy(..., fp8=...)`."""
+
+    def __init__(self, *, power_of_two: bool = False) -> None:
+        self.power_of_two = power_of_two
+        self.is_native = False
+        """Statistics and single layers need the emulation, on GPUs too."""
+        self.model: Any = None
+        self.linears: dict[str, EmulatedLinear] = {}
+
+    def attach(self, model: torch.nn.Module) -> None:
+        self.model, self.linears = model, emulate(model, power_of_two=self.power_of_two)
+        self.set_fp8([])
+
+    def set_fp8(self, names: Sequence[str]) -> None:
+        """Exactly these layers compute in FP8, whatever rank holds them."""
+        for name, linear in self.linears.items():
+            linear.active = name in names
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One row of the layer table; amax are of 1x128 activation blocks, errors of the layer alone on BF16 inputs."""
+
+    name: str
+    flops_per_token: int
+    relative_error: float
+    activation_amax_median: float
+    activation_amax_p999: float
+    activation_amax_max: float
+    outlier_ratio: float
+    weight_amax: float
+    kl_alone: float
+    """Nats per token at the model's output with only this layer in FP8."""
+    precision: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    bf16_layers: list[str]
+    kl_all_fp8: float
+    kl_chosen: float
+    """On held-out prompts, as `kl_all_fp8`; nats per token."""
+    curve: list[tuple[int, float]]
+    """(layers in BF16, KL) as measured on the prompts of the choice."""
+    rows: list[LayerRow]
+    weight_scales: dict[str, list[list[list[float]]]]
+    """By layer: [tensor-parallel rank, row blocks, column blocks]."""
+    kv_scales: KvScales | None = None
+
+    @property
+    def bf16_flop_fraction(self) -> float:
+        kept = sum(row.flops_per_token for row in self.rows if row.precision == "bf16")
+        return kept / sum(row.flops_per_token for row in self.rows)
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Micro-batches of this data-parallel rank; their masks say where divergence is measured."""
+
+    statistics: list[MicroBatch]
+    probe: list[MicroBatch]
+    """Few: passed once for every linear layer."""
+    selection: list[MicroBatch]
+    held_out: list[MicroBatch]
+    """Of other prompts than `probe` and `selection`."""
+
+
+def calibrate(
+    policy: Policy,
+    switch: SwitchableLinears,
+    data: CalibrationData,
+    max_kl: float,
+    ranks: Ranks,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    *,
+    always_bf16: Sequence[str] = (),
+) -> Calibration:
+    """Collective over the ranks. `policy` was built with `fp8=switch`.
+
+    Args:
+        max_kl: KL(bf16 || fp8) of the output distribution, nats per token, that the choice must hold.
+        always_bf16: layers that stay in BF16 whatever they cost.
+        on_progress: called with what is done, the total and the name of the phase.
+    """
+    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
+    policy.kv_observer = observer
+    statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
+    found_scales = observer.take(ranks)
+    observer.detach()
+    policy.kv_observer = None
+    names = sorted(statistics, key=_position)
+    alone = _each_alone(Divergence(policy, switch, data.probe, ranks), names, on_progress)
+    flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
+    order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
+
+    selection = _Search(Divergence(policy, switch, data.selection, ranks), order, on_progress)
+    count = max(len(always_bf16), smallest_prefix(len(order), selection.kl, max_kl))
+    held_out = _Search(Divergence(policy, switch, data.held_out, ranks), order, on_progress)
+    count = grown_prefix(count, len(order), held_out.kl, max_kl)
+    switch.set_fp8(names)
+    kept = set(order[:count])
+    return Calibration(
+        bf16_layers=[name for name in names if name in kept],
+        kl_all_fp8=held_out.kl(0),
+        kl_chosen=held_out.kl(count),
+        curve=sorted(selection.known.items()),
+        rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
+        weight_scales={
+            name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
+        },
+        kv_scales=found_scales[0] if found_scales is not None else None,
+    )
+
+
+def layer_statistics(
+    policy: Policy,
+    switch: SwitchableLinears,
+    batches: list[MicroBatch],
+    ranks: Ranks,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+) -> dict[str, LayerStatistics]:
+    """*Statistics of all linear layers of all ranks, with the policy running in BF16."""
+    switch.set_fp8([])
+    observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
+    for done, batch in enumerate(batches):
+        on_progress(done, len(batches), "layer statistics")
+        with observing(observers.values(), batch.lengths):
+            policy.logprobs([batch])
+    return merge(ranks.gather({name: observer.statistics for name, observer in observers.items()}))
+
+
+def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
+    """Smallest number of leading layers in BF16 that holds the budget, by bisection: KL falls to 0 at `size`."""
+    if kl_of(0) <= budget:
+        return 0
+    low, high = 0, size
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if kl_of(middle) <= budget else (middle, high)
+    return high
+
+
+def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
+    """`count`, or as many layers more as it takes to hold the budget on the data of `kl_of`."""
+    while count < size and kl_of(count) > budget:
+        count = min(size, count + max(1, round(GROWTH * size)))
+    return count
+
+
+class _Search:
+    """KL as a function of how many of the ranked layers stay in BF16; each number is measured once."""
+
+    def __init__(self, divergence: Divergence, order: list[str], on_progress: Callable[[int, int, str], None]) -> None:
+        self._divergence = divergence
+        self._order = order
+        self._on_progress = on_progress
+        self.known = {len(order): 0.0}
+
+    def kl(self, count: int) -> float:
+        if count not in self.known:
+            self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
+            self.known[count] = self._divergence.kl(self._order[count:])
+        return self.known[count]
+
+
+def _each_alone(
+    divergence: Divergence, names: list[str], on_progress: Callable[[int, int, str], None]
+) -> dict[str, float]:
+    found = {}
+    for done, name in enumerate(names):
+        on_progress(done, len(names), "layers one by one")
+        found[name] = divergence.kl([name])
+    return found
+
+
+def _position(name: str) -> tuple[int, str]:
+    _, layer, linear = name.split(".")
+    return int(layer), linear
+
+
+def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, kept: bool) -> LayerRow:
+    return LayerRow(
+        name=name,
+        flops_per_token=flops,
+        relative_error=statistics.relative_error,
+        activation_amax_median=statistics.amax_quantile(0.5),
+        activation_amax_p999=statistics.amax_quantile(0.999),
+        activation_amax_max=statistics.amax,
+        outlier_ratio=statistics.outlier_ratio,
+        weight_amax=statistics.weight_amax,
+        kl_alone=kl_alone,
+        precision="bf16" if kept else "fp8",
+    )
+
+
+def recipe_from(calibration: Calibration, num_layers: int, *, power_of_two: bool) -> Recipe:
+    return Recipe(num_layers, frozenset(calibration.bf16_layers), power_of_two, calibration.kv_scales)
+
+
+def layer_details(calibration: Calibration) -> dict[str, Any]:
+    """By layer, for the JSON of the scales: the weights' block scales and the activations' maxima."""
+    return {
+        row.name: {
+            "precision": row.precision,
+            "weight_scales": calibration.weight_scales[row.name],
+            "activation_amax": row.activation_amax_max,
+            "activation_amax_p999": row.activation_amax_p999,
+        }
+        for row in calibration.rows
+    }
+
+
+def write_layers(path: Path, rows: list[LayerRow]) -> None:
+    """Arrow IPC file, a row per linear layer."""
+    table = pa.Table.from_pylist([asdict(row) for row in rows])
+    with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
+        writer.write_table(table)

@@ -1,0 +1,65 @@
+"""Which rollouts the calibration looks at, and how much of them."""
+
+from __future__ import annotations
+
+from specrl.config import Config
+from specrl.schemas import Rollout
+from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.calibration.calibration import CalibrationData
+
+KL_POSITIONS = 640
+"""Response tokens, of all ranks, on which the output's divergence is measured, for the choice and held out."""
+PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
+"""Response tokens and responses passed once per linear layer; the beginnings of responses."""
+
+
+def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int) -> CalibrationData:
+    """This data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
+
+    Every second prompt is held out from the choice of layers.
+
+    Raises:
+        ValueError: fewer than two prompts.
+    """
+    budget = config.precision.calibration_tokens
+    chosen = _within(rollouts, budget, prompts=True)
+    prompts = sorted({rollout.prompt_id for rollout in chosen})
+    if len(prompts) < 2:
+        raise ValueError(
+            f"precision.calibration_tokens = {budget} covers {len(prompts)} prompt(s) of the rollouts: at least 2 are "
+            "needed, one to choose the layers and one to check; raise it"
+        )
+    held = set(prompts[1::2])
+    selection = [rollout for rollout in chosen if rollout.prompt_id not in held]
+    held_out = [rollout for rollout in chosen if rollout.prompt_id in held]
+
+    def batches(items: list[Rollout], longest: int | None = None) -> list[MicroBatch]:
+        sequences = [_sequence(item, index, longest) for index, item in enumerate(items)]
+        return pack(sequences[dp_rank::dp_size], config.policy.tokens_per_micro_batch)
+
+    return CalibrationData(
+        statistics=batches(chosen),
+        probe=batches(_one_per_prompt(selection)[:PROBE_SEQUENCES], PROBE_POSITIONS // PROBE_SEQUENCES),
+        selection=batches(_within(selection, KL_POSITIONS, prompts=False), KL_POSITIONS),
+        held_out=batches(_within(held_out, KL_POSITIONS, prompts=False), KL_POSITIONS),
+    )
+
+
+def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool) -> list[Rollout]:
+    """The leading rollouts that fit, prompts before samples, so that as many prompts as possible are among them."""
+    chosen: list[Rollout] = []
+    for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
+        tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)
+        if tokens < 0 and chosen:
+            break
+        chosen.append(rollout)
+    return chosen
+
+
+def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:
+    return list({rollout.prompt_id: rollout for rollout in reversed(rollouts)}.values())[::-1]
+
+
+def _sequence(rollout: Rollout, index: int, longest: int | None) -> Sequence:
+    tokens = rollout.prompt_tokens + rollout.response_tokens[:longest]
+    return Sequence(tokens, len(rollout.prompt_tokens), index)

@@ -1,0 +1,91 @@
+"""KL divergence of the policy's output when some of its linear layers compute in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specrl.distributed import Ranks
+from specrl.training.batches import MicroBatch
+from specrl.training.megatron.policy import Policy
+
+
+class Switch(Protocol):
+    """Chooses which layers of `model` compute in FP8."""
+
+    model: Any
+
+    def set_fp8(self, names: Sequence[str]) -> None: ...
+
+
+class Divergence:
+    """KL(all BF16 || some layers FP8), mean over the trained positions of given micro-batches of all ranks.
+
+    Of whole distributions, not of sampled tokens: a few hundred positions then suffice. Holds the BF16 log-probs,
+    vocabulary x positions x 4 bytes.
+    """
+
+    def __init__(self, policy: Policy, switch: Switch, batches: list[MicroBatch], ranks: Ranks) -> None:
+        self._policy, self._switch, self._batches, self._ranks = policy, switch, batches, ranks
+        switch.set_fp8([])
+        self._references = [self._logprobs(batch) for batch in batches]
+        self._num_positions = sum(ranks.gather(self._own(sum(batch.num_tokens for batch in batches))))
+        if not self._num_positions:
+            raise ValueError("no response tokens to calibrate on: give precision.calibration_tokens room for some")
+
+    def kl(self, fp8_layers: Sequence[str]) -> float:
+        """*Nats per token, float32 sums over the vocabulary."""
+        self._switch.set_fp8(fp8_layers)
+        total = 0.0
+        for batch, reference in zip(self._batches, self._references, strict=True):
+            logprobs = self._logprobs(batch)
+            if logprobs is not None and reference is not None:
+                total += float((reference.exp() * (reference - logprobs)).sum(dtype=torch.float64))
+        return sum(self._ranks.gather(total)) / self._num_positions
+
+    def _own(self, value: int) -> int:
+        """`value` on one rank of each data-parallel group, 0 on the others, whose batches are the same."""
+        return value if self._policy.tp_rank == 0 and self._policy.pp_rank == 0 else 0
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor | None:
+        """This rank's columns, float32 [positions, columns]; none on stages without the output layer."""
+        model = self._switch.model
+        with _output(model) as seen:
+            self._policy.logprobs([batch])
+        if not seen:
+            return None
+        logits = seen[0].flatten(0, -2)
+        first = self._policy.tp_rank * logits.shape[1]
+        logits = logits[:, : max(0, self._policy.vocab_size - first)]
+        return _log_softmax(logits, model.output_layer.tp_group)
+
+
+@contextmanager
+def _output(model: Any) -> Iterator[list[Tensor]]:
+    """What the output layer gives inside the block, of this rank."""
+    seen: list[Tensor] = []
+    if not model.post_process:
+        yield seen
+        return
+    handle = model.output_layer.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Over a vocabulary that is split over the ranks of `group`: float32 [n, own columns]."""
+    if group.size() == 1:
+        return logits.float().log_softmax(1)
+    values = logits.float()
+    peak = values.amax(1)
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    total = (values - peak[:, None]).exp().sum(1)
+    dist.all_reduce(total, group=group)
+    return values - (peak + total.log())[:, None]

@@ -1,0 +1,113 @@
+"""What FP8 does to each linear layer, gathered while the policy runs in BF16 on its own rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specrl.precision.blocks import ALONG_ROWS, block_amax
+from specrl.training.megatron.fp8 import EmulatedLinear
+
+BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 16, -40, 80
+"""Histogram of block maxima by their base-2 logarithm: quantiles are right to 4.4 %, whatever the number of tokens."""
+
+
+@dataclass
+class LayerStatistics:
+    """Sums over tokens, so that ranks add up; amax is the largest magnitude in a 1x128 block of activations."""
+
+    error_squares: float = 0.0
+    """Sum of (y_fp8 - y_bf16)^2, both from the same BF16 input."""
+    output_squares: float = 0.0
+    amax_counts: Tensor = field(default_factory=lambda: torch.zeros(BINS_PER_OCTAVE * NUM_OCTAVES, dtype=torch.int64))
+    amax: float = 0.0
+    weight_amax: float = 0.0
+    weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
+    """By tensor-parallel rank: [row blocks, column blocks]."""
+    flops_per_token: dict[int, int] = field(default_factory=dict)
+    """By tensor-parallel rank: two per weight."""
+
+    @property
+    def relative_error(self) -> float:
+        """|y_fp8 - y_bf16| / |y_bf16|, L2 norms over all tokens; partial sums count where a layer is split by input."""
+        return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
+
+    def amax_quantile(self, share: float) -> float:
+        """Upper edge of the bin that holds the quantile, at most the maximum."""
+        counts = self.amax_counts.cumsum(0)
+        index = int((counts < share * int(counts[-1])).sum())
+        return min(self.amax, float(2.0 ** ((index + 1) / BINS_PER_OCTAVE + LOWEST_OCTAVE)))
+
+    @property
+    def outlier_ratio(self) -> float:
+        """Largest block maximum over the median one."""
+        return self.amax / self.amax_quantile(0.5) if self.amax else 0.0
+
+    def add(self, other: LayerStatistics) -> None:
+        self.error_squares += other.error_squares
+        self.output_squares += other.output_squares
+        self.amax_counts += other.amax_counts
+        self.amax = max(self.amax, other.amax)
+        self.weight_amax = max(self.weight_amax, other.weight_amax)
+        self.weight_scales |= other.weight_scales
+        self.flops_per_token |= other.flops_per_token
+
+
+class LayerObserver:
+    """Collects the statistics of one layer from the inputs that pass through it."""
+
+    def __init__(self, linear: EmulatedLinear, tp_rank: int) -> None:
+        weight: Tensor = linear.module.weight.detach()
+        self._linear = linear
+        self.statistics = LayerStatistics(
+            weight_amax=float(weight.abs().max()),
+            weight_scales={tp_rank: linear.weight_scales().tolist()},
+            flops_per_token={tp_rank: 2 * weight.numel()},
+        )
+
+    @torch.no_grad()
+    def observe(self, inputs: Tensor) -> None:
+        """inputs [tokens, in], without padding."""
+        found, linear = self.statistics, self._linear
+        plain = inputs @ linear.module.weight.t()
+        quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
+        found.error_squares += float((quantised - plain).float().square().sum())
+        found.output_squares += float(plain.float().square().sum())
+        amax = block_amax(inputs, ALONG_ROWS).flatten()
+        bins = ((amax.log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, len(found.amax_counts) - 1).long()
+        found.amax_counts += torch.bincount(bins, minlength=len(found.amax_counts)).cpu()
+        found.amax = max(found.amax, float(amax.max()))
+
+
+@contextmanager
+def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[None]:
+    """Inside the block, the layers' inputs are observed, up to each sequence's length; lengths [batch]."""
+
+    def hook(observer: LayerObserver, args: tuple[Any, ...]) -> None:
+        inputs: Tensor = args[0]  # [seq, batch, in]
+        valid = torch.arange(inputs.shape[0], device=inputs.device)[:, None] < lengths.to(inputs.device)
+        observer.observe(inputs.detach()[valid])
+
+    handles = [
+        observer._linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))
+        for observer in observers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def merge(parts: Iterable[dict[str, LayerStatistics]]) -> dict[str, LayerStatistics]:
+    """Of all ranks: sums over data, unions over tensor and pipeline shards."""
+    total: dict[str, LayerStatistics] = {}
+    for part in parts:
+        for name, statistics in part.items():
+            total.setdefault(name, LayerStatistics()).add(statistics)
+    return total

@@ -1,0 +1,62 @@
+"""The trained drafter of a run, by `speculation.method`: made, loaded, and written where the next stage finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from specrl.config import Config
+from specrl.config.methods import drafts_with_policy_layer
+from specrl.distributed import Ranks
+from specrl.schemas import Rollout
+from specrl.training.drafter.mtp import Mtp
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
+from specrl.training.megatron.policy import Policy
+
+
+def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks) -> Drafter:
+    """What pretraining starts from.
+
+    Args:
+        responses: the policy's own, from which EAGLE-3's draft vocabulary is chosen.
+    """
+    if drafts_with_policy_layer(config):
+        return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
+    draft_tokens = choose_draft_vocabulary(
+        [response.response_tokens for response in responses],
+        AutoConfig.from_pretrained(policy_dir).vocab_size,
+        config.drafter.draft_vocab_size,
+    )
+    return Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
+
+
+def load_drafter(config: Config, drafter_dir: Path, policy_dir: Path, ranks: Ranks) -> Drafter:
+    """The drafter that `save_drafter` wrote."""
+    if drafts_with_policy_layer(config):
+        return Drafter.of_policy(drafter_dir, config.drafter, ranks, config.seed)
+    return Drafter.load(drafter_dir, policy_dir, config.drafter, ranks, config.seed)
+
+
+def save_drafter(drafter: Drafter, policy: Policy, directory: Path, policy_version: int) -> None:
+    """Write an EAGLE-3 directory, or the policy with its multi-token-prediction layer; collective."""
+    if isinstance(drafter.model, Mtp):
+        policy.save_pretrained(directory, drafter.named_weights())
+    elif policy.ranks.is_first:
+        drafter.save(directory, policy_version)
+
+
+def save_policy(
+    policy: Policy, drafter: Drafter | None, policy_dir: Path, drafter_dir: Path, version: int
+) -> Path | None:
+    """Write both, collective; returns where the drafter is: the policy's directory for its multi-token-prediction
+    layer, none without a drafter."""
+    if drafter is not None and isinstance(drafter.model, Mtp):
+        save_drafter(drafter, policy, policy_dir, version)
+        return policy_dir
+    policy.save_pretrained(policy_dir)
+    if drafter is None:
+        return None
+    save_drafter(drafter, policy, drafter_dir, version)
+    return drafter_dir

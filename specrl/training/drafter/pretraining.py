@@ -1,0 +1,60 @@
+"""Pretraining of the drafter on more of the policy's responses than their features fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+
+from specrl.config import DrafterConfig
+from specrl.training.batches import MicroBatch
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.features import Features
+from specrl.training.megatron.policy import Policy
+
+
+def pretrain(
+    policy: Policy,
+    drafter: Drafter,
+    batches: list[MicroBatch],
+    config: DrafterConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Train the drafter for `epochs` on this rank's micro-batches; collective. Metrics as of `Drafter.update`.
+
+    Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
+    each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
+    policy is frozen, and the steps are the same.
+    """
+    spec = drafter.feature_spec
+    if max(policy.ranks.gather(sum(batch.area for batch in batches))) <= config.max_tokens_per_window:
+        features = policy.forward_features(batches, spec)
+        return drafter.update(features, lr=config.lr, epochs=config.epochs, on_progress=on_progress)
+
+    def stream(order: list[int]) -> Iterator[Features | None]:
+        ordered = [batches[index] for index in order]
+        everyone = policy.ranks.gather([batch.area for batch in ordered])
+        for window in windows(everyone, config.max_tokens_per_window):
+            part = ordered[window.start : window.stop]
+            yield from policy.forward_features(part, spec)  # not kept by name: it goes before the next window comes
+            yield from repeat(None, len(window) - len(part))
+
+    return drafter.update_streaming(stream, len(batches), lr=config.lr, epochs=config.epochs, on_progress=on_progress)
+
+
+def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:
+    """Cut an epoch's steps where a rank's micro-batches would exceed `max_tokens`; a window has at least one step.
+
+    Args:
+        areas: by rank, the padded tokens of its micro-batches in the order of the steps. The windows are the same on
+            all ranks, for computing features is collective.
+    """
+    found: list[range] = []
+    start, held = 0, [0] * len(areas)
+    num_steps = max(len(own) for own in areas)
+    for step in range(num_steps):
+        new = [own[step] if step < len(own) else 0 for own in areas]
+        if step > start and max(a + b for a, b in zip(held, new, strict=True)) > max_tokens:
+            found.append(range(start, step))
+            start, held = step, [0] * len(areas)
+        held = [a + b for a, b in zip(held, new, strict=True)]
+    return [*found, range(start, num_steps)] if num_steps else []

@@ -1,0 +1,153 @@
+"""Spot training: updates of the drafter by ranks that have nothing else to do, merged where a step ends.
+
+A rank trains alone, on features of the last two steps, one micro-step after another; what the ranks learnt is averaged
+by the micro-steps each took. Drafter weights then depend on timing; rollouts do not (invariant 1).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from specrl.timeline import SPOT_TRAINING
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.drafter.ttt import metrics_from_sums
+from specrl.training.features import Features
+
+MICRO_STEP_SECONDS = 0.1
+"""A micro-step is made about so long: the last rank may have to wait for one."""
+STEPS_KEPT = 2
+
+
+class SpotTraining:
+    """One rank's training of its copy of the drafter between two merges."""
+
+    name = SPOT_TRAINING
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._recent: deque[list[Features]] = deque(maxlen=STEPS_KEPT)
+        """Of each step one entry per sequence."""
+        self._waiting: list[list[Features]] = []
+        """Micro-batches of the pass through the buffer that is under way."""
+        self._passes = 0
+        """Through what the buffer holds now, the one under way included."""
+        self._area = 0
+        """Padded tokens of a micro-batch; 0 is one sequence."""
+        self._random = random.Random(drafter.ranks.rank)
+        self._reset()
+
+    def remember(self, features: Sequence[Features]) -> None:
+        """Keep the features of a step's policy update."""
+        self._recent.append([row for item in features for row in sequences(item)])
+        self._waiting, self._passes = [], 0
+
+    def begin(self, step: int) -> None:
+        """Nothing to prepare."""
+
+    def work(self, stop: Callable[[], bool]) -> bool:
+        """One micro-step, which is never cut short; False without features.
+
+        The learning rate of the n-th pass is `drafter.online_lr / n`: a long bubble has time for dozens of passes
+        through a few responses, and at the full rate the drafter would learn those by heart and forget the others.
+        """
+        if not self._waiting:
+            self._waiting, self._passes = self._micro_batches(), self._passes + 1
+        if not self._waiting:
+            return False
+        rows = self._waiting.pop()
+        started = time.perf_counter()
+        loss, sums, norm = self._drafter.step_alone(padded(rows), self._drafter.config.online_lr / self._passes)
+        seconds = time.perf_counter() - started
+        area = len(rows) * max(row.tokens.shape[1] for row in rows)
+        self._area = max(1, int(area * min(2.0, MICRO_STEP_SECONDS / seconds)))
+        self._loss += loss
+        self._sums += sums
+        self._norm += norm
+        self.micro_steps += 1
+        return True
+
+    def merge(self) -> dict[str, float]:
+        """Make the ranks' drafters one again; collective. Metrics of the micro-steps, none if no rank took any."""
+        ranks, drafter = self._drafter.ranks, self._drafter
+        counts = ranks.gather(self.micro_steps)
+        total = sum(counts)
+        if not total:
+            return {}
+        drafter.average(counts[ranks.rank] / total)
+        measured = torch.cat([self._sums.flatten(), torch.tensor([self._loss, self._norm], dtype=torch.float64)])
+        measured = measured.to(ranks.device)
+        if ranks.world_size > 1:
+            dist.all_reduce(measured)
+        loss, norm = measured[-2:].tolist()
+        sums = measured[:-2].view_as(self._sums).cpu()
+        self._reset()
+        return {"loss": loss / total, "grad_norm": norm / total, **metrics_from_sums(sums)}
+
+    def _reset(self) -> None:
+        self.micro_steps = 0
+        self._loss, self._norm = 0.0, 0.0
+        self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 4, dtype=torch.float64)
+
+    def _micro_batches(self) -> list[list[Features]]:
+        """The buffer, longest sequences first up to `drafter.max_tokens_per_step`, in micro-batches of similar length
+        and random order."""
+        rows = sorted((row for step in self._recent for row in step), key=lambda row: -row.tokens.shape[1])
+        batches: list[list[Features]] = []
+        total = 0
+        for row in rows:
+            length = row.tokens.shape[1]
+            total += length
+            if total > self._drafter.config.max_tokens_per_step and batches:
+                break
+            if batches and (len(batches[-1]) + 1) * batches[-1][0].tokens.shape[1] <= self._area:
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+        self._random.shuffle(batches)
+        return batches
+
+
+def sequences(features: Features) -> list[Features]:
+    """Each sequence of a micro-batch that has something to draft on its own, without its padding."""
+    found = []
+    for row, mask in enumerate(features.mask):
+        places = mask.nonzero()
+        if len(places) < 2:
+            continue
+        length = int(places[-1]) + 2
+        part = (slice(row, row + 1), slice(0, length))
+        found.append(
+            Features(
+                tokens=features.tokens[part].clone(),
+                mask=features.mask[part].clone(),
+                hidden=features.hidden[part].clone(),
+                target_logits=features.target_logits[part].clone(),
+                target_top1=features.target_top1[part].clone(),
+            )
+        )
+    return found
+
+
+def padded(rows: Sequence[Features]) -> Features:
+    """One micro-batch of single sequences; each stays a row of its own, so none attends to another."""
+    width = max(row.tokens.shape[1] for row in rows)
+    return Features(
+        tokens=_stack([row.tokens for row in rows], width),
+        mask=_stack([row.mask for row in rows], width),
+        hidden=_stack([row.hidden for row in rows], width),
+        target_logits=_stack([row.target_logits for row in rows], width),
+        target_top1=_stack([row.target_top1 for row in rows], width),
+    )
+
+
+def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """[1, length, ...] each to [rows, width, ...], zeros on the right."""
+    return torch.cat([F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])) for tensor in tensors])

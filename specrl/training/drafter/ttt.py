@@ -1,0 +1,224 @@
+"""Training-time test (EAGLE-3, arXiv:2503.01840): the drafter is unrolled in training exactly as it drafts.
+
+A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
+token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
+query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
+that. Chains are what is computed: prompt slots only contribute keys and values, padding contributes nothing, and a
+chain ends where its response does.
+
+Chains do not see each other. A micro-batch of many is trained in parts, each forward and backward through all of its
+steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specrl.training.drafter.chains import ChainBatch, Part
+from specrl.training.drafter.layers import DraftModule, chain_attention
+
+STEP_DECAY = 0.8
+"""Weight of step j in the loss is STEP_DECAY ** j."""
+
+
+class Context(NamedTuple):
+    """What the chains read of the policy-fed slots, of which all are alive at once."""
+
+    embedded: Tensor
+    """`[slots, hidden]`"""
+    residual: Tensor
+    """`[slots, hidden]`"""
+    x: Tensor
+    """`[slots, width of the attention's input]`"""
+    keys: Tensor
+    """`[rows, width, kv_heads, head_dim]`"""
+    values: Tensor
+    """As `keys`."""
+
+
+def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
+    """Step 0 of all slots, up to the attention."""
+    rows, columns = batch.slot_rows, batch.positions
+    embedded = model.embed(batch.features.tokens[rows, columns + 1], columns)
+    residual, x = model.enter(embedded, model.feed(batch.features.hidden[rows, columns]))
+    keys, values = (
+        _spread(part, batch.slot_places, len(batch.chains_per_row), batch.width)
+        for part in model.attention.keys_values(x, columns)
+    )
+    return Context(embedded, residual, x, keys, values)
+
+
+def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
+    """Draft with the chains of a part.
+
+    Yields:
+        For each step the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
+    """
+    attention = model.attention
+    rows_count, columns, width = part.visible.shape
+    all_keys, all_values = [context.keys[part.rows, :width]], [context.values[part.rows, :width]]
+    starts = batch.starts[part.chains]
+    residual, x = context.residual.index_select(0, starts), context.x.index_select(0, starts)
+    hidden = residual
+    for step, alive in enumerate(part.alive):
+        slots, places = batch.starts[alive] + step, part.places[alive - part.chains.start]
+        if step:
+            hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
+            residual, x = model.enter(context.embedded.index_select(0, slots), hidden)
+            own = attention.keys_values(x, batch.positions[slots])
+            all_keys.append(_spread(own[0], places, rows_count, columns))
+            all_values.append(_spread(own[1], places, rows_count, columns))
+        queries = attention.queries(x, batch.positions[slots])
+        queries = _spread(queries, places, rows_count, columns)
+        attended = chain_attention(queries, all_keys, all_values, part.visible)
+        hidden = model.finish(residual, attended.flatten(0, 1).index_select(0, places))
+        yield model.logits(hidden)
+
+
+def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
+    """Packed `[n, ...]` to padded `[rows, width, ...]`, zeros elsewhere."""
+    padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, places, x)
+    return padded.view(rows, width, *x.shape[1:])
+
+
+def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
+    """Index in sorted `whole` of each element of its subset `part`."""
+    return torch.searchsorted(whole, part)
+
+
+def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """float32 `[targets, draft_vocab]`: the policy's distribution on the draft vocabulary, for the step-0 targets of
+    the part's chains and of those after them that its last chains reach in later steps.
+
+    Args:
+        policy_head: gives the target logits where the features hold none, from hidden states `[targets, hidden]`.
+    """
+    starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
+    rows, columns = batch.slot_rows[starts], batch.positions[starts] + 1
+    if policy_head is None:
+        logits = batch.features.target_logits[rows, columns]
+    else:
+        logits = policy_head(batch.features.hidden[rows, columns])
+    return logits.float().softmax(-1)
+
+
+def train_chains(
+    model: DraftModule, batch: ChainBatch, counts: Tensor, *, learn: bool, tally: Tally | None = None
+) -> Tensor:
+    """Loss of a micro-batch: soft cross-entropy to the policy's distribution, each step averaged over `counts[step]`
+    and decayed by step.
+
+    Args:
+        counts: float64 `[steps]`: terms at each step over all ranks, so that summed gradients are token-weighted.
+        learn: add the loss's gradient to the parameters'.
+        tally: counts what the chains draft.
+    """
+    with _computing(model, learn):
+        fed = feed_context(model, batch)
+    # Cut here: the gradients of all parts come together at the context, and go through it once.
+    context = Context(*(tensor.detach().requires_grad_(learn) for tensor in fed))
+    total = torch.zeros((), device=batch.starts.device)
+    for part in batch.parts():
+        with _computing(model, learn):
+            loss = _part_loss(model, batch, context, part, counts, tally)
+        if learn:
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    if learn:
+        reached = [(tensor, leaf.grad) for tensor, leaf in zip(fed, context, strict=True) if leaf.grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
+    return total
+
+
+@contextmanager
+def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
+    device, dtype = next(model.parameters()).device, model.shape.dtype
+    with (
+        torch.set_grad_enabled(learn),
+        torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
+    ):
+        yield
+
+
+def _part_loss(
+    model: DraftModule, batch: ChainBatch, context: Context, part: Part, counts: Tensor, tally: Tally | None
+) -> Tensor:
+    probs = target_probs(batch, part, model.policy_head)
+    total = probs.new_zeros(())
+    for step, (logits, alive) in enumerate(zip(unroll(model, batch, context, part), part.alive, strict=True)):
+        target = alive + step
+        p = probs[target - part.chains.start]
+        terms = F.cross_entropy(logits.float(), p, reduction="none")
+        weight = STEP_DECAY**step / counts[step].clamp(min=1).float()
+        total = total + weight * (terms * batch.target_in_vocab[target]).sum()
+        if tally is not None:
+            tally.add(step, alive, logits.detach(), p)
+    return total
+
+
+class Tally:
+    """Counts what the chains of a micro-batch draft."""
+
+    def __init__(self, batch: ChainBatch, draft_tokens: Tensor) -> None:
+        self._batch = batch
+        self._draft_tokens = draft_tokens
+        steps, device = len(batch.alive), draft_tokens.device
+        self._sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
+        self._matches = torch.zeros(len(batch.starts), steps, dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
+        """What chains `alive` draft at a step, and the policy's distribution there: `[alive, draft_vocab]` each."""
+        batch, target = self._batch, alive + step
+        q = logits.float().softmax(-1)
+        drafted = q.argmax(-1)
+        drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
+        self._matches[alive, step] = drafts == batch.truth[target]
+        self._sums[step, 0] += len(alive)
+        self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
+        self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
+        self._sums[step, 3] += (torch.minimum(p, q).sum(-1) * counted).sum()
+
+    def sums(self) -> Tensor:
+        """float64 `[steps + 1, 4]`, to be summed over batches and ranks; read by `metrics_from_sums`.
+
+        Per step: chains, draft = policy's top-1, p(draft), sum of min(p, q). Last row: drafts and accepted tokens when
+        the responses are decoded speculatively with k = steps; the sampler is drafter-invariant, so the stored response
+        is what would be sampled again and a draft is accepted when it is the stored token.
+        """
+        accepted = self._matches.long().cumprod(1).sum(1).tolist()
+        self._sums[-1, :2] = torch.tensor(_replay(accepted, self._batch.chains_per_row), dtype=torch.float64)
+        return self._sums
+
+
+def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
+    """Drafts and accepted tokens of decoding: from a chain that got `a` tokens accepted the next one is `a + 1` on."""
+    drafts = total = first = 0
+    for count in chains_per_row:
+        chain = first
+        while chain < first + count:
+            drafts, total = drafts + 1, total + accepted[chain]
+            chain += accepted[chain] + 1
+        first += count
+    return drafts, total
+
+
+def metrics_from_sums(sums: Tensor) -> dict[str, float]:
+    """`top1_match` (first step), `overlap_pos_i`, `expected_acceptance_pos_i`, `acceptance_length` at k = steps.
+
+    Overlap and expected acceptance are means over chains that live at position i, p on the draft vocabulary, and 0
+    where the policy's top-1 is outside it. Zero everywhere when there was nothing to draft.
+    """
+    steps = sums[:-1] / sums[:-1, :1].clamp(min=1)
+    drafts, accepted = sums[-1, 0].item(), sums[-1, 1].item()
+    metrics = {"top1_match": steps[0, 1].item(), "acceptance_length": 1 + accepted / max(drafts, 1)}
+    for position, row in enumerate(steps.tolist()):
+        metrics[f"expected_acceptance_pos_{position}"] = row[2]
+        metrics[f"overlap_pos_{position}"] = row[3]
+    return metrics

@@ -1,0 +1,208 @@
+"""Megatron-core on machines without CUDA: import this module before anything from `megatron`.
+
+Megatron-core places tensors on `torch.cuda.current_device()` and checks for `torch.cuda.FloatTensor`. Without a CUDA
+device, each megatron module sees, once it is imported, a `torch` whose `cuda` and tensor factories mean the CPU; the
+real `torch` keeps its own, so that other libraries in the process (vLLM, transformers) notice nothing. Only three
+methods, which cannot be replaced per module, change everywhere: `Tensor.cuda`, `Module.cuda` (no-ops) and
+`Tensor.type()`. With a CUDA device, importing this changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+
+FACTORIES = (
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
+    *("zeros_like", "empty_like", "ones_like"),
+)
+
+
+class _Proxy(types.ModuleType):
+    """A module that answers like another one, except for the names given."""
+
+    def __init__(self, real: types.ModuleType, **replacements: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(replacements)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Event:
+    """CPU work is done when the call returns: events have always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+
+class _TypeName(str):
+    """Name of a tensor type; a CPU type equals its CUDA counterpart, which is what megatron's optimizer asks for."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, str(other).replace("torch.cuda.", "torch."))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _torch_for_megatron() -> _Proxy:
+    cpu = torch.device("cpu")
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    def stream(*args: Any, **kwargs: Any) -> _Stream:
+        return _Stream()
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    cuda = _Proxy(
+        torch.cuda,
+        current_device=lambda: cpu,
+        synchronize=nothing,
+        empty_cache=nothing,
+        set_device=nothing,
+        get_rng_state=get_rng_state,
+        set_rng_state=set_rng_state,
+        manual_seed=torch.manual_seed,
+        current_stream=stream,
+        default_stream=stream,
+        Stream=_Stream,
+        Event=_Event,
+        stream=lambda stream=None: contextlib.nullcontext(),
+    )
+    return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+
+
+def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
+    """Hand a freshly imported megatron module the proxy, and mend what goes around `torch.cuda`."""
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = proxy
+    if module.__name__ == "megatron.core.jit":
+        module.disable_jit_fuser()  # torch.compile of a dozen two-line functions costs minutes and gains nothing here
+    if module.__name__ == "megatron.core.tensor_parallel.random":
+        module.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        module.__dict__["_get_cuda_rng_state"] = lambda device="cpu", clone=False, graph_safe=False: (
+            torch.get_rng_state()
+        )
+
+
+class _Finder:
+    """Meta-path finder that adapts each `megatron.*` module right after it ran."""
+
+    def __init__(self, proxy: _Proxy) -> None:
+        self.proxy = proxy
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith("megatron."):
+            return None
+        sys.meta_path.remove(self)  # the other finders answer
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _adapt(module, self.proxy)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Make megatron-core importable and usable on the CPU; does nothing where CUDA is, or when called again.
+
+    Raises:
+        RuntimeError: megatron-core was imported before, and holds the real `torch.cuda`.
+    """
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before specrl.training.megatron.cpu_shim: import that first")
+    # Megatron tells each time that neither Apex nor Transformer Engine is here: that is what this module is for.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor`")
+    sys.meta_path.insert(0, _Finder(_torch_for_megatron()))
+    tensor_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tensor_type(self, *args, **kwargs) if args or kwargs else _TypeName(tensor_type(self))
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    torch.Tensor.type = type_name  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = stay  # type: ignore[method-assign]
+    torch.nn.Module.cuda = stay  # type: ignore[method-assign]
+
+
+install()

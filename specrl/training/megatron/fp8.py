@@ -1,0 +1,261 @@
+"""Blockwise FP8 (e4m3), emulated: the numbers of the GPU recipe on hardware without it.
+
+Recipe: activations and gradients in blocks of 1x128 along the dimension that the matrix product sums over, weights in
+blocks of 128x128, one FP32 scale amax / 448 per block (rounded up to a power of two as an option). Matrix products see
+dequantised values in the compute type and accumulate in it; embeddings, output layer and norms are left alone.
+(DeepSeek-V3, arXiv:2412.19437, section 3.3; Transformer Engine's `Float8BlockScaling`.)
+
+Blocks of a weight begin anew at each matrix that it holds: q, k, v, gate and up are quantised as they lie on disk, so
+that the engine, which fuses them in another order of rows, gets the same numbers.
+
+Megatron-core without Transformer Engine ignores `fp8=` without a word. Here nothing is silent: a layer that cannot be
+emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight or activation was not quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from specrl.precision import native
+from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fake_quantise_rows, row_scales
+from specrl.precision.recipe import LINEARS, Mode, NotQuantisedError, layer_names
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Where the matrices lie that one weight of this tensor-parallel rank holds."""
+
+    sizes: tuple[int, ...]
+    """Rows of each matrix, in the engine's order."""
+    order: Tensor | None = None
+    """Row of the weight at each place of the engine's order; none where the two orders are the same."""
+
+
+def fused_rows(linear: str, rows: int, config: Any) -> FusedRows:
+    """Of a weight with `rows` rows. Megatron keeps queries group by group, each followed by its key and its value."""
+    if linear == "linear_fc1":
+        return FusedRows((rows // 2, rows // 2))
+    if linear != "linear_qkv":
+        return FusedRows((rows,))
+    width = config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups * width
+    groups = torch.arange(rows).view(-1, queries + 2 * width)
+    parts = [part.flatten() for part in torch.split(groups, [queries, width, width], 1)]
+    return FusedRows(tuple(len(part) for part in parts), torch.cat(parts))
+
+
+class EmulatedLinear:
+    """Stands in for `_forward_impl` of one Megatron linear layer: forward, dgrad and wgrad on quantised operands."""
+
+    def __init__(self, name: str, module: Any, rows: FusedRows, *, power_of_two: bool) -> None:
+        self.name = name
+        self.module = module
+        self.rows = rows
+        self.power_of_two = power_of_two
+        self.active = True
+        """Without it the layer computes as if it had never been touched."""
+        self.num_forwards = 0
+        self.num_backwards = 0
+        self.num_weight_quantisations = 0
+        self._plain: Any = module._forward_impl
+        self._source: Tensor | None = None
+        self._quantised: Tensor | None = None
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[..., in] -> [..., out], of this tensor-parallel rank."""
+        if not self.active:
+            plain: Tensor = self._plain(
+                input, weight, bias=bias, allreduce_dgrad=allreduce_dgrad, tp_group=tp_group, **others
+            )
+            return plain
+        group = tp_group if allreduce_dgrad else None
+        output: Tensor = _QuantisedProduct.apply(input, weight, self.quantised_weight(), self, group)  # type: ignore[no-untyped-call]
+        self.num_forwards += 1
+        return output if bias is None else output + bias
+
+    @torch.no_grad()
+    def quantised_weight(self) -> Tensor:
+        """Dequantised values [out, in], recomputed when the weight has changed: once per optimizer update.
+
+        The weight itself is compared: Megatron's distributed optimizer writes it through a flat buffer, which neither
+        moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
+        """
+        weight: Tensor = self.module.weight.detach()
+        if self._source is None or not torch.equal(_bits(weight), _bits(self._source)):
+            self._source = weight.clone()
+            self._quantised = self.quantise_weight()
+            self.num_weight_quantisations += 1
+        assert self._quantised is not None
+        return self._quantised
+
+    @torch.no_grad()
+    def quantise_weight(self) -> Tensor:
+        """What `quantised_weight` must be now."""
+        quantised = fake_quantise_rows(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
+        if self.rows.order is None:
+            return quantised
+        return torch.empty_like(quantised).index_copy_(0, self.rows.order.to(quantised.device), quantised)
+
+    @torch.no_grad()
+    def weight_scales(self) -> Tensor:
+        """float32 [row blocks, column blocks], the matrices below each other as the engine has them."""
+        return row_scales(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
+
+    def _in_engine_order(self) -> Tensor:
+        weight: Tensor = self.module.weight.detach()
+        return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
+
+    def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
+        return fake_quantise(values, block, power_of_two=self.power_of_two)
+
+
+class _QuantisedProduct(torch.autograd.Function):
+    """y = Q(x) Q(W)^T; dx = Q(dy) Q(W); dW = Q'(dy)^T Q'(x), where Q' has its blocks along the tokens it sums over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, quantised: Tensor, layer: EmulatedLinear, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        ctx.save_for_backward(flat, quantised)
+        ctx.layer, ctx.group, ctx.shape = layer, group, x.shape
+        return (layer.quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, quantised = ctx.saved_tensors
+        layer: EmulatedLinear = ctx.layer
+        flat = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (layer.quantise(flat, ALONG_ROWS) @ quantised).view(ctx.shape)
+            if ctx.group is not None:
+                dist.all_reduce(grad_x, group=ctx.group)
+        if ctx.needs_input_grad[1]:
+            grad_weight = layer.quantise(flat, ALONG_TOKENS).t() @ layer.quantise(x, ALONG_TOKENS)
+        layer.num_backwards += 1
+        return grad_x, grad_weight, None, None, None
+
+
+def linear_layers(model: Any) -> dict[str, Any]:
+    """The linear layers of this rank's transformer layers, such as `layers.3.linear_fc2`, numbered over all stages."""
+    found = {}
+    for layer in model.decoder.layers:
+        parts = (
+            layer.self_attention.linear_qkv,
+            layer.self_attention.linear_proj,
+            layer.mlp.linear_fc1,
+            layer.mlp.linear_fc2,
+        )
+        for linear, module in zip(LINEARS, parts, strict=True):
+            found[f"layers.{layer.layer_number - 1}.{linear}"] = module
+    return found
+
+
+def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
+    """Make the linear layers of a Megatron `GPTModel` compute in emulated FP8, except those named in `exclude`.
+
+    Raises:
+        ValueError: a layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names no layer.
+    """
+    unknown = sorted(set(exclude) - set(layer_names(model.config.num_layers)))
+    if unknown:
+        raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
+    installed = {}
+    for name, module in linear_layers(model).items():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.sequence_parallel:
+            raise ValueError(
+                f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers "
+                'without sequence parallelism; set precision.training = "bf16"'
+            )
+        if name not in exclude:
+            rows = fused_rows(name.rpartition(".")[2], module.weight.shape[0], model.config)
+            installed[name] = EmulatedLinear(name, module, rows, power_of_two=power_of_two)
+            module._forward_impl = installed[name]
+    return installed
+
+
+class LinearPrecision:
+    """Which linear layers of a policy compute in FP8: all but `bf16_layers`. One object per policy.
+
+    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so.
+    """
+
+    def __init__(self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False) -> None:
+        self.bf16_layers = frozenset(bf16_layers)
+        self.power_of_two = power_of_two
+        self.is_native = torch.cuda.is_available()
+        self.linears: dict[str, EmulatedLinear] = {}
+        self._native: dict[str, Any] = {}
+        """All linear layers of this rank, where Transformer Engine computes them."""
+        self._expected: frozenset[str] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """What the trainer does; `off` where every layer stays in BF16 or there is no policy yet."""
+        if self._native and self._expected:
+            return "native"
+        return "emulated" if self.linears else "off"
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Called by the policy, before it is used."""
+        assert self._expected is None, "a LinearPrecision belongs to one policy"
+        layers = linear_layers(model)
+        self._expected = frozenset(layers) - self.bf16_layers
+        if self.is_native:
+            self._native = layers
+            native.keep_in_bf16(layers, self.bf16_layers)
+            return
+        self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
+
+    def assert_quantised(self, *, trained: bool = False) -> None:
+        """Every layer that should has computed in FP8, with the quantised form of the weight it has now.
+
+        Call it after a forward pass, with `trained` after a training step.
+
+        Raises:
+            NotQuantisedError: naming the first layer that did not.
+        """
+        if self._expected is None:
+            raise NotQuantisedError("no policy has taken this LinearPrecision: nothing was quantised")
+        if self._native:
+            wrong = [n for n, module in self._native.items() if native.computes_in_fp8(module) != (n in self._expected)]
+            if wrong:
+                raise NotQuantisedError(f"{min(wrong)} does not compute in the precision that was calibrated")
+            return
+        for name in sorted(self._expected):
+            linear = self.linears.get(name)
+            if linear is None or linear.module._forward_impl is not linear or not linear.active:
+                raise NotQuantisedError(f"{name} computes in the model's own precision, not in FP8")
+            if not linear.num_forwards or (trained and not linear.num_backwards):
+                raise NotQuantisedError(
+                    f"{name} has run no {'backward' if linear.num_forwards else 'forward'} pass in FP8"
+                )
+            if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
+                raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, the widest that fit: compared faster, and NaN equals itself."""
+    flat = tensor.reshape(-1)
+    fits = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
+    return flat.view(torch.int64 if fits else torch.int16)

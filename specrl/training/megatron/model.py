@@ -1,0 +1,242 @@
+"""The policy network: a Megatron-core GPTModel built from a Hugging Face configuration.
+
+Llama, Qwen2 and Qwen3, dense. On GPUs the layers are Transformer Engine's; on CPUs Megatron's local ones with
+`cpu_layers` between the matrix products. The choice is made once, by the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, RotaryCausalAttention, SwiGLU
+from specrl.training.megatron.scores import columns_of, most_likely, token_scores
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """Where the output layer is evaluated: only there, since most positions (prompt, padding) need no logits."""
+
+    mask: Tensor
+    """[batch, seq] bool."""
+    targets: Tensor
+    """[n] int64: the next token at each True of `mask`, row by row."""
+    temperature: float
+    draft_tokens: Tensor | None = None
+    """[draft_vocab] int64; with it, the features of the output layer are returned too."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """One entry per True of `HeadInput.mask`, row by row."""
+
+    logprobs: Tensor
+    """[n] float32, differentiable."""
+    entropy: Tensor
+    """[n] float32, nats, detached."""
+    draft_logits: Tensor | None = None
+    """[n, draft_vocab], compute type, detached, temperature 1."""
+    top1: Tensor | None = None
+    """[n] int64, over the whole vocabulary."""
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose last stage returns scores of chosen positions instead of all logits."""
+
+    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.true_vocab_size = true_vocab_size
+
+    def forward(self, tokens: Tensor, head: HeadInput) -> Tensor | HeadOutput:
+        """tokens [batch, seq] -> hidden states [seq, batch, hidden], on the last pipeline stage the scores."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        hidden: Tensor = super().forward(tokens, positions, None)
+        if not self.post_process:
+            return hidden
+        return self._score(hidden, head)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states  # without the output layer, which `_score` applies to the positions that need it
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, int]:
+        """[n, hidden] -> this rank's columns [n, columns], without padding, and the first's vocabulary id."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden[:, None], weight=weight)
+        logits = logits.squeeze(1)
+        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+        if first + logits.shape[1] > self.true_vocab_size:
+            logits = logits[:, : self.true_vocab_size - first]
+        return logits, first
+
+    def _score(self, hidden: Tensor, head: HeadInput) -> HeadOutput:
+        batch = hidden.shape[1]
+        row, column = head.mask.nonzero(as_tuple=True)
+        logits, first = self.logits(hidden.flatten(0, 1).index_select(0, column * batch + row))
+        group = parallel_state.get_tensor_model_parallel_group()
+        draft_logits = top1 = None
+        if head.draft_tokens is not None:
+            draft_logits = columns_of(logits, head.draft_tokens, first, group)
+            top1 = most_likely(logits, first, group)
+        logprobs, entropy = token_scores(logits, head.targets, temperature=head.temperature, first=first, group=group)
+        return HeadOutput(logprobs, entropy, draft_logits, top1)
+
+
+def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Refuse what would silently compute something else.
+
+    Raises:
+        ValueError: naming what the model's configuration asks for and what is supported.
+    """
+    if hf.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {hf.model_type!r} is not supported: the policy must be one of {', '.join(FAMILIES)}"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(hf, key, False):
+            raise ValueError(f"{hf.model_type} with {key} = true is not supported: use a checkpoint without it")
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act = {hf.hidden_act!r} is not supported: only silu (SwiGLU) is")
+    if getattr(hf, "use_sliding_window", False):
+        raise ValueError("use_sliding_window = true is not supported: use a checkpoint with full attention")
+    rope_scaling_factor(hf)
+    for name, size, parts in (
+        ("num_attention_heads", hf.num_attention_heads, tensor_parallel),
+        ("num_key_value_heads", hf.num_key_value_heads, tensor_parallel),
+        ("intermediate_size", hf.intermediate_size, tensor_parallel),
+        ("num_hidden_layers", hf.num_hidden_layers, pipeline_parallel),
+    ):
+        if size % parts:
+            kind = "pipeline" if name == "num_hidden_layers" else "tensor"
+            raise ValueError(f"policy.{kind}_parallel = {parts} does not divide the model's {name} = {size}")
+
+
+def rope_scaling_factor(hf: Any) -> float | None:
+    """Factor of Llama 3's rotary scaling; None without scaling.
+
+    Raises:
+        ValueError: another scaling, or other constants than the ones Megatron-core has built in.
+    """
+    rope = hf.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: rotary embeddings must cover the whole head")
+    if kind == "default":
+        return None
+    built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "llama3" or any(rope.get(key) != value for key, value in built_in.items()):
+        raise ValueError(
+            f"rope scaling {dict(rope)} is not supported: only none, or rope_type llama3 with {built_in}; "
+            "a model without rope_parameters scaling in its config.json works up to its original context length"
+        )
+    return float(rope["factor"])
+
+
+def transformer_config(
+    hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
+) -> TransformerConfig:
+    """Megatron's configuration of the Hugging Face model `hf`, for the parallel sizes that are set up.
+
+    Args:
+        native_fp8: blockwise, by Transformer Engine.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type == "qwen3",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=pipeline,
+        variable_seq_lengths=pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
+        # Losses arrive divided by the global token count: nothing else may divide them (`Policy.train_step`).
+        calculate_per_token_loss=True,
+        perform_initialization=False,  # every parameter is loaded
+        use_cpu_initialization=not cuda,
+        persist_layer_norm=cuda,
+        bias_activation_fusion=cuda,
+        use_te_activation_func=not cuda,  # that is: take the activation from the layer specification
+        bias_dropout_fusion=cuda,
+        apply_rope_fusion=cuda,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **(recompute_all if recompute else {}),
+        **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
+    )
+
+
+def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
+    """This rank's part of the network, parameters uninitialised."""
+    scaling = rope_scaling_factor(hf)
+    rope = {
+        "rotary_base": hf.rope_parameters["rope_theta"],
+        "rope_scaling": scaling is not None,
+        "rope_scaling_factor": scaling or 1.0,
+    }
+    tensor = config.tensor_model_parallel_size
+    return PolicyModel(
+        config,
+        _cuda_layers(config) if cuda else _cpu_layers(config, rope),
+        true_vocab_size=hf.vocab_size,
+        vocab_size=-(-hf.vocab_size // tensor) * tensor,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
+        **rope,
+    )
+
+
+def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
+    """Megatron's local layers, tensor parallelism and all, with `cpu_layers` between the linear ones."""
+    frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.mlp.submodules.activation_func = SwiGLU
+    attention = layer.self_attention.submodules
+    attention.core_attention = partial(RotaryCausalAttention, rotary=Rotary(frequencies))
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,164 @@
+"""Megatron's DistributedDataParallel and distributed optimizer: FP32 gradients, masters and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from specrl.config import PolicyConfig
+
+FINAL_LR_FRACTION = 0.1
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements looked at together: what fits into a cache, and what is worth a kernel."""
+
+
+def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
+    """Parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks once a step."""
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(config, ddp, model)
+
+
+class PolicyOptimizer:
+    """AdamW over this rank's share of the FP32 masters, with gradient clipping and a learning-rate schedule.
+
+    The rate rises linearly over `lr_warmup_steps`; with `total_steps` it then falls linearly to a tenth at the last of
+    them, without it stays.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype, total_steps: int | None
+    ) -> None:
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        overrides = get_standard_config_overrides(options)
+        self._ddp = ddp
+        self._megatron = get_megatron_optimizer(options, [ddp], config_overrides=overrides)
+        (self._distributed,) = self._megatron.chained_optimizers
+        self._adam: Any = self._distributed.optimizer
+        self._config = config
+        self._total_steps = total_steps
+        self.num_updates = 0
+        self.largest_change = 0.0
+        """Of a master weight of this rank's share, in the last step."""
+        if not torch.cuda.is_available():
+            for group in self._adam.param_groups:
+                group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
+
+    def zero_grad(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def learning_rate(self, update: int) -> float:
+        """Rate of the given update, counted from 0."""
+        config = self._config
+        if update < config.lr_warmup_steps:
+            return config.lr * (update + 1) / config.lr_warmup_steps
+        if self._total_steps is None or self._total_steps <= config.lr_warmup_steps:
+            return config.lr
+        done = min(1.0, (update - config.lr_warmup_steps) / (self._total_steps - config.lr_warmup_steps))
+        return config.lr * (1.0 - (1.0 - FINAL_LR_FRACTION) * done)
+
+    def step(self, lr: float | None = None) -> float:
+        """Clip, update the masters, and give every rank the new parameters; collective. Returns the gradient's norm.
+
+        Args:
+            lr: learning rate of this update, instead of the schedule's.
+        """
+        rate = self.learning_rate(self.num_updates) if lr is None else lr
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+        _, norm, _ = self._megatron.step()
+        self.num_updates += 1
+        self.largest_change = max((self._change_of(*entry) for entry in self._main_parameters()), default=0.0)
+        return float(norm)
+
+    def _change_of(self, key: str, parameter: Tensor) -> float:
+        group = self._adam.param_groups[int(key.removeprefix("group").split(".")[0])]
+        state = self._adam.state.get(parameter, {})
+        count = int(group["step"] if "step" in group else state.get("step", 0))
+        return largest_change(parameter, state, group, count) if count else 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's share: FP32 masters and Adam's moments and counters, by position. Not copies."""
+        state = {"num_updates": torch.tensor(self.num_updates)}
+        for key, parameter in self._main_parameters():
+            state[f"{key}.master"] = parameter.detach()
+            for name, tensor in self._adam.state.get(parameter, {}).items():
+                state[f"{key}.{name}"] = tensor.detach()
+        for number, group in enumerate(self._adam.param_groups):
+            if "step" in group:  # Transformer Engine counts per group, PyTorch per parameter
+                state[f"group{number}.step"] = torch.tensor(int(group["step"]))
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from `state`, as `state()` gave it on this rank of the same layout; collective.
+
+        Raises:
+            ValueError: it belongs to another layout or model.
+        """
+        self.num_updates = int(state["num_updates"])
+        for key, parameter in self._main_parameters():
+            own = {name.removeprefix(f"{key}."): tensor for name, tensor in state.items() if name.startswith(f"{key}.")}
+            master = own.pop("master", None)
+            if master is None or master.shape != parameter.shape:
+                raise ValueError(
+                    f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks"
+                )
+            parameter.copy_(master)
+            # Copies: loaded tensors may be views of the checkpoint's file.
+            self._adam.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in own.items()}
+        for number, group in enumerate(self._adam.param_groups):
+            if "step" in group:
+                group["step"] = int(state[f"group{number}.step"])
+        self._distributed._copy_main_params_to_model_params()
+        self._ddp.start_param_sync(force_sync=True)
+
+    def _main_parameters(self) -> list[tuple[str, Tensor]]:
+        return [
+            (f"group{number}.{position}", parameter)
+            for number, group in enumerate(self._adam.param_groups)
+            for position, parameter in enumerate(group["params"])
+        ]
+
+
+@torch.no_grad()
+def largest_change(parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], count: int) -> float:
+    """Largest |change| of an element in AdamW's last step, from the moments after it.
+
+    A copy of the weights before the step would take their memory, and several times as long.
+
+    Args:
+        count: steps so far, the last one included.
+    """
+    rate, decay = float(group["lr"]), float(group["weight_decay"])
+    first, second = (1 - float(beta) ** count for beta in group["betas"])
+    size = CHUNK.get(parameter.device.type, 1 << 24)
+    flat = (tensor.detach().flatten() for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+    columns = (torch.split(tensor, size) for tensor in flat)
+    found = [
+        ((mean / first) / ((square / second).sqrt_() + group["eps"])).add_(weight, alpha=decay).abs_().max()
+        for weight, mean, square in zip(*columns, strict=True)
+        if weight.numel()
+    ]
+    return rate / (1 - rate * decay) * float(torch.stack(found).max()) if found else 0.0

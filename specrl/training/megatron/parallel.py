@@ -1,0 +1,60 @@
+"""Megatron's process groups: set up once in a process, then shared by every policy that is built in it."""
+
+from __future__ import annotations
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+
+def set_up(tensor: int, pipeline: int, seed: int) -> None:
+    """Split the ranks into tensor x pipeline x data parallel groups; a no-op for sizes that are set up already.
+
+    Raises:
+        ValueError: the sizes do not divide the ranks, or the process already runs with others.
+    """
+    world = dist.get_world_size()
+    if world % (tensor * pipeline):
+        raise ValueError(
+            f"policy.tensor_parallel x policy.pipeline_parallel = {tensor} x {pipeline} does not divide {world} ranks"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        current = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if current != (tensor, pipeline):
+            raise ValueError(
+                f"this process trains with tensor x pipeline parallel = {current[0]} x {current[1]}; "
+                f"{tensor} x {pipeline} needs a process of its own"
+            )
+        return
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    with torch.random.fork_rng(devices=[]):
+        # Names the random states that megatron's layers ask for; without dropout nothing draws from them.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor that pipeline stage `stage` holds, on all stages; collective over the pipeline group.
+
+    Args:
+        tensor: on the owning stage the tensor, elsewhere ignored.
+        shape, dtype: of that tensor, known on every stage.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        assert tensor is not None
+        return tensor
+    if parallel_state.get_pipeline_model_parallel_rank() == stage:
+        assert tensor is not None and tuple(tensor.shape) == shape and tensor.dtype == dtype
+        tensor = tensor.contiguous()
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+    return tensor

@@ -1,0 +1,383 @@
+"""The policy in training: a Megatron-core model, its optimizer, and what the loop asks of them.
+
+Every method marked * is collective: all ranks call it, in the same order. Ranks of one data-parallel rank (its tensor
+and pipeline shards) pass the same micro-batches; different data-parallel ranks may pass different numbers of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from transformers import AutoConfig
+
+from specrl.config import PolicyConfig
+from specrl.distributed import Ranks
+from specrl.models import mtp
+from specrl.training.batches import MicroBatch, empty_micro_batch
+from specrl.training.features import Features, FeatureSpec
+from specrl.training.megatron import parallel, weights
+from specrl.training.megatron.capture import LayerInputs, assemble
+from specrl.training.megatron.model import (
+    DTYPES,
+    HeadInput,
+    HeadOutput,
+    PolicyModel,
+    build_model,
+    check_supported,
+    transformer_config,
+)
+from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
+from specrl.training.megatron.pretrained import write_pretrained
+
+LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probs, entropy, micro-batch) -> (loss, metrics).
+
+Log-probs (differentiable) and entropy (detached, nats) are [batch, seq] float32: column i is about `tokens[:, i + 1]`,
+and zero where the micro-batch's mask is False. The loss is a sum, already divided by the token count of the global
+batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it again. So are the metrics.
+"""
+
+
+FP8_TOKENS = 16
+"""Transformer Engine's FP8 products, those of weight gradients among them, want a multiple of it as token count."""
+
+
+class LinearPrecision(Protocol):
+    """Changes the arithmetic of a model's linear layers in place."""
+
+    is_native: bool
+    """On a GPU: by Transformer Engine; otherwise emulated in Megatron's local layers."""
+
+    def attach(self, model: torch.nn.Module) -> None: ...
+
+
+class KvObserver(Protocol):
+    """Watches queries, keys and values in the forward pass."""
+
+    lengths: Tensor | None
+    """[batch], without padding; none for micro-batches that it is not to see."""
+    training_only: bool
+    """It is to see those of `train_step` only."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the last pipeline stage knows of one micro-batch."""
+
+    logprobs: Tensor
+    """[batch, seq], detached."""
+    head: HeadOutput
+    loss: float
+    metrics: dict[str, float]
+
+
+class Policy:
+    """A causal language model split over the ranks, trainable or frozen."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: PolicyConfig,
+        *,
+        dtype: str,
+        ranks: Ranks,
+        trainable: bool = True,
+        total_steps: int | None = None,
+        seed: int,
+        fp8: LinearPrecision | None = None,
+        keep_reference: bool = False,
+    ) -> None:
+        """*Load a Hugging Face directory.
+
+        Args:
+            dtype: `bfloat16` or `float32`: parameters and compute; master weights, gradients and moments are float32.
+            trainable: without it there is neither gradient buffer nor optimizer.
+            total_steps: the learning rate then falls linearly to a tenth over so many updates; constant without it.
+            keep_reference: keep a copy of the parameters as loaded, for `reference_weights`.
+
+        Raises:
+            ValueError: a model or layout that is not supported; the line says what is.
+        """
+        self.model_dir = model_dir
+        self.config = config
+        self.hf_config: Any = AutoConfig.from_pretrained(model_dir)
+        self.vocab_size: int = self.hf_config.vocab_size
+        self.dtype = DTYPES[dtype]
+        self.ranks = ranks
+        check_supported(self.hf_config, config.tensor_parallel, config.pipeline_parallel)
+        parallel.set_up(config.tensor_parallel, config.pipeline_parallel, seed)
+        self.model, self._weights, megatron = self._load(fp8)
+        self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
+        self._reference_is_active = False
+        if fp8 is not None:
+            fp8.attach(self.model)
+        self.kv_observer: KvObserver | None = None
+        """Told of every micro-batch before its forward pass."""
+        self._chain: Any = self.model.to(ranks.device)
+        if self.dtype == torch.bfloat16:
+            self._chain = Float16Module(megatron, self._chain)
+        self._optimizer: PolicyOptimizer | None = None
+        if trainable:
+            self._chain = wrap(self._chain, megatron)
+            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, total_steps=total_steps)
+        else:
+            self.model.eval().requires_grad_(False)
+
+    def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
+        """This rank's part of the network, with the directory's weights."""
+        cuda = self.ranks.device.type == "cuda"
+        if fp8 is not None and not fp8.is_native:
+            cuda = False  # Megatron's local layers, on whatever device
+        megatron = transformer_config(
+            self.hf_config, self.dtype, cuda=cuda, recompute=self.config.recompute, native_fp8=cuda and fp8 is not None
+        )
+        megatron.finalize_model_grads_func = _sum_gradients
+        model = build_model(self.hf_config, megatron, cuda=cuda)
+        names = weights.weight_map(
+            self.hf_config,
+            tensor_parallel=self.config.tensor_parallel,
+            pipeline_parallel=self.config.pipeline_parallel,
+            fused_norms=cuda,
+        )
+        weights.load(model, names, self.model_dir)
+        return model, names, megatron
+
+    @property
+    def dp_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def dp_size(self) -> int:
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    def tp_rank(self) -> int:
+        return int(parallel_state.get_tensor_model_parallel_rank())
+
+    @property
+    def tp_size(self) -> int:
+        return int(parallel_state.get_tensor_model_parallel_world_size())
+
+    @property
+    def pp_rank(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def pp_size(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+    @property
+    def pad_multiple(self) -> int:
+        """The padded length of a micro-batch must be a multiple of it: pass it to `batches.pack`."""
+        return FP8_TOKENS if self.model.config.fp8 else 1
+
+    @property
+    def optimizer(self) -> PolicyOptimizer:
+        if self._optimizer is None:
+            raise ValueError("this policy was built with trainable=False: it has no optimizer")
+        return self._optimizer
+
+    def train_step(
+        self,
+        micro_batches: list[MicroBatch],
+        loss: LossFn,
+        *,
+        features: FeatureSpec | None = None,
+        keep: int | None = None,
+        temperature: float = 1.0,
+        lr: float | None = None,
+    ) -> tuple[dict[str, float], list[Features]]:
+        """*One update on the micro-batches of all data-parallel ranks. Without a single token, nothing moves.
+
+        Args:
+            features: what to keep for the drafter from this forward pass.
+            keep: keep them of the first so many micro-batches only; of all by default.
+            temperature: logits are divided by it, so that log-probs are those of the sampled distribution.
+            lr: learning rate of this update, instead of the schedule's.
+
+        Returns:
+            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `grad_norm`
+            (before clipping) and `update_max` (largest |change| of a master weight); and one `Features` per micro-batch
+            of this rank.
+
+        Raises:
+            FloatingPointError: the loss is not finite; the weights are as before.
+        """
+        assert not self._reference_is_active, "training inside reference_weights() would train the reference"
+        self.optimizer.zero_grad()
+        outcomes, kept = self._run(micro_batches, temperature, features, loss, keep)
+        metrics = self._sum(outcomes)
+        num_tokens = metrics.pop("num_tokens")
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"the policy's loss is {metrics['loss']}; its weights are unchanged")
+        metrics["grad_norm"] = self.optimizer.step(lr) if num_tokens else 0.0
+        metrics["update_max"] = max(self.ranks.gather(self.optimizer.largest_change if num_tokens else 0.0))
+        return metrics, kept
+
+    def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
+        """*Per micro-batch, log-probs as a `LossFn` gets them: [batch, seq] float32, zero where the mask is False."""
+        outcomes, _ = self._run(micro_batches, temperature)
+        last = self.pp_size - 1
+        found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
+        return [
+            parallel.from_stage(last, logprobs, tuple(batch.tokens.shape), torch.float32)
+            for logprobs, batch in zip(found, micro_batches, strict=False)
+        ]
+
+    def forward_features(self, micro_batches: list[MicroBatch], spec: FeatureSpec) -> list[Features]:
+        """*The drafter's features, without a gradient; what `train_step` gives, without the step."""
+        return self._run(micro_batches, 1.0, spec)[1]
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """*Every tensor under its Hugging Face name, whole and in the compute type, on every rank.
+
+        `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
+        view of the parameters, which the next `train_step` changes.
+        """
+        return weights.export(self.model, self._weights)
+
+    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """*Write a Hugging Face directory that transformers and vLLM load; rank 0 writes. Tied models stay tied.
+
+        Args:
+            mtp_layer: the model's multi-token-prediction layer (`Drafter.named_weights`); without it, the one that it
+                was loaded with, if any, goes along unchanged.
+        """
+        tensors = chain(self._named_for_disk(), self._mtp_layer_as_loaded() if mtp_layer is None else mtp_layer)
+        write_pretrained(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
+        self.ranks.barrier()
+
+    def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.hf_weights():
+            if name != "lm_head.weight" or not self._weights.tied:
+                yield name, tensor
+
+    def _mtp_layer_as_loaded(self) -> Iterator[tuple[str, Tensor]]:
+        reader = weights.HuggingFaceReader(self.model_dir)
+        for name in reader.names(mtp.PREFIX):
+            yield name, reader.read(name).to(self.dtype)
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside the block the parameters are those first loaded; use it around `logprobs` for the KL penalty."""
+        if self._reference is None:
+            raise ValueError("no reference weights: build the policy with keep_reference=True")
+        self._swap_reference()
+        try:
+            yield
+        finally:
+            self._swap_reference()
+
+    @torch.no_grad()
+    def _swap_reference(self) -> None:
+        assert self._reference is not None
+        for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
+            current = parameter.clone()
+            parameter.copy_(other)
+            other.copy_(current)
+        self._reference_is_active = not self._reference_is_active
+
+    def _run(
+        self,
+        micro_batches: list[MicroBatch],
+        temperature: float,
+        spec: FeatureSpec | None = None,
+        loss: LossFn | None = None,
+        keep: int | None = None,
+    ) -> tuple[list[_Outcome], list[Features]]:
+        """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
+        device = self.ranks.device
+        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
+        inputs = LayerInputs(self.model, spec.layers if spec else ())
+        draft_tokens = spec.draft_tokens.to(device) if spec else None
+        num_kept = len(micro_batches[:keep]) if spec else 0
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:
+            batch = next(iterator)
+            is_kept = len(inputs.recorded) < num_kept
+            targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
+            head = HeadInput(batch.mask, targets, temperature, draft_tokens if is_kept else None)
+            if self.kv_observer is not None:
+                hidden = self.kv_observer.training_only and loss is None
+                self.kv_observer.lengths = None if hidden else batch.lengths
+            with inputs.micro_batch() if is_kept else nullcontext():
+                output = model(batch.tokens, head)
+            return output, partial(_outcome, batch, loss)
+
+        try:
+            with torch.set_grad_enabled(loss is not None):
+                outcomes = get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(batches),
+                    model=[self._chain],
+                    num_microbatches=len(batches),
+                    seq_length=1,  # these two are not read: shapes vary and travel with the tensors
+                    micro_batch_size=1,
+                    forward_only=loss is None,
+                )
+        finally:
+            inputs.remove()
+        if spec is None:
+            return outcomes, []
+        batches, heads = batches[:num_kept], [outcome.head for outcome in outcomes[:num_kept]] or [None] * num_kept
+        size = {
+            "num_layers": self.hf_config.num_hidden_layers,
+            "hidden_size": self.hf_config.hidden_size,
+            "dtype": self.dtype,
+        }
+        # What was recorded goes as it is taken over: both at once would be twice the features.
+        return outcomes, [
+            assemble(spec, batch, inputs.recorded.pop(0), head, **size)
+            for batch, head in zip(batches, heads, strict=True)
+        ]
+
+    def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
+        """*Loss, token count and the loss function's metrics over all micro-batches of all data-parallel ranks."""
+        total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
+        own: list[dict[str, float]] = []
+        if self.tp_rank == 0:
+            own = [{**item.metrics, "loss": item.loss, "num_tokens": len(item.head.logprobs)} for item in outcomes]
+        for metrics in (metrics for rank in self.ranks.gather(own) for metrics in rank):
+            for name, value in metrics.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+
+def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
+    """Megatron's loss function: (loss, a token count that nothing uses, what is kept)."""
+    logprobs, entropy = _spread(head.logprobs, batch.mask), _spread(head.entropy, batch.mask)
+    value, metrics = head.logprobs.sum() * 0.0, dict[str, Tensor]()  # keeps every parameter in the graph
+    if loss is not None and batch.indices:
+        own, metrics = loss(logprobs, entropy, batch)
+        value = value + own
+    detached = HeadOutput(head.logprobs.detach(), head.entropy, head.draft_logits, head.top1)
+    sums = {name: float(tensor.detach()) for name, tensor in metrics.items()}
+    kept = _Outcome(logprobs.detach(), detached, float(value.detach()), sums)
+    return value, torch.ones((), dtype=torch.int, device=value.device), kept
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """[n] at the True of `mask` [batch, seq], zero elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Reduce gradients as sums. Megatron would divide by its own token count; losses arrive divided."""
+    finalize_model_grads(model, None, **kwargs)
