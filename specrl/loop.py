@@ -118,13 +118,19 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
     started_at, samples = time.time(), config.train.samples_per_prompt
     pace = Pace(len(share) * samples, config.engine.max_num_seqs)
 
-    def iteration() -> bool:
+    def on_iteration() -> None:
         trainer.bubbles.beat()
-        return pace.iteration()
+        pace.on_iteration()
 
     own, generation = collect(
-        *(trainer.engine, share, samples, config, trainer.reward, origin),
-        *(pace.on_progress, iteration),
+        trainer.engine,
+        share,
+        samples,
+        config,
+        trainer.reward,
+        origin,
+        on_progress=pace.on_progress,
+        on_iteration=on_iteration,
         recall=True,
     )
     bubble, texts = trainer.bubbles.spend(step, started_at, generation, pace.rows())

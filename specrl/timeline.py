@@ -66,14 +66,13 @@ class Pace:
         """For `Engine.generate`."""
         self._left = total - finished
 
-    def iteration(self) -> bool:
-        """For `Engine.generate` as its `stop`: called after every iteration, never ends one."""
+    def on_iteration(self) -> None:
+        """For `Engine.generate`."""
         now = time.perf_counter()
         count_seconds = self._found.setdefault(self._batch, [0, 0.0])
         count_seconds[0] += 1
         count_seconds[1] += now - self._since
         self._since, self._batch = now, min(self._left, self._most_running)
-        return False
 
     def rows(self) -> list[tuple[int, int, float]]:
         """(running requests, iterations, seconds); without the iteration that finished the last request."""

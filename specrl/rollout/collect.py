@@ -31,18 +31,20 @@ def collect(
     config: Config,
     reward: Reward,
     origin: Origin,
+    *,
     on_progress: Callable[[int, int], None] | None = None,
-    stop: Callable[[], bool] | None = None,
+    on_iteration: Callable[[], None] | None = None,
     recall: bool = False,
 ) -> tuple[list[Rollout], Generation]:
     """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
 
     The rollouts are a pure function of policy, run seed, step, prompt and sample index (invariant 1): which rank
-    generates them, in what batch and with which drafts, changes nothing but the time. `recall` as of `Engine.generate`.
+    generates them, in what batch and with which drafts, changes nothing but the time. The keyword arguments are those of
+    `Engine.generate`.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
-    generation = engine.generate(requests, on_progress, stop, recall)
+    generation = engine.generate(requests, on_progress=on_progress, on_iteration=on_iteration, recall=recall)
     rollouts = [
         _rollout(prompt, sample, request, response, reward(prompt, response.text), origin, engine.stored_for(request))
         for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)

@@ -131,7 +131,9 @@ class Engine:
     def generate(
         self,
         requests: list[Request],
+        *,
         on_progress: Callable[[int, int], None] | None = None,
+        on_iteration: Callable[[], None] | None = None,
         stop: Callable[[], bool] | None = None,
         recall: bool = False,
     ) -> Generation:
@@ -140,8 +142,10 @@ class Engine:
         Args:
             requests: answered in any order, in batches of the engine's choice; neither changes a token.
             on_progress: called as `on_progress(finished, total)` whenever some finish.
-            stop: asked after every iteration (of a tensor-parallel engine, the first rank's answer counts); once true,
-                unfinished responses are returned with the tokens they have and `finish_reason = "abort"`.
+            on_iteration: called after every iteration that leaves requests unfinished.
+            stop: asked after every such iteration; once it returns true, unfinished responses are returned with the
+                tokens they have and `finish_reason = "abort"`. The ranks of a tensor-parallel engine take the first
+                one's answer, which costs a broadcast per iteration.
             recall: draft from responses that were asked for with `recall` before, and remember these. For rollouts:
                 what is asked for again and again, as probes are, would be found in them word for word.
 
@@ -167,7 +171,9 @@ class Engine:
                     responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
-                if stop is not None and running and agreed(stop()):
+                if running and on_iteration is not None:
+                    on_iteration()
+                if running and stop is not None and agreed(stop()):
                     break
             for index, internal in running.values():
                 responses[index] = self._response(internal, output_tokens(self._llm, internal), "abort")

@@ -83,7 +83,9 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
         config,
         make_reward(config.data),
         Origin(derive_seed(config.seed, "validate"), step=0),
-        lambda done, total: progress.update(done, total, unit="response", phase="trying out the exported drafter"),
+        on_progress=lambda done, total: progress.update(
+            done, total, unit="response", phase="trying out the exported drafter"
+        ),
     )
     engine.shutdown()
     return generation.stats.acceptance_length

@@ -105,7 +105,7 @@ def pretrain_drafter(
         drafter,
         batches,
         config.drafter,
-        lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+        on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
     )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
     save_drafter(drafter, policy, drafter_dir, policy_version=0)

@@ -74,7 +74,7 @@ def accuracy(
         config,
         make_reward(config.data),
         origin,
-        lambda done, total: progress.update(done, total, unit="response", phase=phase),
+        on_progress=lambda done, total: progress.update(done, total, unit="response", phase=phase),
     )
     shares = ranks.gather(([rollout.reward for rollout in rollouts], generation.stats))[::size]
     return fmean(reward for rewards, _ in shares for reward in rewards), SpeculationStats.merge(s for _, s in shares)

@@ -190,13 +190,12 @@ def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engin
         drafting.backlog = used
         asked: list[int] = []
 
-        def stop(asked: list[int] = asked) -> bool:
+        def on_iteration(asked: list[int] = asked) -> None:
             asked.append(1)
             mixed.set_k(0 if len(asked) < 10 or len(asked) % 7 < 3 else 3)
-            return False
 
         mixed.set_k(0)
-        generation = mixed.generate(REQUESTS[:16], stop=stop)
+        generation = mixed.generate(REQUESTS[:16], on_iteration=on_iteration)
         assert tokens(generation.responses) == tokens(plain)[:16]
         counters.append(generation.stats)
     drafting.backlog = backlog
