@@ -39,8 +39,8 @@ def collect(
     """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
 
     The rollouts are a pure function of policy, run seed, step, prompt and sample index (invariant 1): which rank
-    generates them, in what batch and with which drafts, changes nothing but the time. The keyword arguments are those of
-    `Engine.generate`.
+    generates them, in what batch and with which drafts, changes nothing but the time. The keyword arguments are
+    those of `Engine.generate`.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
