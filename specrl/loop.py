@@ -23,7 +23,7 @@ from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
-from specrl.rollout.bubbles.balance import ExpectedLengths, deal
+from specrl.rollout.bubbles.balance import ResponseLengthEstimator, deal
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.collect import Origin, Reward, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
@@ -60,7 +60,7 @@ class Trainer:
     drafter: Drafter | None
     engine: Engine
     source: PromptSource
-    expected: ExpectedLengths
+    expected: ResponseLengthEstimator
     bubbles: Bubbles
     spot: SpotTraining | None
     """Where idle ranks train the drafter."""

@@ -158,7 +158,7 @@ def _pregenerate(
     speed: Speed,
     most_running: int,
 ) -> None:
-    """Idle ranks claim responses of the next step as `Rendezvous.claim` gives them, from and until when each may."""
+    """Idle ranks claim responses of the next step in the pieces of `BubbleCoordinator.claim`, each within its times."""
     ready = [(start, end) for start, end in times if start < end]
     heapq.heapify(ready)
     keys, first = _keys(following), 0

@@ -17,7 +17,7 @@ from specrl.distributed import join
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.estimates import Arm
+from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.replay import ReplayIndex
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, stop_tokens
@@ -196,12 +196,12 @@ class Engine:
         k = 0 if self._stopped else k
         self.k = k
         if self._drafting is not None:
-            self._drafting.fixed = self._arm(k) if k is not None else None
+            self._drafting.fixed = self._draft_lengths(k) if k is not None else None
 
-    def _arm(self, k: int) -> Arm:
+    def _draft_lengths(self, k: int) -> DraftLengths:
         if self.max_k:
-            return Arm(k, self.max_replay_k if k else 0)
-        return Arm(0, k)
+            return DraftLengths(k, self.max_replay_k if k else 0)
+        return DraftLengths(0, k)
 
     def set_replay(
         self,

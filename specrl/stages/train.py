@@ -28,7 +28,7 @@ from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
 from specrl.progress import Progress
-from specrl.rollout.bubbles.balance import WINDOW, ExpectedLengths, stored_lengths
+from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, stored_lengths
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.drafts.curve import write_curve
 from specrl.rollout.engine import Engine
@@ -80,7 +80,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     if pretrained.drafter_dir is not None and trains_drafter(config):
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
     engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)
-    source, expected = PromptSource(config, load_tokenizer(prepared.policy_dir)), ExpectedLengths()
+    source, expected = PromptSource(config, load_tokenizer(prepared.policy_dir)), ResponseLengthEstimator()
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     return Trainer(
         config=config,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.drafts.acceptance import Outcome, SourceCounts, SpeculationStats, accepted_prefix
+from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_without_drafts_an_iteration_yields_one_token() -> None:
 
 
 def test_merging_adds_counters_of_different_k_and_source() -> None:
-    one = SpeculationStats.of([Outcome("drafter", 1, 1)] * 3 + [Outcome("drafter", 1, 0)], decode_steps=5)
-    three = SpeculationStats.of([Outcome("drafter", 3, 3), Outcome("replay", 3, 1)], decode_steps=3)
+    one = SpeculationStats.of([DraftOutcome("drafter", 1, 1)] * 3 + [DraftOutcome("drafter", 1, 0)], decode_steps=5)
+    three = SpeculationStats.of([DraftOutcome("drafter", 3, 3), DraftOutcome("replay", 3, 1)], decode_steps=3)
     merged = SpeculationStats.merge([one, three])
     assert merged == one + three == three + one
     assert merged == SpeculationStats(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specrl.data.prompts import Prompt
-from specrl.rollout.bubbles.balance import WINDOW, ExpectedLengths, deal, stored_lengths
+from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 
@@ -15,7 +15,7 @@ def make_prompt(number: int, terms: int, tokens: int = 10) -> Prompt:
 
 
 def test_expected_length_is_the_mean_of_the_same_difficulty() -> None:
-    expected = ExpectedLengths()
+    expected = ResponseLengthEstimator()
     prompts = [make_prompt(0, 2), make_prompt(1, 12)]
     expected.learn(prompts, [(0, 10), (0, 20), (1, 90), (1, 110), (77, 1000)])
     assert expected.of(make_prompt(5, 2)) == 15
@@ -23,14 +23,14 @@ def test_expected_length_is_the_mean_of_the_same_difficulty() -> None:
 
 
 def test_without_history_a_longer_prompt_is_expected_to_take_longer() -> None:
-    expected = ExpectedLengths()
+    expected = ResponseLengthEstimator()
     assert expected.of(make_prompt(0, 2, tokens=5)) < expected.of(make_prompt(1, 3, tokens=9))
     expected.learn([make_prompt(0, 2, tokens=5)], [(0, 20)])
     assert expected.of(make_prompt(1, 3, tokens=9)) == 36
 
 
 def test_only_the_last_batches_count() -> None:
-    expected = ExpectedLengths()
+    expected = ResponseLengthEstimator()
     expected.learn([make_prompt(0, 2)], [(0, 1000)])
     for _ in range(WINDOW):
         expected.learn([make_prompt(0, 2)], [(0, 10)])
@@ -40,7 +40,7 @@ def test_only_the_last_batches_count() -> None:
 @pytest.mark.parametrize("engines", [1, 2, 4])
 def test_shares_have_equal_numbers_and_nearly_equal_lengths(engines: int) -> None:
     prompts = [make_prompt(number, terms) for number, terms in enumerate([2, 2, 3, 3, 4, 4, 5, 5] * 2)]
-    expected = ExpectedLengths()
+    expected = ResponseLengthEstimator()
     expected.learn(prompts, [(prompt.id, 10 * len(prompt.metadata["entry"]["terms"])) for prompt in prompts])
     shares = deal(prompts, expected, engines)
     assert sorted(prompt.id for share in shares for prompt in share) == [prompt.id for prompt in prompts]

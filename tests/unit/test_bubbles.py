@@ -14,9 +14,9 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.prompts import Prompt
 from specrl.distributed import Ranks
 from specrl.gantt import gantt
-from specrl.rollout.bubbles.bubbles import Split
-from specrl.rollout.bubbles.coordinator import Rendezvous
-from specrl.rollout.bubbles.pregeneration import Text, Wanted, by_tokens
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator
+from specrl.rollout.bubbles.pregeneration import PendingResponse, PregeneratedText, by_tokens
+from specrl.rollout.bubbles.share import BubbleShare
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request
 from specrl.timeline import (
@@ -33,30 +33,32 @@ from specrl.timeline import (
 )
 
 
-def make_meetings(count: int, **seconds: float) -> list[Rendezvous]:
+def make_coordinators(count: int, **seconds: float) -> list[BubbleCoordinator]:
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
     ranks = [Ranks(rank, count, rank, torch.device("cpu")) for rank in range(count)]
     stores = [server, *clients]
-    return [Rendezvous(store, rank, poll_seconds=0, **seconds) for store, rank in zip(stores, ranks, strict=True)]
+    return [
+        BubbleCoordinator(store, rank, poll_seconds=0, **seconds) for store, rank in zip(stores, ranks, strict=True)
+    ]
 
 
 def test_all_are_done_when_the_last_one_says_so() -> None:
-    meetings = make_meetings(3)
+    coordinators = make_coordinators(3)
     for _ in range(3):
-        for meeting in meetings:
-            meeting.open()
-        meetings[1].arrive()
-        meetings[0].arrive()
-        assert [meeting.all_done() for meeting in meetings] == [False] * 3
-        meetings[2].arrive()
-        assert [meeting.all_done() for meeting in meetings] == [True] * 3
+        for coordinator in coordinators:
+            coordinator.open()
+        coordinators[1].arrive()
+        coordinators[0].arrive()
+        assert [coordinator.all_done() for coordinator in coordinators] == [False] * 3
+        coordinators[2].arrive()
+        assert [coordinator.all_done() for coordinator in coordinators] == [True] * 3
 
 
 def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
-    done, dead, slow = make_meetings(3, beat_seconds=0, stale_seconds=0.2)
-    for meeting in (done, dead, slow):
-        meeting.open()
+    done, dead, slow = make_coordinators(3, beat_seconds=0, stale_seconds=0.2)
+    for coordinator in (done, dead, slow):
+        coordinator.open()
     done.arrive()
     for _ in range(10):
         time.sleep(0.05)
@@ -70,31 +72,31 @@ def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
         assert not done.over()
     time.sleep(0.3)
     assert done.over() and not done.all_done()
-    for meeting in (done, dead, slow):
-        meeting.open()
+    for coordinator in (done, dead, slow):
+        coordinator.open()
     assert not done.over()
 
 
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
-    meetings = make_meetings(4)
+    coordinators = make_coordinators(4)
     for _ in range(2):
-        for meeting in meetings:
-            meeting.open()
+        for coordinator in coordinators:
+            coordinator.open()
         claimed: list[range] = []
-        while piece := meetings[len(claimed) % 4].claim(61, at_least=4):
+        while piece := coordinators[len(claimed) % 4].claim(61, at_least=4):
             claimed.append(piece)
         assert [item for piece in claimed for item in piece] == list(range(61))
         assert len(claimed[0]) == 21 > len(claimed[1]) > len(claimed[2])
-        assert not meetings[1].claim(61)
+        assert not coordinators[1].claim(61)
 
 
 def test_counters_of_past_generations_are_deleted() -> None:
-    (meeting,) = make_meetings(1)
+    (coordinator,) = make_coordinators(1)
     for _ in range(20):
-        meeting.open()
-        meeting.arrive()
-        meeting.claim(3)
-    assert meeting._store.num_keys() < 6
+        coordinator.open()
+        coordinator.arrive()
+        coordinator.claim(3)
+    assert coordinator._store.num_keys() < 6
 
 
 def test_totals_count_waiting_use_and_overrun() -> None:
@@ -126,43 +128,43 @@ def test_a_timeline_survives_json_and_is_drawn() -> None:
 
 
 def test_the_share_of_both_follows_what_is_measured() -> None:
-    split = Split()
+    bubble_share = BubbleShare()
     seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
     for length in (2.0, 3.0):
-        split.probed(length)
-        split.learn(seconds, stats(replayed=300, drafts=100))
-    assert split.share == pytest.approx(0.75)
+        bubble_share.probed(length)
+        bubble_share.learn(seconds, stats(replayed=300, drafts=100))
+    assert bubble_share.pregeneration == pytest.approx(0.75)
     for step in range(9):
-        split.probed(4.0 + step)
-        split.learn(seconds, stats(replayed=0, drafts=100))
-    assert split.share == Split.LEAST
+        bubble_share.probed(4.0 + step)
+        bubble_share.learn(seconds, stats(replayed=0, drafts=100))
+    assert bubble_share.pregeneration == BubbleShare.LEAST
     for _ in range(9):
-        split.probed(1.0)  # worse is no gain
-        split.learn(seconds, stats(replayed=300, drafts=100))
-    assert split.share == 1 - Split.LEAST
+        bubble_share.probed(1.0)  # worse is no gain
+        bubble_share.learn(seconds, stats(replayed=300, drafts=100))
+    assert bubble_share.pregeneration == 1 - BubbleShare.LEAST
 
 
 def test_pregeneration_is_first_and_goes_on_while_nobody_knows_for_how_long() -> None:
-    split = Split()
-    assert split.due({}, None) == split.due({PREGENERATION: 100.0}, None) == math.inf
-    assert split.due({}, 10.0) == pytest.approx(9.0)
-    assert split.due({PREGENERATION: 9.0}, 10.0) == 0.0
-    assert split.due({PREGENERATION: 9.0, SPOT_TRAINING: 0.9}, 10.0) == 0.0
-    assert split.due({PREGENERATION: 9.0, SPOT_TRAINING: 1.0}, 10.0) == pytest.approx(9.0)
+    bubble_share = BubbleShare()
+    assert bubble_share.due({}, None) == bubble_share.due({PREGENERATION: 100.0}, None) == math.inf
+    assert bubble_share.due({}, 10.0) == pytest.approx(9.0)
+    assert bubble_share.due({PREGENERATION: 9.0}, 10.0) == 0.0
+    assert bubble_share.due({PREGENERATION: 9.0, SPOT_TRAINING: 0.9}, 10.0) == 0.0
+    assert bubble_share.due({PREGENERATION: 9.0, SPOT_TRAINING: 1.0}, 10.0) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("lengths", [(4.0, 4.0), (1.0, 7.0), (0.0, 4.0, 8.0)])
 def test_both_uses_get_their_share_of_bubbles_of_any_length(share: float, lengths: tuple[float, ...]) -> None:
-    split, total = Split(), {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
-    split.share = share
+    bubble_share, total = BubbleShare(), {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
+    bubble_share.pregeneration = share
     expected = sum(lengths) / len(lengths)
     for bubble in lengths * 20:
         seconds = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
         while (left := bubble - sum(seconds.values())) > 1e-6:
-            due = split.due(seconds, expected)
+            due = bubble_share.due(seconds, expected)
             seconds[PREGENERATION if due else SPOT_TRAINING] += min(due or 0.1, left)
-        split.spent(seconds)
+        bubble_share.spent(seconds)
         total = {name: total[name] + seconds[name] for name in total}
     assert total[PREGENERATION] / sum(total.values()) == pytest.approx(share, abs=0.05)
 
@@ -176,7 +178,7 @@ def stats(*, replayed: int, drafts: int) -> SpeculationStats:
 
 
 def test_a_response_that_was_stopped_is_asked_for_from_where_it_was() -> None:
-    item = Wanted(0, Request([1, 2, 3], 77, max_tokens=10, temperature=1.0))
+    item = PendingResponse(0, Request([1, 2, 3], 77, max_tokens=10, temperature=1.0))
     assert item.rest() == item.request
     item.tokens += [4, 5]
     assert item.rest() == Request([1, 2, 3, 4, 5], 77, max_tokens=8, temperature=1.0)
@@ -184,7 +186,9 @@ def test_a_response_that_was_stopped_is_asked_for_from_where_it_was() -> None:
 
 def test_prompts_of_equal_text_share_their_stored_responses() -> None:
     prompts = [Prompt(number, "x", tokens, "") for number, tokens in enumerate([[1, 2], [1, 2], [3], [4]])]
-    first, second, third, fourth, fifth = (Text(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9))
+    first, second, third, fourth, fifth = (
+        PregeneratedText(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9)
+    )
     stored = {0: [first], 1: [second, third], 2: [fourth], 9: [fifth]}
     assert by_tokens(prompts, stored) == {(1, 2): [first, second, third], (3,): [fourth]}
 

@@ -12,8 +12,8 @@ import torch
 from specrl.config import Config, parse_config
 from specrl.data.prompts import Prompt
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.balance import ExpectedLengths
-from specrl.rollout.bubbles.pregeneration import Pregeneration, Text
+from specrl.rollout.bubbles.balance import ResponseLengthEstimator
+from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
 from specrl.rollout.refit.drafter_guard import DrafterGuard
@@ -88,10 +88,10 @@ def make_config() -> Config:
     )
 
 
-def pregenerate(stop_after: int) -> tuple[list[Text], CountingEngine]:
+def pregenerate(stop_after: int) -> tuple[list[PregeneratedText], CountingEngine]:
     """Everything, in pieces of so many iterations."""
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, ExpectedLengths(), make_config(), Claims(4))
+    parts: tuple[Any, ...] = (engine, source, ResponseLengthEstimator(), make_config(), Claims(4))
     activity = Pregeneration(*parts)
     activity.begin(0)
     count = 0
@@ -120,7 +120,7 @@ def test_responses_that_were_stopped_go_on_where_they_were(stop_after: int) -> N
 
 def test_what_is_unfinished_at_the_end_is_kept_and_nothing_follows_the_last_step() -> None:
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, ExpectedLengths(), make_config(), Claims(4))
+    parts: tuple[Any, ...] = (engine, source, ResponseLengthEstimator(), make_config(), Claims(4))
     activity = Pregeneration(*parts)
     activity.begin(0)
     assert activity.work(lambda: True)

@@ -12,10 +12,10 @@ from statistics import fmean
 import pytest
 
 from specrl.config import Config
-from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, Outcome
+from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, DraftOutcome
 from specrl.rollout.drafts.controller import Controller, bucket_of
 from specrl.rollout.drafts.curve import SpeculationCurve, read_curve, write_curve
-from specrl.rollout.drafts.estimates import Arm, Yield, possible_arms
+from specrl.rollout.drafts.estimates import DraftLengths, TokensPerIteration, possible_lengths
 
 NOISE = 0.05
 """Standard deviation of the log time of an iteration."""
@@ -37,25 +37,25 @@ class Machine:
     """Share of requests that agree with stored text."""
     replay_acceptance: float = 0.95
 
-    def seconds(self, batch: int, arm: Arm) -> float:
+    def seconds(self, batch: int, arm: DraftLengths) -> float:
         return self.verification(batch, arm) + self.per_pass * arm.k
 
-    def verification(self, batch: int, arm: Arm) -> float:
+    def verification(self, batch: int, arm: DraftLengths) -> float:
         replayed = self.replayed if arm.replay_k else 0.0
         tokens = batch * (1 + replayed * arm.replay_k + (1 - replayed) * arm.k)
         return max(self.weights, self.per_token * tokens)
 
-    def tokens(self, arm: Arm) -> float:
+    def tokens(self, arm: DraftLengths) -> float:
         """Expected per request and iteration."""
         replayed = self.replayed if arm.replay_k else 0.0
         drafted = sum(self.acceptance**i for i in range(1, arm.k + 1))
         stored = sum(self.replay_acceptance**i for i in range(1, arm.replay_k + 1))
         return 1 + replayed * stored + (1 - replayed) * drafted
 
-    def rate(self, batch: int, arm: Arm) -> float:
+    def rate(self, batch: int, arm: DraftLengths) -> float:
         return batch * self.tokens(arm) / self.seconds(batch, arm)
 
-    def outcomes(self, batch: int, arm: Arm, generator: random.Random) -> list[Outcome]:
+    def outcomes(self, batch: int, arm: DraftLengths, generator: random.Random) -> list[DraftOutcome]:
         found = []
         for _ in range(batch):
             replays = arm.replay_k > 0 and generator.random() < self.replayed
@@ -63,7 +63,7 @@ class Machine:
             chance = self.replay_acceptance if replays else self.acceptance
             accepted = next((i for i in range(length) if generator.random() > chance), length)
             if length:
-                found.append(Outcome(REPLAY if replays else DRAFTER, length, accepted))
+                found.append(DraftOutcome(REPLAY if replays else DRAFTER, length, accepted))
         return found
 
 
@@ -74,9 +74,11 @@ GOOD_DRAFTER = Machine(weights=0.024, per_token=0.0005, per_pass=0.001, acceptan
 REPLAYING = Machine(weights=0.024, per_token=0.0005, per_pass=0.004, replayed=0.6)
 
 
-def run(controller: Controller, machine: Machine, batches: Iterator[int], seed: int) -> list[tuple[int, Arm, float]]:
+def run(
+    controller: Controller, machine: Machine, batches: Iterator[int], seed: int
+) -> list[tuple[int, DraftLengths, float]]:
     """Batch size, arm chosen and seconds of each iteration."""
-    generator, verified, steps = random.Random(seed), Arm(0, 0), []
+    generator, verified, steps = random.Random(seed), DraftLengths(0, 0), []
     for batch in batches:
         outcomes = machine.outcomes(batch, verified, generator)
         arm = controller.choose(batch)
@@ -92,11 +94,13 @@ def constant(batch: int, count: int) -> Iterator[int]:
     return iter([batch] * count)
 
 
-def best_arm(machine: Machine, batch: int, arms: Sequence[Arm]) -> Arm:
+def best_arm(machine: Machine, batch: int, arms: Sequence[DraftLengths]) -> DraftLengths:
     return max(arms, key=lambda arm: machine.rate(batch, arm))
 
 
-def efficiency(machine: Machine, batch: int, steps: Sequence[tuple[int, Arm, float]], arms: Sequence[Arm]) -> float:
+def efficiency(
+    machine: Machine, batch: int, steps: Sequence[tuple[int, DraftLengths, float]], arms: Sequence[DraftLengths]
+) -> float:
     """Expected tokens per second of the choices, switches included, over those of the best fixed arm."""
     pairs = zip([steps[0][1], *(arm for _, arm, _ in steps)], (arm for _, arm, _ in steps), strict=False)
     seconds = tokens = 0.0
@@ -167,25 +171,27 @@ def test_a_long_tail_is_decoded_faster_than_with_any_fixed_length(machine: Machi
     adaptive = fmean(decode(machine, controller, seed) for seed in range(15))
     fixed = {arm: fmean(decode(machine, Fixed(arm), seed) for seed in range(15)) for arm in controller.arms}
     assert adaptive < 1.01 * min(fixed.values())
-    assert adaptive < 0.95 * fixed[Arm(0, 0)]
+    assert adaptive < 0.95 * fixed[DraftLengths(0, 0)]
 
 
 class Fixed(Controller):
     """Always the same arm."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: DraftLengths) -> None:
         super().__init__(*arm, seed=0)
         self.arm = arm
 
-    def choose(self, batch: int) -> Arm:
+    def choose(self, batch: int) -> DraftLengths:
         return self.arm
 
-    def observe(self, batch: int, arm: Arm, seconds: float | None, outcomes: Sequence[Outcome]) -> None: ...
+    def observe(
+        self, batch: int, arm: DraftLengths, seconds: float | None, outcomes: Sequence[DraftOutcome]
+    ) -> None: ...
 
 
 def decode(machine: Machine, controller: Controller, seed: int) -> float:
     """Seconds to answer all requests."""
-    generator, verified, total = random.Random(seed), Arm(0, 0), 0.0
+    generator, verified, total = random.Random(seed), DraftLengths(0, 0), 0.0
     left = [20 + int(min(230, generator.expovariate(1 / 50))) for _ in range(64)]
     while left:
         outcomes = machine.outcomes(len(left), verified, generator)
@@ -234,35 +240,35 @@ def test_batch_sizes_fall_into_doubling_buckets() -> None:
 
 
 def test_arms_are_few_and_end_at_the_longest_drafts() -> None:
-    assert [arm.k for arm in possible_arms(3, 0)] == [0, 1, 2, 3]
-    assert [arm.k for arm in possible_arms(7, 0)] == [0, 1, 2, 3, 5, 7]
-    assert {arm.replay_k for arm in possible_arms(0, 12)} == {0, 4, 8, 12}
-    assert len(possible_arms(3, 16)) == 16
+    assert [arm.k for arm in possible_lengths(3, 0)] == [0, 1, 2, 3]
+    assert [arm.k for arm in possible_lengths(7, 0)] == [0, 1, 2, 3, 5, 7]
+    assert {arm.replay_k for arm in possible_lengths(0, 12)} == {0, 4, 8, 12}
+    assert len(possible_lengths(3, 16)) == 16
 
 
 def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
-    seen = Yield(possible_arms(3, 0))
+    seen = TokensPerIteration(possible_lengths(3, 0))
     for _ in range(100):
-        seen.observe(4, Arm(3, 0), [Outcome(DRAFTER, 3, accepted) for accepted in (0, 1, 3, 3)])
+        seen.observe(4, DraftLengths(3, 0), [DraftOutcome(DRAFTER, 3, accepted) for accepted in (0, 1, 3, 3)])
     expected = [1.0, 1 + 3 / 4, 1 + 5 / 4, 1 + 7 / 4]
-    assert [seen.expected(Arm(k, 0)) for k in range(4)] == pytest.approx(expected, abs=0.05)
+    assert [seen.expected(DraftLengths(k, 0)) for k in range(4)] == pytest.approx(expected, abs=0.05)
 
 
 def test_text_that_begins_to_match_late_breaks_no_estimate() -> None:
     """Longer drafts were seen while nothing matched, shorter ones while much did: extrapolated, that was below zero."""
-    seen = Yield(possible_arms(0, 16))
+    seen = TokensPerIteration(possible_lengths(0, 16))
     for _ in range(60):
-        seen.observe(1, Arm(0, 8), [])
+        seen.observe(1, DraftLengths(0, 8), [])
     for _ in range(2900):
-        seen.observe(1, Arm(0, 4), [Outcome(REPLAY, 4, 1)])
-    assert all(seen.expected(arm) >= 1 for arm in possible_arms(0, 16))
+        seen.observe(1, DraftLengths(0, 4), [DraftOutcome(REPLAY, 4, 1)])
+    assert all(seen.expected(arm) >= 1 for arm in possible_lengths(0, 16))
 
 
 def test_what_replay_hides_of_the_drafter_is_not_guessed() -> None:
-    seen = Yield(possible_arms(1, 4))
-    before = seen.expected(Arm(1, 0))
-    seen.observe(2, Arm(1, 4), [Outcome(DRAFTER, 1, 1), Outcome(REPLAY, 4, 0)])
-    assert seen.expected(Arm(1, 0)) == before
+    seen = TokensPerIteration(possible_lengths(1, 4))
+    before = seen.expected(DraftLengths(1, 0))
+    seen.observe(2, DraftLengths(1, 4), [DraftOutcome(DRAFTER, 1, 1), DraftOutcome(REPLAY, 4, 0)])
+    assert seen.expected(DraftLengths(1, 0)) == before
 
 
 def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> No
     assert {point.k for point in points} >= {0, controller.chosen()[8].k}
     assert sum(point.chosen for point in points) == 1
     for point in points:
-        arm = Arm(point.k, point.replay_k)
+        arm = DraftLengths(point.k, point.replay_k)
         assert point.batch == point.batch_mean == 8
         if point.iterations >= 8:
             assert point.acceptance_length == pytest.approx(CPU.tokens(arm), rel=0.15)

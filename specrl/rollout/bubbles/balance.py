@@ -19,7 +19,7 @@ WINDOW = 8
 """Steps whose responses count: old enough to have seen every difficulty, young enough to follow the policy."""
 
 
-class ExpectedLengths:
+class ResponseLengthEstimator:
     """Mean response length by difficulty over the last `WINDOW` batches."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ExpectedLengths:
         return self._means.get(prompt.difficulty, self._per_prompt_token * len(prompt.tokens))
 
 
-def deal(prompts: Sequence[Prompt], expected: ExpectedLengths, engines: int) -> list[list[Prompt]]:
+def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: int) -> list[list[Prompt]]:
     """As many prompts for each engine, longest expected first to the engine with the least to do that has room.
 
     A prompt's responses stay together. Within a share the prompts keep the order of `prompts`.

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Protocol
 
 from specrl.config import Config
 from specrl.data.prompts import Prompt, PromptSource
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.balance import ExpectedLengths
-from specrl.rollout.bubbles.coordinator import Rendezvous
-from specrl.rollout.bubbles.pregeneration import Pregeneration, Text, by_tokens
-from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
+from specrl.rollout.bubbles.balance import ResponseLengthEstimator
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator
+from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration, by_tokens
+from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
 from specrl.timeline import PREGENERATION, SPOT_TRAINING, Bubble, Span, joined, tail_seconds
 
@@ -42,79 +43,6 @@ class Activity(Protocol):
         ...
 
 
-class Split:
-    """How `both` shares idle time out: by accepted tokens gained per second, as measured in the last steps.
-
-    In every bubble pre-generation goes first, for its share of the seconds expected; the drafter has the rest; a
-    longer one begins anew. Before anything is expected pre-generation goes on until nothing is left. Its gain is what
-    replay got accepted in the step after; the drafter's, how much longer what is accepted of a draft on the guard's
-    probe became (always the same prompts and draft length), times its drafts in the step after.
-    """
-
-    LEAST = 0.1
-    """Of the time for either, so that both keep being measured."""
-    MEMORY = 0.5
-    """Of what was measured before, in each step."""
-    DEBT = 0.8
-    """Of the seconds that bubbles before were too short for, kept in each step."""
-    PERIOD = 0.2
-    """Seconds that are shared out at least: below, a piece of work is mostly its start."""
-    SHORTEST = 0.02
-    """Seconds; pre-generation that has less to do yields."""
-
-    def __init__(self) -> None:
-        self.share = 1 - self.LEAST
-        """Of the time, for pre-generation."""
-        self._rates: dict[str, float] = {}
-        self._past: dict[str, float] = {}
-        """Seconds of bubbles before, older ones counting less: what was too short once is made up for."""
-        self._probe: float | None = None
-        self._gain: float | None = None
-        """Of the drafter's accepted tokens per draft, between the last two probes."""
-
-    def due(self, seconds: Mapping[str, float], expected: float | None) -> float:
-        """Seconds for which pre-generation may go on now; 0 where it is the drafter's turn.
-
-        Args:
-            seconds: of this bubble so far, by use.
-            expected: seconds of a whole bubble.
-        """
-        if expected is None:
-            return math.inf
-        period = max(expected, self.PERIOD)
-        until = period * (1 + sum(seconds.values()) // period)
-        done = seconds.get(PREGENERATION, 0.0) + self._past.get(PREGENERATION, 0.0)
-        due = self.share * (until + sum(self._past.values())) - done
-        return due if due > self.SHORTEST else 0.0
-
-    def spent(self, seconds: Mapping[str, float]) -> None:
-        """A bubble of this rank is over."""
-        names = {*self._past, *seconds}
-        self._past = {name: self.DEBT * (self._past.get(name, 0.0) + seconds.get(name, 0.0)) for name in names}
-
-    def probed(self, acceptance_length: float) -> None:
-        """What the guard found of the drafter that the next step drafts with."""
-        self._gain = acceptance_length - self._probe if self._probe is not None else None
-        self._probe = acceptance_length
-
-    def learn(self, seconds: Mapping[str, float], stats: SpeculationStats) -> None:
-        """What a bubble's use, in seconds of all ranks, brought in the step after it, counted over all ranks."""
-        self._count(PREGENERATION, stats.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens, seconds)
-        if self._gain is not None:
-            drafts = stats.by_source.get(DRAFTER, SourceCounts()).num_drafts
-            self._count(SPOT_TRAINING, max(0.0, self._gain * drafts), seconds)
-        pregeneration, training = (self._rates.get(name) for name in (PREGENERATION, SPOT_TRAINING))
-        if pregeneration is None or training is None:
-            return
-        total = pregeneration + training
-        self.share = min(max(pregeneration / total, self.LEAST), 1 - self.LEAST) if total else 0.5
-
-    def _count(self, name: str, tokens: float, seconds: Mapping[str, float]) -> None:
-        if spent := seconds.get(name, 0.0):
-            rate = tokens / spent
-            self._rates[name] = self.MEMORY * self._rates.get(name, rate) + (1 - self.MEMORY) * rate
-
-
 class Bubbles:
     """What one rank does with its bubbles, by `bubbles.use`; measured, whatever that is."""
 
@@ -124,7 +52,7 @@ class Bubbles:
         ranks: Ranks,
         engine: Engine,
         source: PromptSource,
-        expected: ExpectedLengths,
+        expected: ResponseLengthEstimator,
         training: Activity | None,
     ) -> None:
         """
@@ -132,27 +60,27 @@ class Bubbles:
             training: of the drafter, where `bubbles.use` asks for it.
         """
         self._ranks, self._engine = ranks, engine
-        self._meeting: Rendezvous | None = None
+        self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
-        self._split = Split()
+        self._share = BubbleShare()
         self._idle: deque[float] = deque(maxlen=IDLE_KEPT)
         """Seconds of this rank's last bubbles."""
-        self._stored: dict[int, list[Text]] = {}
+        self._stored: dict[int, list[PregeneratedText]] = {}
         """Texts for the step that comes, by prompt id."""
         self._spent: dict[str, float] = {}
         """Seconds of the last bubbles by use, all ranks'."""
         self._replays = config.bubbles.pregenerates
         if ranks.world_size == 1 or config.bubbles.use == "none":
             return
-        self._meeting = Rendezvous(ranks.store(), ranks)
+        self._coordinator = BubbleCoordinator(ranks.store(), ranks)
         if config.bubbles.pregenerates:
-            self._pregeneration = Pregeneration(engine, source, expected, config, self._meeting)
+            self._pregeneration = Pregeneration(engine, source, expected, config, self._coordinator)
 
     def open(self, prompts: Sequence[Prompt]) -> None:
         """Before the generation of a step: the engine gets the texts stored for this rank's prompts."""
-        if self._meeting is not None:
-            self._meeting.open()
+        if self._coordinator is not None:
+            self._coordinator.open()
         if self._replays:
             found = by_tokens(prompts, self._stored)
             self._engine.set_replay(
@@ -162,22 +90,22 @@ class Bubbles:
 
     def beat(self) -> None:
         """Tell the other ranks, in every iteration of this rank's own share, that it is alive."""
-        if self._meeting is not None:
-            self._meeting.beat()
+        if self._coordinator is not None:
+            self._coordinator.beat()
 
     def metrics(self) -> dict[str, float]:
         """Under their names in MLflow."""
         if self._pregeneration is None or self._training is None:
             return {}
-        return {"bubble/pregeneration_share": self._split.share}
+        return {"bubble/pregeneration_share": self._share.pregeneration}
 
     def probed(self, acceptance_length: float) -> None:
         """After a refit: what the guard's probe found of the drafter."""
-        self._split.probed(acceptance_length)
+        self._share.probed(acceptance_length)
 
     def spend(
         self, step: int, started_at: float, generation: Generation, pace: list[tuple[int, int, float]]
-    ) -> tuple[Bubble, list[Text]]:
+    ) -> tuple[Bubble, list[PregeneratedText]]:
         """From the end of this rank's own share to the end of the last rank's; with the texts generated meanwhile."""
         generated_at = time.time()
         spans, drafter_steps = self._use(step)
@@ -196,13 +124,15 @@ class Bubbles:
         )
         return bubble, texts
 
-    def close(self, bubbles: Sequence[Bubble], texts: Sequence[Sequence[Text]], stats: SpeculationStats) -> None:
+    def close(
+        self, bubbles: Sequence[Bubble], texts: Sequence[Sequence[PregeneratedText]], stats: SpeculationStats
+    ) -> None:
         """After all ranks' generation: learn what the last bubbles were worth, keep the texts of these."""
         if self._spent:
-            self._split.learn(self._spent, stats)
+            self._share.learn(self._spent, stats)
         self._spent = by_use([span for bubble in bubbles for span in bubble.spans])
         own = bubbles[self._ranks.rank]
-        self._split.spent(by_use(own.spans))
+        self._share.spent(by_use(own.spans))
         self._idle.append(max(bubble.generated_at for bubble in bubbles) - own.generated_at)
         self._stored = {}
         for text in (text for rank in texts for text in rank):
@@ -210,18 +140,18 @@ class Bubbles:
 
     def _use(self, step: int) -> tuple[list[Span], int]:
         """Work until all ranks are done or nothing is left to do; what was done, and updates of the drafter."""
-        meeting = self._meeting
-        if meeting is None:
+        coordinator = self._coordinator
+        if coordinator is None:
             return [], 0
-        meeting.arrive()
+        coordinator.arrive()
         left = [activity for activity in (self._pregeneration, self._training) if activity is not None]
         for activity in left:
             activity.begin(step)
         spans: list[Span] = []
-        while left and not meeting.over():
+        while left and not coordinator.over():
             activity, seconds = self._choose(left, spans)
             started = time.time()
-            if activity.work(_after(seconds, meeting.over)):
+            if activity.work(_after(seconds, coordinator.over)):
                 spans.append(Span(activity.name, started, time.time()))
             else:
                 left.remove(activity)
@@ -231,7 +161,7 @@ class Bubbles:
         """What is done next, and for how many seconds at most."""
         if len(left) == 1:
             return left[0], math.inf
-        due = self._split.due(by_use(spans), fmean(self._idle) if self._idle else None)
+        due = self._share.due(by_use(spans), fmean(self._idle) if self._idle else None)
         wanted = PREGENERATION if due else SPOT_TRAINING
         return next(activity for activity in left if activity.name == wanted), due or math.inf
 

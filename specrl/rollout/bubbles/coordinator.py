@@ -14,7 +14,7 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 
 
-class Rendezvous:
+class BubbleCoordinator:
     """Counters of one generation after another, in the store that all ranks see.
 
     All ranks pass through a collective between two generations: then nobody reads the counters of the one before. A

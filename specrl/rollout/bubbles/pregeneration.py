@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from specrl.config import Config
 from specrl.data.prompts import Prompt, PromptSource
-from specrl.rollout.bubbles.balance import ExpectedLengths
-from specrl.rollout.bubbles.coordinator import Rendezvous
+from specrl.rollout.bubbles.balance import ResponseLengthEstimator
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Engine, Request
 from specrl.timeline import PREGENERATION
 
 
-class Text(NamedTuple):
+class PregeneratedText(NamedTuple):
     """A pre-generated response, perhaps not to its end."""
 
     prompt_id: int
@@ -25,7 +25,7 @@ class Text(NamedTuple):
 
 
 @dataclass
-class Wanted:
+class PendingResponse:
     """A response to pre-generate, in pieces where it must."""
 
     prompt_id: int
@@ -48,22 +48,29 @@ class Pregeneration:
     name = PREGENERATION
 
     def __init__(
-        self, engine: Engine, source: PromptSource, expected: ExpectedLengths, config: Config, meeting: Rendezvous
+        self,
+        engine: Engine,
+        source: PromptSource,
+        expected: ResponseLengthEstimator,
+        config: Config,
+        coordinator: BubbleCoordinator,
     ) -> None:
         self._engine, self._source, self._expected = engine, source, expected
-        self._config, self._meeting = config, meeting
+        self._config, self._coordinator = config, coordinator
         self._step = 0
         self._list: list[tuple[Prompt, int]] | None = None
-        self._claimed: list[Wanted] = []
-        self._unfinished: list[Wanted] = []
+        self._claimed: list[PendingResponse] = []
+        self._unfinished: list[PendingResponse] = []
 
     def begin(self, step: int) -> None:
         self._step, self._list, self._claimed, self._unfinished = step + 1, None, [], []
 
     @property
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[PregeneratedText]:
         """Of this bubble."""
-        return [Text(item.prompt_id, item.request.seed, item.tokens) for item in self._claimed if item.tokens]
+        return [
+            PregeneratedText(item.prompt_id, item.request.seed, item.tokens) for item in self._claimed if item.tokens
+        ]
 
     def work(self, stop: Callable[[], bool]) -> bool:
         """First what an earlier piece left unfinished."""
@@ -77,12 +84,12 @@ class Pregeneration:
         self._unfinished = [item for item, is_aborted in zip(items, aborted, strict=True) if is_aborted]
         return True
 
-    def _claim(self) -> list[Wanted]:
+    def _claim(self) -> list[PendingResponse]:
         if self._list is None:
             self._list = self._all()
-        claimed = self._meeting.claim(len(self._list), self._config.train.samples_per_prompt)
+        claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
         chosen = self._list[claimed.start : claimed.stop]
-        items = [Wanted(prompt.id, self._request(prompt, sample)) for prompt, sample in chosen]
+        items = [PendingResponse(prompt.id, self._request(prompt, sample)) for prompt, sample in chosen]
         self._claimed += items
         return items
 
@@ -100,9 +107,11 @@ class Pregeneration:
         return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
 
 
-def by_tokens(prompts: Sequence[Prompt], stored: Mapping[int, Sequence[Text]]) -> dict[tuple[int, ...], list[Text]]:
+def by_tokens(
+    prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]
+) -> dict[tuple[int, ...], list[PregeneratedText]]:
     """Stored texts of these prompts, by the tokens of the prompt; prompts of equal text share theirs."""
-    found: dict[tuple[int, ...], list[Text]] = {}
+    found: dict[tuple[int, ...], list[PregeneratedText]] = {}
     for prompt in prompts:
         if prompt.id in stored:
             found.setdefault(tuple(prompt.tokens), []).extend(stored[prompt.id])

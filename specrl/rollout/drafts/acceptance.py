@@ -38,7 +38,7 @@ class SourceCounts(NamedTuple):
         return SourceCounts(*map(sum, zip(self, other, strict=True)))
 
 
-class Outcome(NamedTuple):
+class DraftOutcome(NamedTuple):
     """What became of one draft."""
 
     source: str
@@ -67,7 +67,7 @@ class SpeculationStats:
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], decode_steps: int = 0) -> SpeculationStats:
+    def of(cls, outcomes: Sequence[DraftOutcome], decode_steps: int = 0) -> SpeculationStats:
         """Counters of single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}

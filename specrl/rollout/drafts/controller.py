@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from specrl.rollout.drafts.acceptance import Outcome
+from specrl.rollout.drafts.acceptance import DraftOutcome
 from specrl.rollout.drafts.curve import CurvePoint
-from specrl.rollout.drafts.estimates import Arm, Yield, expected_log_cost, possible_arms
+from specrl.rollout.drafts.estimates import DraftLengths, TokensPerIteration, expected_log_cost, possible_lengths
 
 BLOCK = 4
 """Iterations that a trial measures an arm for; the first after a switch does both arms' work and is left out."""
@@ -38,7 +38,7 @@ MARGIN = 0.005
 """A new arm must be better by this much, in log tokens per second."""
 TRIAL_WINDOW = 12
 """Trials of an arm that count: older ones are forgotten."""
-CUSTOMARY, CUSTOMARY_BATCH = Arm(3, 8), 8
+CUSTOMARY, CUSTOMARY_BATCH = DraftLengths(3, 8), 8
 """What is begun with, and up to which batch size, while nothing is known."""
 RATE_WINDOW = 64
 """Iterations of an arm in a bucket that the curve shows."""
@@ -53,17 +53,17 @@ def bucket_of(batch: int) -> int:
 class Bucket:
     """What is known about one range of batch sizes."""
 
-    chosen: Arm
-    tokens: Yield
+    chosen: DraftLengths
+    tokens: TokensPerIteration
     """Tokens per request and iteration, seen here."""
-    log_costs: dict[Arm, deque[float]] = field(default_factory=dict)
+    log_costs: dict[DraftLengths, deque[float]] = field(default_factory=dict)
     """Log time of an iteration, against the first chosen arm; one value per trial."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
     """Seconds of the latest iterations with the chosen arm, since this batch size was entered."""
-    measured: dict[Arm, deque[tuple[int, int, float]]] = field(default_factory=dict)
+    measured: dict[DraftLengths, deque[tuple[int, int, float]]] = field(default_factory=dict)
     """(requests, tokens, seconds) of the latest iterations of each arm."""
 
-    def log_cost(self, arm: Arm) -> float | None:
+    def log_cost(self, arm: DraftLengths) -> float | None:
         return fmean(self.log_costs[arm]) if self.log_costs.get(arm) else None
 
 
@@ -72,7 +72,7 @@ class Trial:
     """Another arm for a few iterations, between two blocks of the chosen one that it is compared with."""
 
     bucket: int
-    arm: Arm
+    arm: DraftLengths
     before: list[float]
     uses: int = 0
     during: list[float] = field(default_factory=list)
@@ -102,17 +102,17 @@ class Controller:
     """
 
     def __init__(self, k: int, replay_k: int, seed: int) -> None:
-        self.arms = possible_arms(k, replay_k)
+        self.arms = possible_lengths(k, replay_k)
         self._random = random.Random(seed)
         self._buckets: dict[int, Bucket] = {}
-        self._shared = Yield(self.arms)
+        self._shared = TokensPerIteration(self.arms)
         self._trial: Trial | None = None
         self._current = 0
         self._refresh = 0
         self._iterations = self._lengths = 0
         self._customary = max(arm for arm in self.arms if arm.k <= CUSTOMARY.k and arm.replay_k <= CUSTOMARY.replay_k)
 
-    def choose(self, batch: int) -> Arm:
+    def choose(self, batch: int) -> DraftLengths:
         """The arm for the next drafts of `batch` running requests."""
         key = bucket_of(batch)
         bucket = self._buckets.get(key) or self._open(key)
@@ -135,7 +135,7 @@ class Controller:
         self._refresh = max(0, self._refresh - 1)
         return arm
 
-    def observe(self, batch: int, arm: Arm, seconds: float | None, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, batch: int, arm: DraftLengths, seconds: float | None, outcomes: Sequence[DraftOutcome]) -> None:
         """Take what an iteration showed in which all of `batch` requests were decoding.
 
         Args:
@@ -174,7 +174,7 @@ class Controller:
             return False
         return not any(self._wants_calibration(key, arm, gap) for arm, gap in self._gaps(key).items())
 
-    def chosen(self) -> dict[int, Arm]:
+    def chosen(self) -> dict[int, DraftLengths]:
         """The arm that each bucket has settled on, by its largest batch size."""
         return {key: self._buckets[key].chosen for key in sorted(self._buckets)}
 
@@ -198,15 +198,15 @@ class Controller:
             nearest = min(self._buckets, key=lambda other: abs(math.log(other / key)))
             first = self._buckets[nearest].chosen
         else:
-            first = self._customary if key <= CUSTOMARY_BATCH else Arm(0, 0)
-        self._buckets[key] = Bucket(first, Yield(self.arms), {first: deque([0.0], maxlen=TRIAL_WINDOW)})
+            first = self._customary if key <= CUSTOMARY_BATCH else DraftLengths(0, 0)
+        self._buckets[key] = Bucket(first, TokensPerIteration(self.arms), {first: deque([0.0], maxlen=TRIAL_WINDOW)})
         return self._buckets[key]
 
-    def _arm_to_try(self, key: int) -> Arm | None:
+    def _arm_to_try(self, key: int) -> DraftLengths | None:
         gaps = self._gaps(key)
         unsure = [arm for arm, gap in gaps.items() if self._is_unsure(key, arm, gap)]
         if unsure:
-            return min(unsure, key=lambda arm: (self._num_trials(key, arm), arm != Arm(0, 0), gaps[arm]))
+            return min(unsure, key=lambda arm: (self._num_trials(key, arm), arm != DraftLengths(0, 0), gaps[arm]))
         share = EPSILON * (REFRESH if self._refresh else 1.0) / len(gaps) if gaps else 0.0
         draw = self._random.random()
         for arm, gap in gaps.items():
@@ -215,42 +215,42 @@ class Controller:
                 return arm
         return None
 
-    def _gaps(self, key: int) -> dict[Arm, float]:
+    def _gaps(self, key: int) -> dict[DraftLengths, float]:
         """Log tokens per second by which each candidate falls short of the chosen arm."""
         chosen = self._buckets[key].chosen
         best = self._value(key, chosen)
         return {arm: best - self._value(key, arm) for arm in self._candidates(chosen)}
 
-    def _num_trials(self, key: int, arm: Arm) -> int:
+    def _num_trials(self, key: int, arm: DraftLengths) -> int:
         return len(self._buckets[key].log_costs.get(arm, ()))
 
-    def _is_unsure(self, key: int, arm: Arm, gap: float) -> bool:
+    def _is_unsure(self, key: int, arm: DraftLengths, gap: float) -> bool:
         """Whether to try the arm at once."""
         is_close = 0 < self._num_trials(key, arm) < TRIAL_WINDOW and abs(gap) < CLOSE
         return is_close or self._wants_calibration(key, arm, gap)
 
-    def _wants_calibration(self, key: int, arm: Arm, gap: float) -> bool:
+    def _wants_calibration(self, key: int, arm: DraftLengths, gap: float) -> bool:
         """Too few trials, unless similar batch sizes show that it is far off."""
         if trials := self._num_trials(key, arm):
             return trials < CALIBRATION_TRIALS
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < PLAUSIBLE or not any(arm in log_costs for log_costs in nearby)
 
-    def _candidates(self, chosen: Arm) -> list[Arm]:
+    def _candidates(self, chosen: DraftLengths) -> list[DraftLengths]:
         """One step up or down in one length; the drafter alone, which text may hide; and no drafts at all."""
         axes = [sorted({arm[axis] for arm in self.arms}) for axis in range(2)]
 
-        def is_near(arm: Arm) -> bool:
+        def is_near(arm: DraftLengths) -> bool:
             steps = [abs(axes[i].index(arm[i]) - axes[i].index(chosen[i])) for i in range(2)]
-            return sum(steps) == 1 or arm in (Arm(0, 0), Arm(self._customary.k, 0))
+            return sum(steps) == 1 or arm in (DraftLengths(0, 0), DraftLengths(self._customary.k, 0))
 
         return [arm for arm in self.arms if arm != chosen and is_near(arm)]
 
-    def _value(self, key: int, arm: Arm) -> float:
+    def _value(self, key: int, arm: DraftLengths) -> float:
         """Log of the tokens per second expected of an arm in a bucket, up to a constant of the bucket."""
         return math.log(self._buckets[key].tokens.expected(arm, self._shared)) - self._log_cost(key, arm)
 
-    def _log_cost(self, key: int, arm: Arm) -> float:
+    def _log_cost(self, key: int, arm: DraftLengths) -> float:
         """Measured here; else as the nearest bucket has it against the arm chosen here; else a guess."""
         bucket = self._buckets[key]
         cost, base = bucket.log_cost(arm), bucket.log_cost(bucket.chosen)

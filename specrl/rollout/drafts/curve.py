@@ -8,7 +8,7 @@ from statistics import median
 
 from specrl.artifacts import Artifact, write_text
 from specrl.config import Config
-from specrl.rollout.drafts.estimates import Arm
+from specrl.rollout.drafts.estimates import DraftLengths
 
 CURVE_FILE = "speculation.json"
 
@@ -35,13 +35,15 @@ class CurvePoint(Artifact):
     """The controller had settled on it."""
 
     @classmethod
-    def of(cls, batch: int, arm: Arm, measured: Sequence[tuple[int, int, float]], *, chosen: bool) -> CurvePoint:
+    def of(
+        cls, batch: int, lengths: DraftLengths, measured: Sequence[tuple[int, int, float]], *, chosen: bool
+    ) -> CurvePoint:
         """From (requests, tokens, seconds) of iterations."""
         requests, tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
         return cls(
             batch=batch,
-            k=arm.k,
-            replay_k=arm.replay_k,
+            k=lengths.k,
+            replay_k=lengths.replay_k,
             iterations=len(measured),
             batch_mean=requests / len(measured),
             acceptance_length=tokens / requests,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from specrl.rollout.drafts.acceptance import DRAFTER, Outcome
+from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
 
 LENGTHS = (0, 1, 2, 3, 5, 8)
 REPLAY_LENGTHS = (0, 4, 8, 16)
@@ -22,33 +22,33 @@ FADED = 0.1
 """Weight that observations keep when the drafter changes."""
 
 
-class Arm(NamedTuple):
+class DraftLengths(NamedTuple):
     """Longest drafts of an iteration, tokens: of the drafter, and from text, the prompt's or recent."""
 
     k: int
     replay_k: int
 
 
-def possible_arms(k: int, replay_k: int) -> list[Arm]:
+def possible_lengths(k: int, replay_k: int) -> list[DraftLengths]:
     """Few lengths up to the longest, in ascending order; every combination of the two sources."""
     lengths = sorted({length for length in (*LENGTHS, k) if length <= k})
     replay_lengths = sorted({length for length in (*REPLAY_LENGTHS, replay_k) if length <= replay_k})
-    return [Arm(length, replay) for length in lengths for replay in replay_lengths]
+    return [DraftLengths(length, replay) for length in lengths for replay in replay_lengths]
 
 
-def expected_log_cost(arm: Arm) -> float:
+def expected_log_cost(arm: DraftLengths) -> float:
     """A guess of an arm's log time per iteration, before anything is measured: drafting costs more than verifying."""
     return 0.1 * arm.k + 0.02 * arm.replay_k
 
 
-class Yield:
+class TokensPerIteration:
     """Tokens per request and iteration by arm: exponentially forgotten sums."""
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
+    def __init__(self, arms: Sequence[DraftLengths]) -> None:
         self._tokens = dict.fromkeys(arms, 0.0)
         self._requests = dict.fromkeys(arms, 0.0)
 
-    def observe(self, batch: int, arm: Arm, outcomes: Sequence[Outcome]) -> None:
+    def observe(self, batch: int, arm: DraftLengths, outcomes: Sequence[DraftOutcome]) -> None:
         """Count an iteration for `arm` and for every arm with shorter drafts, whose outcome it shows as well."""
         drafted = _accepted_within([outcome for outcome in outcomes if outcome.source == DRAFTER], arm.k)
         replayed = _accepted_within([outcome for outcome in outcomes if outcome.source != DRAFTER], arm.replay_k)
@@ -63,9 +63,9 @@ class Yield:
             self._tokens[shorter] = keep * self._tokens[shorter] + tokens
             self._requests[shorter] = keep * self._requests[shorter] + batch
 
-    def expected(self, arm: Arm, shared: Yield | None = None) -> float:
+    def expected(self, arm: DraftLengths, shared: TokensPerIteration | None = None) -> float:
         """Tokens per request and iteration; where little was seen, nearer to the shared estimate or a guess."""
-        if arm == Arm(0, 0):
+        if arm == DraftLengths(0, 0):
             return 1.0
         guess, weight = (
             (self._guess(arm), PRIOR_REQUESTS) if shared is None else (shared.expected(arm), SHARED_REQUESTS)
@@ -73,7 +73,7 @@ class Yield:
         # Text may match nothing for a while and then well: arms seen at different times compare badly.
         return max(1.0, (weight * guess + self._tokens[arm]) / (weight + self._requests[arm]))
 
-    def _guess(self, arm: Arm) -> float:
+    def _guess(self, arm: DraftLengths) -> float:
         """Hopeful, so that longer drafts are tried: what was seen goes on nearly as it does between shorter ones."""
         for axis in (0, 1):
             shorter = sorted(a for a in self._tokens if a[axis] < arm[axis] and a[1 - axis] == arm[1 - axis])[-2:]
@@ -89,7 +89,7 @@ class Yield:
                 sums[arm] *= FADED
 
 
-def _accepted_within(outcomes: Sequence[Outcome], longest: int) -> list[int]:
+def _accepted_within(outcomes: Sequence[DraftOutcome], longest: int) -> list[int]:
     """Tokens that would have been accepted with drafts of at most 0, 1, ..., `longest` tokens."""
     at_position = [sum(outcome.accepted > position for outcome in outcomes) for position in range(longest)]
     return list(accumulate(at_position, initial=0))

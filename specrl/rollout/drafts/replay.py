@@ -21,7 +21,7 @@ END = -1
 """Stands before, between and after stored responses; no token."""
 
 
-class Text(Protocol):
+class DraftText(Protocol):
     """What a cursor moves in; it may grow at its end meanwhile."""
 
     @property
@@ -100,7 +100,7 @@ def _agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int
 class ReplayCursor:
     """Where one response in progress is in text: stored responses to its prompt, or recent ones to any."""
 
-    def __init__(self, stored: Text, seed: int | None = None) -> None:
+    def __init__(self, stored: DraftText, seed: int | None = None) -> None:
         """
         Args:
             seed: of the response in progress. A text of the same seed is what it will most likely be, whatever the

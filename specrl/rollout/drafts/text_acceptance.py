@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, Outcome
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, DraftOutcome
 from specrl.rollout.drafts.replay import LONGEST_SUFFIX, OWN_SEED
 
 PRIOR_DRAFTS = 4.0
@@ -30,7 +30,7 @@ DRAFTER_MEMORY = 100
 """The same of the drafter's drafts."""
 
 
-class Trust:
+class TextAcceptance:
     """Chance that the next token of stored text is right, by how well the text agreed with the response.
 
     Tokens are taken to be right or wrong one by one with the same chance: a draft shows as many successes as it had
@@ -43,7 +43,7 @@ class Trust:
         self._drafter = 0.0
         """Accepted tokens of a drafter's draft, a running mean."""
 
-    def observe(self, outcomes: Iterable[Outcome]) -> None:
+    def observe(self, outcomes: Iterable[DraftOutcome]) -> None:
         """Learn from an iteration's drafts."""
         for outcome in outcomes:
             if outcome.source == DRAFTER:
@@ -55,7 +55,7 @@ class Trust:
             self._right[outcome.source, outcome.agreement] += outcome.accepted
             self._wrong[outcome.source, outcome.agreement] += outcome.accepted < outcome.drafted
 
-    def chance(self, kind: Kind) -> float:
+    def probability(self, kind: Kind) -> float:
         """Of a token to be right where the one before it was."""
         guess = GUESSES[kind]
         # As many failures as PRIOR_DRAFTS drafts end with, and the successes that make the guess of them.
@@ -69,7 +69,7 @@ class Trust:
         Args:
             drafter_drafts: the drafter proposes a draft as well.
         """
-        chance = self.chance(kind)
+        chance = self.probability(kind)
         length, expected, alive = 0, 0.0, 1.0
         while length < longest and (alive := alive * chance) >= LEAST:
             length, expected = length + 1, expected + alive

@@ -13,10 +13,10 @@ from specrl.config import Config
 from specrl.config.methods import draft_source
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.estimates import Arm
+from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.recent import RecentText
 from specrl.rollout.drafts.replay import ReplayCursor, ReplayIndex
-from specrl.rollout.drafts.text_acceptance import Kind, Trust
+from specrl.rollout.drafts.text_acceptance import Kind, TextAcceptance
 from specrl.rollout.vllm.deferred_prefill import Backlog
 from specrl.rollout.vllm.draft_head import DraftHead
 from specrl.rollout.vllm.sampler import NO_TEXT, InvariantSampler, RequestRecord, request_seed
@@ -63,11 +63,11 @@ class Drafting:
         """The generation that runs drafts from recent responses, and its responses are remembered."""
         self.backlog = Backlog(runner) if source.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
-        self.trust = Trust()
-        """In text."""
-        self.fixed: Arm | None = None
+        self.text_acceptance = TextAcceptance()
+        """How likely each kind of text is to be accepted."""
+        self.fixed: DraftLengths | None = None
         """Used instead of the controller's choice."""
-        self._arm = Arm(0, 0)
+        self._lengths = DraftLengths(0, 0)
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
 
@@ -90,24 +90,24 @@ class Drafting:
         """Signature of the runner's method; drafts by request, in the order of its batch."""
         iteration = self.sampler.last
         batch = len(iteration.ids)
-        verified = self._arm
-        self.trust.observe(iteration.outcomes)
-        self._arm = self.fixed if self.fixed is not None else self.controller.choose(batch)
-        drafts = self._propose(self._arm, scheduler_output, arguments)
+        verified = self._lengths
+        self.text_acceptance.observe(iteration.outcomes)
+        self._lengths = self.fixed if self.fixed is not None else self.controller.choose(batch)
+        drafts = self._propose(self._lengths, scheduler_output, arguments)
         now = agreed(time.perf_counter())
         if self.fixed is None and self._last_end is not None and iteration.all_decoding:
             seconds = now - self._last_end
-            self.controller.observe(batch, verified, seconds if verified == self._arm else None, iteration.outcomes)
+            self.controller.observe(batch, verified, seconds if verified == self._lengths else None, iteration.outcomes)
         self._last_end = now
         return drafts
 
-    def _propose(self, arm: Arm, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+    def _propose(self, lengths: DraftLengths, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         iteration = self.sampler.last
         records = [self.sampler.records[request_id] for request_id in iteration.ids]
         entries = zip(iteration.ids, records, iteration.rows, strict=True)
-        texts = [self._text(*entry, arm) for entry in entries]
+        texts = [self._text(*entry, lengths) for entry in entries]
         all_text = all(text or not row for (_, text), row in zip(texts, iteration.rows, strict=True))
-        own = self._from_drafter(0 if all_text else arm.k, scheduler_output, arguments)
+        own = self._from_drafter(0 if all_text else lengths.k, scheduler_output, arguments)
         drafts: list[list[int]] = []
         for record, (kind, text), proposal in zip(records, texts, own, strict=True):
             record.draft = kind if text else NO_TEXT
@@ -115,8 +115,10 @@ class Drafting:
             drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
         return drafts
 
-    def _text(self, request_id: str, record: RequestRecord, row: list[int], arm: Arm) -> tuple[Kind, list[int]]:
-        """A draft from stored or recent text, whichever is the more trusted; cursors move even when none is wanted."""
+    def _text(
+        self, request_id: str, record: RequestRecord, row: list[int], lengths: DraftLengths
+    ) -> tuple[Kind, list[int]]:
+        """Draft from stored or recent text, whichever is likelier to be right. All cursors move on."""
         if not row:
             return NO_TEXT, []
         if len(record.logprobs) == len(row):  # its first tokens
@@ -126,8 +128,8 @@ class Drafting:
         kinds = [(source, cursor.agreement) for source, cursor in record.cursors.items() if cursor.agreement]
         if not kinds:
             return NO_TEXT, []
-        best = max(kinds, key=self.trust.chance)
-        return best, record.cursors[best[0]].draft(self.trust.length(best, arm.replay_k, arm.k > 0))
+        best = max(kinds, key=self.text_acceptance.probability)
+        return best, record.cursors[best[0]].draft(self.text_acceptance.length(best, lengths.replay_k, lengths.k > 0))
 
     def _cursors(self, request_id: str) -> dict[str, ReplayCursor]:
         """By source of text, for a new response."""

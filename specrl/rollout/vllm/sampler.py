@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import DRAFTER, Outcome, SourceCounts, SpeculationStats, accepted_prefix
+from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
 from specrl.rollout.drafts.replay import ReplayCursor
 from specrl.rollout.drafts.text_acceptance import Kind
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
@@ -60,11 +60,11 @@ class RequestRecord:
     """What the drafter has yet to read of it, see `Backlog`."""
     unread_bytes: int = 0
 
-    def verified(self, drafted: int, accepted: int) -> Outcome:
+    def verified(self, drafted: int, accepted: int) -> DraftOutcome:
         """Count its draft."""
         source, agreement = self.draft
         self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
-        return Outcome(source, drafted, accepted, agreement)
+        return DraftOutcome(source, drafted, accepted, agreement)
 
     @property
     def counts(self) -> SourceCounts:
@@ -79,7 +79,7 @@ class Iteration:
     ids: list[str] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     """Tokens that were picked; none for a request that is still working on its prompt."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[DraftOutcome] = field(default_factory=list)
     all_decoding: bool = False
     """No request was working on its prompt."""
 
@@ -169,7 +169,7 @@ class InvariantSampler:
         """
         discarded = self.runner.discard_request_mask.np
         rows: list[list[int]] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[DraftOutcome] = []
         decoding: list[bool] = []
         first = first_draft = 0
         for index, (request_id, start, count) in enumerate(zip(ids, starts, counts, strict=True)):
