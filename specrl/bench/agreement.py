@@ -31,8 +31,7 @@ from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.stages.train import check_precision, training_precision
-from specrl.training.batches import Sequence as TokenSequence
-from specrl.training.batches import pack
+from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 PRECISIONS = ("bf16", "fp8")
@@ -144,7 +143,7 @@ def compare(
 def score(policy: Policy, rollouts: Sequence[Rollout], config: Config) -> torch.Tensor:
     """The trainer's log-probs of all response tokens, float32 [tokens], in the order of the rollouts; in nats."""
     sequences = [
-        TokenSequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
+        TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
         for index, rollout in enumerate(rollouts)
     ]
     batches = pack(sequences, config.policy.tokens_per_micro_batch, policy.pad_multiple)

@@ -6,7 +6,7 @@ accepted follows from the stored responses and the features of the policy versio
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
+from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
 from specrl.training.drafter import pretraining
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features, FeatureSpec
@@ -46,7 +46,7 @@ class Shadow:
             self.drafter.update(features[:budget], lr=config.drafter.online_lr)
 
 
-def pretrain(policy: Policy, rollouts: Rows[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
+def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
     """A new drafter, trained on the policy's responses as the pretrain stage does it."""
     draft_tokens = choose_draft_vocabulary(
         [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
@@ -65,17 +65,17 @@ def shadows_of(source: str, directory: Path, policy_dir: Path, config: Config, r
     ]
 
 
-def micro_batches(rollouts: Rows[Rollout], tokens: int) -> list[MicroBatch]:
+def micro_batches(rollouts: Sequence[Rollout], tokens: int) -> list[MicroBatch]:
     """Responses as the engine drafts them: it knows where `max_tokens` cuts one, and drafts no last token there."""
     sequences = []
     for index, rollout in enumerate(rollouts):
         drafted = rollout.response_tokens[: -1 if rollout.finish_reason == "length" else None]
         if drafted:
-            sequences.append(Sequence(rollout.prompt_tokens + drafted, len(rollout.prompt_tokens), index))
+            sequences.append(TokenSequence.of(rollout.prompt_tokens, drafted, index))
     return pack(sequences, tokens)
 
 
-def common_spec(drafters: Rows[Drafter]) -> FeatureSpec:
+def common_spec(drafters: Sequence[Drafter]) -> FeatureSpec:
     """One pass of the policy gives the features of all: their draft vocabularies together."""
     layers = drafters[0].feature_spec.layers
     assert all(drafter.feature_spec.layers == layers for drafter in drafters)

@@ -19,7 +19,7 @@ from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.tracking import Tracker, stage_run
-from specrl.training.batches import Sequence, pack
+from specrl.training.batches import TokenSequence, pack
 from specrl.training.drafter.drafters import new_drafter, save_drafter
 from specrl.training.drafter.pretraining import pretrain
 from specrl.training.megatron.policy import Policy
@@ -94,7 +94,7 @@ def pretrain_drafter(
     everyone = [rollout for share in ranks.gather(rollouts) for rollout in share]
     drafter = new_drafter(config, policy_dir, everyone, ranks)
     sequences = [
-        Sequence(rollout.prompt_tokens + rollout.response_tokens, len(rollout.prompt_tokens), index)
+        TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
         for index, rollout in enumerate(everyone)
     ]
     own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sequence:
+class TokenSequence:
     """A prompt and its response."""
 
     tokens: list[int]
@@ -19,6 +19,11 @@ class Sequence:
     """Tokens of `tokens` that are the prompt, at least 1."""
     index: int
     """Position in the caller's list."""
+
+    @classmethod
+    def of(cls, prompt: list[int], response: list[int], index: int) -> TokenSequence:
+        """Return the sequence of a prompt's tokens and its response's."""
+        return cls(prompt + response, len(prompt), index)
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length <= len(self.tokens):
@@ -40,7 +45,7 @@ class MicroBatch:
     lengths: Tensor
     """[batch] int64, without padding."""
     indices: list[int]
-    """`Sequence.index` of each row."""
+    """`TokenSequence.index` of each row."""
 
     @property
     def area(self) -> int:
@@ -56,7 +61,7 @@ class MicroBatch:
         return MicroBatch(self.tokens.to(device), self.mask.to(device), self.lengths.to(device), self.indices)
 
 
-def pack(sequences: Iterable[Sequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
+def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
     """Sort by length, longest first, and cut into micro-batches.
 
     Each holds as many sequences as fit a padded area of `tokens_per_micro_batch`, and at least one. The same sequences
@@ -69,7 +74,7 @@ def pack(sequences: Iterable[Sequence], tokens_per_micro_batch: int, pad_multipl
         raise ValueError(
             f"tokens_per_micro_batch = {tokens_per_micro_batch} and pad_multiple = {pad_multiple} must be at least 1"
         )
-    rows: list[Sequence] = []
+    rows: list[TokenSequence] = []
     batches: list[MicroBatch] = []
     width = 0
     for sequence in sorted(sequences, key=lambda item: (-len(item.tokens), item.index)):
@@ -109,7 +114,7 @@ def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
     )
 
 
-def _pad(rows: list[Sequence], width: int) -> MicroBatch:
+def _pad(rows: list[TokenSequence], width: int) -> MicroBatch:
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, sequence in enumerate(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from specrl.algorithms.losses import TokenTargets, policy_loss
 from specrl.config import Config
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, Sequence, pack, within_budget
+from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
 
@@ -53,7 +53,7 @@ def update_policy(
     return {**metrics, "num_tokens": float(num_tokens)}, features
 
 
-def share_of(lengths: Rows[int], size: int) -> list[list[int]]:
+def share_of(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Deal items to ranks so that summed lengths come out nearly equal: longest first, to the least loaded."""
     loads = [0] * size
     shares: list[list[int]] = [[] for _ in range(size)]
@@ -89,10 +89,7 @@ def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> l
 
 
 def _own_micro_batches(policy: Policy, rollouts: list[Rollout], part: list[int], config: Config) -> list[MicroBatch]:
-    sequences = [
-        Sequence(rollouts[i].prompt_tokens + rollouts[i].response_tokens, len(rollouts[i].prompt_tokens), i)
-        for i in part
-    ]
+    sequences = [TokenSequence.of(rollouts[i].prompt_tokens, rollouts[i].response_tokens, i) for i in part]
     own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch, policy.pad_multiple)
 

@@ -10,7 +10,7 @@ import torch
 from specrl.config import Config
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 WARM_UP = 0.1
@@ -45,20 +45,20 @@ def warm_start(
     return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
 
 
-def demonstration_sequences(source: PromptSource, config: Config) -> list[Sequence]:
+def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenSequence]:
     """Demonstrations as tokens, each response ended with the end-of-sequence token.
 
     Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
     """
-    sequences: list[Sequence] = []
+    sequences: list[TokenSequence] = []
     for prompt, response in source.demonstrations(config.warm_start.num_examples):
         tokens = [*source.tokenizer.encode(response, add_special_tokens=False), source.tokenizer.eos_token_id]
         if len(tokens) <= config.sampling.max_response_tokens:
-            sequences.append(Sequence(prompt.tokens + tokens, len(prompt.tokens), len(sequences)))
+            sequences.append(TokenSequence.of(prompt.tokens, tokens, len(sequences)))
     return sequences
 
 
-def make_batches(sequences: list[Sequence], batch_size: int, seed: int) -> list[list[Sequence]]:
+def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> list[list[TokenSequence]]:
     """Batches of sequences of similar length, so that nothing is padded, in random order."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]

@@ -23,7 +23,7 @@ from specrl.precision.recipe import KvScales, NotQuantisedError, Recipe, engine_
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.training.batches import Sequence, pack
+from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 from tests.exactness.engines import in_batches, mixed_requests
@@ -97,7 +97,7 @@ def test_every_linear_layer_computes_what_the_trainers_does(pair: Pair) -> None:
 @pytest.mark.engine
 def test_both_engines_give_the_same_log_probs(pair: Pair) -> None:
     """Up to values that lie so near the middle of two FP8 numbers that another order of additions tips them over."""
-    batches = pack([Sequence(tokens, 1, i) for i, tokens in enumerate(SEQUENCES)], 40)
+    batches = pack([TokenSequence(tokens, 1, i) for i, tokens in enumerate(SEQUENCES)], 40)
     trainer: dict[int, list[float]] = {}
     for batch, logprobs in zip(batches, pair.policy.logprobs(batches), strict=True):
         trainer |= {index: logprobs[row][batch.mask[row]].tolist() for row, index in enumerate(batch.indices)}

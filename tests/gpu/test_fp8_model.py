@@ -27,7 +27,7 @@ from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
 from specrl.precision.recipe import Recipe, engine_name
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
@@ -73,11 +73,11 @@ def ranks() -> Iterator[Ranks]:
     parallel_state.destroy_model_parallel()  # the process group stays: the engine is in it
 
 
-def sequences() -> list[Sequence]:
+def sequences() -> list[TokenSequence]:
     """5 x 77 tokens, which no multiple of 16 divides."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(3, VOCAB_SIZE, (5, 77), generator=generator).tolist()
-    return [Sequence(row, 7, index) for index, row in enumerate(rows)]
+    return [TokenSequence(row, 7, index) for index, row in enumerate(rows)]
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
@@ -67,11 +67,11 @@ def make_model(family: str, directory: Path) -> Path:
     return directory / family
 
 
-def sequences() -> list[Sequence]:
+def sequences() -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(2)
     lengths = (5, 40, 17, 17, 33, 2, 28, 39)
     tokens = [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [Sequence(row, 1, index) for index, row in enumerate(tokens)]
+    return [TokenSequence(row, 1, index) for index, row in enumerate(tokens)]
 
 
 def my_batches(policy: Policy) -> list[MicroBatch]:

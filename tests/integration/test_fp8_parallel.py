@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.recipe import layer_names
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.calibration import CalibrationData, SwitchableLinears, calibrate
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
@@ -49,7 +49,7 @@ def make_model(directory: Path) -> None:
 def make_batches(seed: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        Sequence(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), 4, index)
+        TokenSequence(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), 4, index)
         for index, length in enumerate((40, 33, 25, 18))
     ]
     return pack(sequences, tokens_per_micro_batch=80)

@@ -40,7 +40,7 @@ from specrl.precision.blocks import (
 )
 from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
@@ -179,7 +179,7 @@ def make_policy(
 def make_batches() -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(4)
     sequences = [
-        Sequence(torch.randint(0, 64, (length,), generator=generator).tolist(), 3, index)
+        TokenSequence(torch.randint(0, 64, (length,), generator=generator).tolist(), 3, index)
         for index, length in enumerate((20, 31, 26, 17))
     ]
     return pack(sequences, tokens_per_micro_batch=64)

@@ -24,7 +24,7 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.stages import train
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
 
@@ -59,7 +59,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Policy:
 def batches(seed: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in (20, 17, 9)]
-    return pack([Sequence(row, 3, index) for index, row in enumerate(rows)], 40)
+    return pack([TokenSequence(row, 3, index) for index, row in enumerate(rows)], 40)
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

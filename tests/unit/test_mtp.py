@@ -21,7 +21,7 @@ from specrl.export.card import serve_command
 from specrl.models.sources import check_source, load_tokenizer, materialise_model
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import model_shape
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
@@ -55,7 +55,7 @@ def policy(policy_dir: Path, ranks: Ranks) -> Policy:
 def batches() -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(128, (length,), generator=generator).tolist() for length in (9, 30, 17, 22)]
-    return pack([Sequence(row, 4, index) for index, row in enumerate(rows)], 60)
+    return pack([TokenSequence(row, 4, index) for index, row in enumerate(rows)], 60)
 
 
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

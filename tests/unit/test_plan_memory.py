@@ -22,7 +22,7 @@ from specrl.models.tiny import VOCAB_SIZE, write_tiny_model
 from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
 from specrl.projection.shapes import TINY_VOCAB_SIZE, ModelShape, model_shape
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter import chains
 from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter.mtp import Mtp, mtp_shape
@@ -70,7 +70,9 @@ def bytes_saved(policy: Policy) -> int:
         total = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters)
         return -logprobs.sum() / batch.mask.sum(), {}
 
-    batches = pack([Sequence([4 + i % 90 for i in range(LENGTH)], 8, n) for n in range(SEQUENCES)], SEQUENCES * LENGTH)
+    batches = pack(
+        [TokenSequence([4 + i % 90 for i in range(LENGTH)], 8, n) for n in range(SEQUENCES)], SEQUENCES * LENGTH
+    )
     assert len(batches) == 1
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
         policy.train_step(batches, loss)

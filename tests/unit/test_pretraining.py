@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.pretraining import pretrain, windows
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec
@@ -62,7 +62,7 @@ class Counted(Policy):
 def batches(count: int = 24) -> list[MicroBatch]:
     """Of lengths from 6 to 18, a few to a micro-batch."""
     rows = [[(start + 3 * step) % VOCAB for step in range(6 + start % 13)] for start in range(count)]
-    return pack([Sequence(row, 2, index) for index, row in enumerate(rows)], 50)
+    return pack([TokenSequence(row, 2, index) for index, row in enumerate(rows)], 50)
 
 
 def trained(policy: Counted, policy_dir: Path, window: int, own: list[MicroBatch]) -> tuple[dict[str, float], Drafter]:

@@ -6,11 +6,11 @@ import torch
 from specrl.config import parse_config
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
-from specrl.training.batches import Sequence, pack
+from specrl.training.batches import TokenSequence, pack
 from specrl.training.warm_start import FINAL_LR, cross_entropy, demonstration_sequences, lr_factor, make_batches
 
 
-def sequences_for(max_response_tokens: int = 160) -> tuple[list[Sequence], PromptSource]:
+def sequences_for(max_response_tokens: int = 160) -> tuple[list[TokenSequence], PromptSource]:
     config = parse_config(
         {
             "name": "test",

@@ -9,7 +9,7 @@ from specrl.config import Config, PrecisionConfig
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.parity import ParityReport, check_moved_on, check_policy
 from specrl.schemas import read_rollouts
-from specrl.training.batches import Sequence, pack
+from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 NUM_SEQUENCES = 4
@@ -48,7 +48,7 @@ class RefitProbe:
             PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average, or are still those
                 of an earlier policy.
         """
-        sequences = [Sequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
+        sequences = [TokenSequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
         batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
         by_index: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):

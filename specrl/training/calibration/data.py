@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specrl.config import Config
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, Sequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.calibration import CalibrationData
 
 KL_POSITIONS = 640
@@ -60,6 +60,5 @@ def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:
     return list({rollout.prompt_id: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
-def _sequence(rollout: Rollout, index: int, longest: int | None) -> Sequence:
-    tokens = rollout.prompt_tokens + rollout.response_tokens[:longest]
-    return Sequence(tokens, len(rollout.prompt_tokens), index)
+def _sequence(rollout: Rollout, index: int, longest: int | None) -> TokenSequence:
+    return TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens[:longest], index)
