@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specrl import logs
 from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import write_text
 from specrl.config import Config
@@ -80,7 +81,7 @@ def run_loop(trainer: Trainer, first_step: int, progress: Progress) -> None:
     is_checked = False
     for step in range(first_step, config.train.num_steps):
         timer = Timer()
-        with timer("step"):
+        with logs.step(step), timer("step"):
             with timer("generation"):
                 rollouts, speculation, bubbles = generate(trainer, step)
                 if config.engine.sleep:

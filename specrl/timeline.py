@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from specrl import logs
+
 GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "drafter_training"
 
 
@@ -27,7 +29,7 @@ class Span:
 
 @dataclass
 class Timer:
-    """Wall time of the named parts of a step, on this rank."""
+    """Wall time of the named parts of a step, on this rank; each part is a phase in the rank's log."""
 
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
@@ -39,7 +41,8 @@ class Timer:
     def __call__(self, part: str) -> Iterator[None]:
         started, clock = time.time(), time.monotonic()
         self.running[part] = clock
-        yield
+        with logs.phase(part):
+            yield
         del self.running[part]
         self.spans.append(Span(part, started, started + time.monotonic() - clock))
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 
 class StageResources(Section):
     """Overrides of `[resources]` for one stage; what is not given is inherited."""
@@ -48,6 +50,9 @@ class ClusterConfig(Section):
     """Shell lines run in the job before Python starts (module loads, exports)."""
     interface: str | None = None
     """Network interface for gloo/NCCL, such as `ib0`; none lets them choose."""
+    log_level: LogLevel = "info"
+    """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
+    and how many seconds it took."""
     queue_minutes: PositiveInt = 24 * 60
     """How long a job may wait in the queue before the flow gives up."""
 

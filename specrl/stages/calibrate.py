@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from specrl import logs
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
 from specrl.distributed import join, leave
@@ -29,28 +30,36 @@ SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = read_all(context.input("pretrain", PretrainResult).rollouts_dir)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         switch = SwitchableLinears(power_of_two=config.precision.scales == "power_of_two")
-        policy = Policy(
-            policy_dir,
-            config.policy,
-            dtype=config.model.dtype,
-            ranks=ranks,
-            trainable=False,
-            seed=config.seed,
-            fp8=switch,
-        )
+        with logs.phase("loading of the policy"):
+            policy = Policy(
+                policy_dir,
+                config.policy,
+                dtype=config.model.dtype,
+                ranks=ranks,
+                trainable=False,
+                seed=config.seed,
+                fp8=switch,
+            )
         data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size)
         num_layers = policy.hf_config.num_hidden_layers
-        found = calibrate(
-            *(policy, switch, data, config.precision.max_kl, ranks),
-            lambda done, total, phase: progress.update(done, total, unit="pass", phase=phase),
-            always_bf16=edge_layers(num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers),
-        )
+        edges = edge_layers(num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers)
+        with logs.phase("calibration"):
+            found = calibrate(
+                policy,
+                switch,
+                data,
+                config.precision.max_kl,
+                ranks,
+                lambda done, total, phase: progress.update(done, total, unit="pass", phase=phase),
+                always_bf16=edges,
+            )
         if ranks.is_first:
             recipe = recipe_from(found, num_layers, power_of_two=switch.power_of_two)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))

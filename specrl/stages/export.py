@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+from specrl import logs
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_result, write_text
 from specrl.config import Config
 from specrl.context import StageContext
@@ -25,21 +26,24 @@ from specrl.tracking import Tracker, stage_run
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     trained = context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         policy_dir, drafter_dir = context.stage_dir / "policy", drafter_directory(context.stage_dir, trained)
-        if ranks.is_first:
-            copy_directory(trained.policy_dir, policy_dir)
-            if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
-                copy_directory(trained.drafter_dir, drafter_dir)
-        ranks.barrier()
+        with logs.phase("copy of policy and drafter"):
+            if ranks.is_first:
+                copy_directory(trained.policy_dir, policy_dir)
+                if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
+                    copy_directory(trained.drafter_dir, drafter_dir)
+            ranks.barrier()
         acceptance_length = version = None
         if drafter_dir is not None:
             acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
         if ranks.is_first:
             if drafter_dir is not None and acceptance_length is not None:
-                version = publish(context, trained, drafter_dir, acceptance_length, tracker)
+                with logs.phase("registration of the drafter"):
+                    version = publish(context, trained, drafter_dir, acceptance_length, tracker)
             result = ExportResult(
                 policy_dir=policy_dir,
                 drafter_dir=drafter_dir,
@@ -73,20 +77,22 @@ def copy_directory(source: Path, target: Path) -> None:
 def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> float:
     """Acceptance length of the exported directories, loaded by a fresh vLLM, on the prompts of `validate`."""
     own = drafter_dir == policy_dir  # vLLM then finds everything in the one directory
-    engine = start_engine(config, policy_dir, None if own else drafter_dir)
+    with logs.phase("start of the engine"):
+        engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
     prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(config.validate_.num_prompts)
-    _, generation = collect(
-        engine,
-        prompts,
-        1,
-        config,
-        make_reward(config.data),
-        Origin(derive_seed(config.seed, "validate"), step=0),
-        on_progress=lambda done, total: progress.update(
-            done, total, unit="response", phase="trying out the exported drafter"
-        ),
-    )
+    with logs.phase("generation with the exported drafter"):
+        _, generation = collect(
+            engine,
+            prompts,
+            1,
+            config,
+            make_reward(config.data),
+            Origin(derive_seed(config.seed, "validate"), step=0),
+            on_progress=lambda done, total: progress.update(
+                done, total, unit="response", phase="trying out the exported drafter"
+            ),
+        )
     engine.shutdown()
     return generation.stats.acceptance_length
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
@@ -18,6 +19,7 @@ from specrl.tracking import Tracker, stage_run
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     config = context.config
     make_reward(config.data)
@@ -26,13 +28,15 @@ def main(context: StageContext) -> None:
     base_dir = context.stage_dir / "base" if warm else policy_dir
     first, last = None, None
     with stage_run(context, ranks) as tracker:
-        if ranks.is_first:
-            check_method(config, materialise_model(config.model, config.seed, base_dir))
-        ranks.barrier()
+        with logs.phase("writing of the base model"):
+            if ranks.is_first:
+                check_method(config, materialise_model(config.model, config.seed, base_dir))
+            ranks.barrier()
         source = PromptSource(config, load_tokenizer(base_dir))
         source.check()
         if warm:
-            first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
+            with logs.phase("warm start"):
+                first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
     if ranks.is_first:
         seconds = time.monotonic() - started
         result = PrepareResult(

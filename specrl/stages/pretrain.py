@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from specrl import logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.config.methods import trains_drafter
 from specrl.context import StageContext
@@ -28,6 +29,7 @@ from specrl.training.update import share_of
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rollouts_dir = context.stage_dir / "rollouts"
@@ -61,16 +63,18 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
         size = config.engine.tensor_parallel
         engines, own = ranks.world_size // size, ranks.rank // size
         prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
-        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
-        rollouts, _ = collect(
-            engine,
-            prompts,
-            config.drafter.samples_per_prompt,
-            config,
-            make_reward(config.data),
-            Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
-            lambda done, total: progress.update(done, total, unit="response", phase="answering task prompts"),
-        )
+        with logs.phase("start of the engine"):
+            engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
+        with logs.phase("generation"):
+            rollouts, _ = collect(
+                engine,
+                prompts,
+                config.drafter.samples_per_prompt,
+                config,
+                make_reward(config.data),
+                Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
+                lambda done, total: progress.update(done, total, unit="response", phase="answering task prompts"),
+            )
         engine.shutdown()
         write_rollouts(path, rollouts)
     return read_rollouts(path)
@@ -90,7 +94,10 @@ def pretrain_drafter(
     """
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
-    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)
+    with logs.phase("loading of the policy"):
+        policy = Policy(
+            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
+        )
     everyone = [rollout for share in ranks.gather(rollouts) for rollout in share]
     drafter = new_drafter(config, policy_dir, everyone, ranks)
     sequences = [
@@ -100,13 +107,14 @@ def pretrain_drafter(
     own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
-    metrics = pretrain(
-        policy,
-        drafter,
-        batches,
-        config.drafter,
-        on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
-    )
+    with logs.phase("training of the drafter"):
+        metrics = pretrain(
+            policy,
+            drafter,
+            batches,
+            config.drafter,
+            on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+        )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
     save_drafter(drafter, policy, drafter_dir, policy_version=0)
     return metrics

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from specrl import logs
 from specrl.artifacts import (
     CalibrateResult,
     PrecisionReport,
@@ -45,6 +46,7 @@ from specrl.training.megatron.policy import Policy
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         trainer = build(context, ranks, tracker)
@@ -63,15 +65,16 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     recipe = precision_recipe(context, prepared)
     check_precision(config, prepared.policy_dir)
     precision = training_precision(config, recipe)
-    policy = Policy(
-        prepared.policy_dir,
-        config.policy,
-        dtype=config.model.dtype,
-        ranks=ranks,
-        seed=config.seed,
-        fp8=precision,
-        keep_reference=config.train.kl_coef > 0,
-    )
+    with logs.phase("loading of the policy"):
+        policy = Policy(
+            prepared.policy_dir,
+            config.policy,
+            dtype=config.model.dtype,
+            ranks=ranks,
+            seed=config.seed,
+            fp8=precision,
+            keep_reference=config.train.kl_coef > 0,
+        )
     kv_observer = None
     if config.precision.kv_cache == "fp8":
         kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
@@ -79,7 +82,8 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     drafter = None
     if pretrained.drafter_dir is not None and trains_drafter(config):
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
-    engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)
+    with logs.phase("start of the engine"):
+        engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)
     source, expected = PromptSource(config, load_tokenizer(prepared.policy_dir)), ResponseLengthEstimator()
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     return Trainer(
@@ -138,8 +142,10 @@ def restore(trainer: Trainer, pretraining: Path) -> int:
         pretraining: folder of the rollouts that the drafter was pretrained on.
     """
     found = checkpoint.latest(trainer.checkpoint_dir)
-    first_step = checkpoint.load(found, trainer.policy, trainer.drafter) if found else 0
+    first_step = 0
     if found:
+        with logs.phase("loading of the checkpoint"):
+            first_step = checkpoint.load(found, trainer.policy, trainer.drafter)
         trainer.engine.precision.restore(checkpoint.kv_scales(found))  # the loop's first refit ships them
     if trainer.ranks.is_first:
         for path in [*trainer.rollouts_dir.glob("step=*"), *trainer.steps_dir.glob("step=*")]:
@@ -162,7 +168,8 @@ def expect_lengths(trainer: Trainer, pretraining: Path, first_step: int) -> None
 def finish(context: StageContext, trainer: Trainer, seconds: float) -> None:
     """Save policy and drafter where the next stages look for them; the result file last."""
     policy_dir, steps = context.stage_dir / "policy", trainer.config.train.num_steps
-    drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, context.stage_dir / "drafter", steps)
+    with logs.phase("writing of policy and drafter"):
+        drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, context.stage_dir / "drafter", steps)
     if not trainer.ranks.is_first:
         return
     recipe = trainer.engine.precision.recipe

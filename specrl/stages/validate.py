@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from statistics import fmean
 
+from specrl import logs
 from specrl.artifacts import ExactnessResult, PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
 from specrl.config import Config
 from specrl.context import StageContext
@@ -27,12 +28,14 @@ CHI_SQUARED_PROMPTS = 2
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
+    logs.set_up(context.config.cluster.log_level)
     ranks = join()
     config = context.config
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         source = PromptSource(config, load_tokenizer(prepared.policy_dir))
-        engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
+        with logs.phase("start of the engine"):
+            engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         prompts = source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy after")
@@ -67,15 +70,16 @@ def accuracy(
     size = config.engine.tensor_parallel
     own = prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(config.seed, "validate"), step=0, rank=ranks.rank)
-    rollouts, generation = collect(
-        engine,
-        own,
-        1,
-        config,
-        make_reward(config.data),
-        origin,
-        on_progress=lambda done, total: progress.update(done, total, unit="response", phase=phase),
-    )
+    with logs.phase(phase):
+        rollouts, generation = collect(
+            engine,
+            own,
+            1,
+            config,
+            make_reward(config.data),
+            origin,
+            on_progress=lambda done, total: progress.update(done, total, unit="response", phase=phase),
+        )
     shares = ranks.gather(([rollout.reward for rollout in rollouts], generation.stats))[::size]
     return fmean(reward for rewards, _ in shares for reward in rewards), SpeculationStats.merge(s for _, s in shares)
 
@@ -94,7 +98,8 @@ def check_exactness(
     requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: settings.exactness_prompts]]
     samples = range(1, 1 + settings.exactness_samples)
     first = [make_request(prompt, sample, config, origin) for prompt in shortest(prompts) for sample in samples]
-    measured = measure_exactness(engine, requests, first, engine.longest_k)
+    with logs.phase("exactness"):
+        measured = measure_exactness(engine, requests, first, engine.longest_k)
     tracker.log_run_metrics(measured.metrics())
     tracker.flush()
     measured.check()
@@ -117,7 +122,8 @@ def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progres
         count = max(batch, config.validate_.speed_prompts)
         # A batch larger than the held-out set asks the same prompts again, with other seeds.
         requests = [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
-        pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats))
+        with logs.phase(f"speed at batch {batch}"):
+            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats))
     return pairs
 
 

@@ -1,0 +1,86 @@
+"""The log of a rank: one line where a phase begins and one where it ends, with its time, in one format.
+
+The lines go to standard error, which a job writes to the rank's own log file:
+
+    2026-11-22 13:40:01 INFO  rank 3 step 12  generation begins
+    2026-11-22 13:40:27 INFO  rank 3 step 12  generation took 26.1 s
+
+Because a phase says that it begins, the log of a rank that was killed ends with what it was doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from specrl.config.cluster import LogLevel
+
+FORMAT = "%(asctime)s %(levelname)-7s %(where)s  %(message)s"
+TIMES = "%Y-%m-%d %H:%M:%S"
+PACKAGES = ("specrl", "slurm")
+"""The packages that run in a rank and whose loggers are set up; those of libraries stay as they are."""
+
+logger = logging.getLogger(__name__)
+_step: ContextVar[int | None] = ContextVar("step", default=None)
+
+
+def set_up(level: LogLevel, rank: int | None = None) -> None:
+    """Send this project's log to standard error, in the format above; a second call replaces the first.
+
+    Args:
+        level: lines below this level are left out.
+        rank: the number of this process in its job; the environment's RANK by default, or else 0.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT, TIMES))
+    handler.addFilter(_Where(int(os.environ.get("RANK", "0")) if rank is None else rank))
+    for package in PACKAGES:
+        parent = logging.getLogger(package)
+        parent.handlers = [handler]
+        parent.setLevel(level.upper())
+        parent.propagate = False
+
+
+class _Where(logging.Filter):
+    """Adds to every record the rank and, inside `step`, the step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        number = _step.get()
+        record.where = f"rank {self._rank}" if number is None else f"rank {self._rank} step {number}"
+        return True
+
+
+@contextmanager
+def step(number: int) -> Iterator[None]:
+    """Name the step in every line that is logged inside the block."""
+    token = _step.set(number)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Log that the block begins, and how long it took or how it failed.
+
+    Args:
+        name: what is done, in a word or two, such as "generation" or "start of the engine".
+    """
+    started = time.monotonic()
+    logger.info("%s begins", name)
+    try:
+        yield
+    except BaseException as error:
+        logger.error("%s failed after %.1f s: %s", name, time.monotonic() - started, type(error).__name__)
+        raise
+    logger.info("%s took %.1f s", name, time.monotonic() - started)
