@@ -10,7 +10,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
-from flows.commands.run import execute
+from flows.execute import execute
 from specrl.config import Config, parse_config
 from tasks.run import cancel_jobs
 

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from flows.folder import anchor, find_run, only_flow, write_config
-from flows.preflight import check
-from flows.server import PrefectServer
-from slurm.devcluster import DevCluster
-from specrl.config import Config, load_config
+from flows.execute import execute
+from flows.folder import anchor, find_run
+from specrl.config import load_config
 
 Backend = Literal["local", "slurm"]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
@@ -52,44 +49,3 @@ def resume(
     if cluster:
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": cluster})})
     execute(config)
-
-
-def execute(config: Config) -> None:
-    """Check, write the run's folder, run the flow, print what came of it.
-
-    Raises:
-        ConfigError: the run cannot start; nothing has been written.
-        JobError: a stage failed.
-    """
-    if config.cluster.backend == "slurm":
-        DevCluster().use_if_up()
-    check(config)
-    console = Console(soft_wrap=True)
-    with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
-        write_config(config)
-        # MLflow takes seconds to import and to make its database; Prefect's server starts meanwhile.
-        from specrl.tracking import finish_parent_run, start_parent_run
-
-        console.print(f"run {config.name} in {config.run_dir}", markup=False)
-        run_id = start_parent_run(config)
-        server.wait()
-        try:
-            _flow(config.run_dir)
-        except KeyboardInterrupt:
-            finish_parent_run(config, run_id, "KILLED")
-            raise
-        except Exception:  # not one: a signal that ends the flow; its jobs go on, and so does the run
-            finish_parent_run(config, run_id, "FAILED")
-            raise
-        finish_parent_run(config, run_id, "FINISHED")
-    from specrl.report.summary import render_summary
-
-    render_summary(config.run_dir, console)
-
-
-def _flow(run_dir: Path) -> None:
-    from flows.leftovers import end_killed_flows  # imports Prefect, which reads its environment once
-    from flows.pipeline import pipeline
-
-    end_killed_flows(run_dir)
-    pipeline(str(run_dir))

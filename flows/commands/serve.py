@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from cronsim import CronSim, CronSimError
 from rich.console import Console
 
 from flows.commands.run import Backend
@@ -27,6 +29,7 @@ def serve(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
 ) -> None:
     """Run the pipeline at the times of a cron schedule, as NAME-YYYYMMDD-HHMM each, until Ctrl-C."""
+    check_cron(cron)
     backend = [f'cluster.backend="{cluster}"'] if cluster else []
     config = anchor(load_config(config_path, [*(overrides or []), *backend]))
     if config.cluster.backend == "slurm":
@@ -41,15 +44,18 @@ def serve(
 
 
 def check_cron(cron: str) -> None:
-    """Raises ConfigError for what is not a cron schedule."""
-    from prefect.client.schemas.schedules import CronSchedule
-
+    """
+    Raises:
+        ConfigError: `cron` is not a schedule of five cron fields.
+    """
+    allowed = 'five cron fields (minute hour day month weekday), such as "0 2 * * *"'
     try:
-        CronSchedule(cron=cron)
-    except ValueError:
-        raise ConfigError(
-            f'--cron {cron!r}: expected five fields (minute hour day month weekday), such as "0 2 * * *"'
-        ) from None
+        # Not Prefect's own check: importing Prefect fixes its settings, and its server has not set them yet.
+        CronSim(cron, datetime.now(UTC))
+    except CronSimError as error:
+        raise ConfigError(f"--cron {cron!r}: {str(error).lower()}; allowed: {allowed}") from error
+    if len(cron.split()) != 5:  # CronSim also accepts a sixth field, of seconds.
+        raise ConfigError(f"--cron {cron!r}: {len(cron.split())} fields; allowed: {allowed}")
 
 
 def _serve(config: Config, cron: str) -> None:

@@ -162,12 +162,16 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     Values of overrides are read as TOML and, where that fails, as strings.
 
     Raises:
-        ConfigError: no such file, bad TOML, bad override, or a wrong key, type or combination.
+        ConfigError: no such file, not UTF-8, bad TOML, bad override, or a wrong key, type or combination.
     """
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:

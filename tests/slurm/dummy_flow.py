@@ -9,8 +9,8 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 
+from flows.crashed_flows import mark_crashed_flows
 from flows.display import PlainReporter
-from flows.leftovers import end_killed_flows
 from flows.pipeline import cancel
 from slurm.jobs import JobError
 from specrl.config import StageName
@@ -34,7 +34,7 @@ def dummy(run_dir: str) -> None:
 
 if __name__ == "__main__":
     try:
-        end_killed_flows(Path(sys.argv[1]))
+        mark_crashed_flows(Path(sys.argv[1]))
         dummy(sys.argv[1])
     except JobError as error:
         print(error, flush=True)

@@ -89,6 +89,22 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], words: str, caps
     assert words in complaint(capsys, *arguments)
 
 
+@pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])
+def test_a_wrong_schedule_is_one_line_before_anything_starts(
+    cron: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complaint(capsys, "serve", write(tmp_path), "--cron", cron)
+    assert line.startswith(f"specrl: --cron {cron!r}: ")
+    assert "allowed: five cron fields" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_configuration_that_is_not_utf8_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes('name = "läuft"\n'.encode("latin-1"))
+    assert "run.toml is not UTF-8 text" in complaint(capsys, "run", str(path))
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["run", write(tmp_path), "--dry-run", "--cluster", "slurm"]) == 0
     output = capsys.readouterr().out

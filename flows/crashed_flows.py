@@ -1,4 +1,4 @@
-"""Flows that were killed could not tell Prefect so: without a word it would show them as running for ever."""
+"""Flows whose process was killed. They could not tell Prefect, which would show them as running for ever."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 RUNNING = ("PENDING", "RUNNING", "CANCELLING")
 
 
-def end_killed_flows(run_dir: Path) -> None:
-    """Mark what Prefect takes to be running in this folder as crashed: flows, and their tasks.
+def mark_crashed_flows(run_dir: Path) -> None:
+    """Mark the flows and tasks that Prefect believes to be running in this folder as crashed.
 
-    For whoever holds the folder's lock (`only_flow`), so that no flow runs there, before starting one of his own.
+    Call this while holding the folder's lock (`only_flow`), when no flow can be running there, and before starting a
+    new one.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
@@ -18,7 +19,7 @@ def end_killed_flows(run_dir: Path) -> None:
     from prefect.states import Crashed
 
     running = [StateType(name) for name in RUNNING]
-    killed: State[None] = Crashed(message="its process was killed")
+    crashed: State[None] = Crashed(message="its process was killed")
     with get_client(sync_client=True) as client:
         flows = filters.FlowRunFilter(
             name=filters.FlowRunFilterName(any_=[str(run_dir)]),
@@ -27,6 +28,6 @@ def end_killed_flows(run_dir: Path) -> None:
         of_type = filters.TaskRunFilterStateType(any_=running)
         tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=of_type, name=None))
         for task in client.read_task_runs(flow_run_filter=flows, task_run_filter=tasks):
-            client.set_task_run_state(task.id, killed, force=True)
+            client.set_task_run_state(task.id, crashed, force=True)
         for flow in client.read_flow_runs(flow_run_filter=flows):
-            client.set_flow_run_state(flow.id, killed, force=True)
+            client.set_flow_run_state(flow.id, crashed, force=True)

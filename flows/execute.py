@@ -1,0 +1,55 @@
+"""Bring a configuration to its results: check it, write its folder, run the flow and print the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.folder import only_flow, write_config
+from flows.preflight import check
+from flows.server import PrefectServer
+from slurm.devcluster import DevCluster
+from specrl.config import Config
+
+
+def execute(config: Config) -> None:
+    """Run all stages of a configuration whose paths are absolute (see `flows.folder.anchor`).
+
+    Raises:
+        ConfigError: The run cannot start; nothing has been written.
+        JobError: A stage failed.
+    """
+    if config.cluster.backend == "slurm":
+        DevCluster().use_if_up()
+    check(config)
+    console = Console(soft_wrap=True)
+    with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
+        write_config(config)
+        # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
+        from specrl.tracking import finish_parent_run, start_parent_run
+
+        console.print(f"run {config.name} in {config.run_dir}", markup=False)
+        run_id = start_parent_run(config)
+        server.wait()
+        try:
+            _run_flow(config.run_dir)
+        except KeyboardInterrupt:
+            finish_parent_run(config, run_id, "KILLED")
+            raise
+        except Exception:  # A signal that ends the flow is not an Exception: the jobs go on, and so does the run.
+            finish_parent_run(config, run_id, "FAILED")
+            raise
+        finish_parent_run(config, run_id, "FINISHED")
+    from specrl.report.summary import render_summary
+
+    render_summary(config.run_dir, console)
+
+
+def _run_flow(run_dir: Path) -> None:
+    # These import Prefect, which reads its environment once, at import: the server has set it by now.
+    from flows.crashed_flows import mark_crashed_flows
+    from flows.pipeline import pipeline
+
+    mark_crashed_flows(run_dir)
+    pipeline(str(run_dir))
