@@ -46,7 +46,7 @@ NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tr
 
 
 NO_STAGE_CODE = ("bench", "report", "projection")
-"""Subpackages that no stage imports: a change in how results are measured or shown does not make them old."""
+"""Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:

@@ -19,11 +19,11 @@ from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
-from specrl.gantt import gantt
 from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
+from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator, deal
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.collect import Origin, Reward, collect

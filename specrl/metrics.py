@@ -91,10 +91,6 @@ _DEFINITIONS = (
     Metric("rollout/truncated_fraction", "", "Responses cut off at sampling.max_response_tokens."),
     Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
-    Metric(
-        *("policy/update_max", ""),
-        "Largest |change| of a master weight in an optimizer step, by Adam's moments; mean over the step's updates.",
-    ),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
     Metric("policy/corrected_fraction", "", "Trained tokens that train.importance_correction truncated or masked."),

@@ -14,9 +14,6 @@ from typing import Any
 from specrl.artifacts import write_json, write_text
 
 PACKAGES = ("vllm", "torch", "megatron-core")
-SVG_STYLE = (
-    '<style>text{font:12px system-ui,sans-serif;fill:#444}</style><rect width="100%" height="100%" fill="white"/>'
-)
 
 
 @dataclass
@@ -33,10 +30,7 @@ class Page:
 
     def plot(self, name: str, svg: str, caption: str) -> None:
         file = f"{self.path.stem}-{name}.svg"
-        head, _, body = svg.partition(">")
-        if "xmlns=" not in head:
-            head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        self.plots[file] = f"{head}>{SVG_STYLE}{body}\n"
+        self.plots[file] = svg
         self.sections.append(f"![{caption}]({file})")
 
     def write(self) -> None:

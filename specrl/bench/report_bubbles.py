@@ -10,11 +10,11 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import BubbleSettings
 from specrl.bench.tables import markdown_table
-from specrl.gantt import gantt
 from specrl.projection.measured import MeasuredRun, read_run
 from specrl.projection.outlook import agreement, outlook
 from specrl.projection.tail import USES
-from specrl.report.svg import dot_chart, line_chart
+from specrl.report.gantt import gantt
+from specrl.report.plots import dot_chart, line_chart
 from specrl.schemas import Rollout, read_rollouts
 from specrl.step_record import StepRecord
 
@@ -152,14 +152,16 @@ def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
 def _update_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
     """How much stored text is accepted after how large a policy update."""
     pairs = sorted(
-        (before.metrics["policy/update_max"], _accepted(record))
+        (before.metrics["policy/grad_norm"], _accepted(record))
         for name in _measured_of(outcomes, "pregenerate", "both")
         for before, record in zip(outcomes[name].records, outcomes[name].records[1:], strict=False)
         if "replay" in record.by_source
     )
     if pairs:
         sizes, rates = zip(*pairs, strict=True)
-        chart = dot_chart(sizes, rates, "largest change of a weight in the update before", "accepted of drafted")
+        chart = dot_chart(
+            sizes, rates, "gradient norm of the policy's update before, not clipped", "accepted of drafted"
+        )
         page.plot("update", chart, "Acceptance of stored text against the policy's last update")
 
 

@@ -13,7 +13,7 @@ from specrl.bench.pages import Page, heading
 from specrl.bench.settings import DrafterSettings
 from specrl.bench.tables import markdown_table
 from specrl.config import Config
-from specrl.report.svg import line_charts
+from specrl.report.plots import line_charts
 
 if TYPE_CHECKING:
     from specrl.bench.drafter import Outcome

@@ -11,7 +11,7 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import PrecisionSettings
 from specrl.bench.tables import Spread, markdown_table
-from specrl.report.svg import line_charts
+from specrl.report.plots import line_charts
 
 if TYPE_CHECKING:
     from specrl.bench.precision import Measured

@@ -14,7 +14,7 @@ from specrl.bench.pages import Page, heading
 from specrl.bench.roofline import Roofline
 from specrl.bench.settings import TAIL, RolloutSettings
 from specrl.bench.tables import markdown_table, per_position
-from specrl.report.svg import line_charts
+from specrl.report.plots import line_charts
 
 if TYPE_CHECKING:
     from specrl.bench.rollouts import Cell, Profile

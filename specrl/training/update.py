@@ -24,8 +24,8 @@ def update_policy(
     `Rollout.policy_logprobs` of the rollouts trained on: under the policy that sampled them.
 
     Returns:
-        Token means `loss`, `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, and `grad_norm`, `update_max`
-        (means over the updates), with `num_tokens`, prompts included; and this rank's features of the micro-batches
+        Token means `loss`, `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, and `grad_norm` (the mean over the
+        updates), with `num_tokens`, prompts included; and this rank's features of the micro-batches
         that stay within `drafter.max_tokens_per_step`. Of others none are recorded: a whole step's would fill the
         memory.
     """

@@ -15,7 +15,7 @@ from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
 from specrl.bench.workloads import workloads
 from specrl.config import ConfigError, SpeculationConfig, parse_config
-from specrl.report.svg import line_charts
+from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response
 
 MACHINE = Machine(bytes_per_s=1e9, flops_per_s=1e11)

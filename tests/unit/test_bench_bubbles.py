@@ -22,8 +22,8 @@ from specrl.bench.pages import Page
 from specrl.bench.settings import BubbleSettings
 from specrl.config import ConfigError
 from specrl.context import StageContext
-from specrl.gantt import gantt
-from specrl.report.svg import dot_chart, line_chart
+from specrl.report.gantt import gantt
+from specrl.report.plots import dot_chart, line_chart
 from specrl.rollout.drafts.acceptance import SourceCounts
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.step_record import StepRecord, write_step
@@ -52,7 +52,7 @@ def make_record(step: int, *, probe: float, replay: SourceCounts | None, stretch
         "timing/generation_s": 2.0 * stretch,
         "spec/decode_steps": 8.0 * stretch,
         "refit/probe_acceptance_length": probe,
-        "policy/update_max": 1e-5 * (step + 1),
+        "policy/grad_norm": 0.1 * (step + 1),
         "bubble/idle_s": 1.0,
     }
     by_source = {"drafter": SourceCounts(10, 30, 10)} | ({"replay": replay} if replay is not None else {})

@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specrl.training.megatron.cpu_layers import Rotary, RotaryCausalAttention, SwiGLU, _RMSNorm
-from specrl.training.megatron.optimizer import largest_change
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
-
-GROUP = {"lr": 0.01, "weight_decay": 0.0, "betas": (0.9, 0.98), "eps": 1e-8}
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +118,3 @@ def test_the_most_likely_token_is_the_lowest_among_equals(group: dist.ProcessGro
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 2.0]])
     assert most_likely(logits, 0, group).tolist() == [1, 0]
     assert torch.equal(columns_of(logits, torch.tensor([2, 0]), 0, group), logits[:, [2, 0]])
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_the_largest_change_of_a_weight_is_read_from_the_optimizer(decay: float) -> None:
-    generator = torch.Generator().manual_seed(5)
-    parameter = torch.randn(3, 50_001, generator=generator).requires_grad_()
-    optimizer = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.98), weight_decay=decay)
-    for count in range(1, 4):
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0**-count
-        before = parameter.detach().clone()
-        optimizer.step()
-        found = largest_change(parameter, optimizer.state[parameter], optimizer.param_groups[0], count)
-        assert found == pytest.approx((parameter.detach() - before).abs().max().item(), rel=1e-4)
-    assert largest_change(torch.empty(0), {"exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)}, GROUP, 1) == 0.0

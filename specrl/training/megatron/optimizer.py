@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
@@ -17,8 +16,6 @@ from torch import Tensor
 from specrl.config import PolicyConfig
 
 FINAL_LR_FRACTION = 0.1
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements looked at together: what fits into a cache, and what is worth a kernel."""
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
@@ -58,8 +55,6 @@ class PolicyOptimizer:
         self._config = config
         self._total_steps = total_steps
         self.num_updates = 0
-        self.largest_change = 0.0
-        """Of a master weight of this rank's share, in the last step."""
         if not torch.cuda.is_available():
             for group in self._adam.param_groups:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
@@ -89,14 +84,7 @@ class PolicyOptimizer:
             group["lr"] = rate
         _, norm, _ = self._megatron.step()
         self.num_updates += 1
-        self.largest_change = max((self._change_of(*entry) for entry in self._main_parameters()), default=0.0)
         return float(norm)
-
-    def _change_of(self, key: str, parameter: Tensor) -> float:
-        group = self._adam.param_groups[int(key.removeprefix("group").split(".")[0])]
-        state = self._adam.state.get(parameter, {})
-        count = int(group["step"] if "step" in group else state.get("step", 0))
-        return largest_change(parameter, state, group, count) if count else 0.0
 
     def state(self) -> dict[str, Tensor]:
         """This rank's share: FP32 masters and Adam's moments and counters, by position. Not copies."""
@@ -140,25 +128,3 @@ class PolicyOptimizer:
             for number, group in enumerate(self._adam.param_groups)
             for position, parameter in enumerate(group["params"])
         ]
-
-
-@torch.no_grad()
-def largest_change(parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], count: int) -> float:
-    """Largest |change| of an element in AdamW's last step, from the moments after it.
-
-    A copy of the weights before the step would take their memory, and several times as long.
-
-    Args:
-        count: steps so far, the last one included.
-    """
-    rate, decay = float(group["lr"]), float(group["weight_decay"])
-    first, second = (1 - float(beta) ** count for beta in group["betas"])
-    size = CHUNK.get(parameter.device.type, 1 << 24)
-    flat = (tensor.detach().flatten() for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-    columns = (torch.split(tensor, size) for tensor in flat)
-    found = [
-        ((mean / first) / ((square / second).sqrt_() + group["eps"])).add_(weight, alpha=decay).abs_().max()
-        for weight, mean, square in zip(*columns, strict=True)
-        if weight.numel()
-    ]
-    return rate / (1 - rate * decay) * float(torch.stack(found).max()) if found else 0.0

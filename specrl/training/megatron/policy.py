@@ -213,9 +213,8 @@ class Policy:
             lr: learning rate of this update, instead of the schedule's.
 
         Returns:
-            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `grad_norm`
-            (before clipping) and `update_max` (largest |change| of a master weight); and one `Features` per micro-batch
-            of this rank.
+            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss` and
+            `grad_norm` (before clipping); and one `Features` per micro-batch of this rank.
 
         Raises:
             FloatingPointError: the loss is not finite; the weights are as before.
@@ -228,7 +227,6 @@ class Policy:
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the policy's loss is {metrics['loss']}; its weights are unchanged")
         metrics["grad_norm"] = self.optimizer.step(lr) if num_tokens else 0.0
-        metrics["update_max"] = max(self.ranks.gather(self.optimizer.largest_change if num_tokens else 0.0))
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:

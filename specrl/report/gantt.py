@@ -1,0 +1,75 @@
+"""A step as a Gantt chart: one row per rank, one box per span of work, and blank where a rank waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specrl.report.plots import PIXELS_PER_INCH, STYLE, svg_of
+from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline, Span
+
+COLOURS = {
+    GENERATION: "#0072b2",
+    PREGENERATION: "#56b4e9",
+    SPOT_TRAINING: "#e69f00",
+    "logprob": "#f0e442",
+    "policy_update": "#009e73",
+    "drafter_update": "#d55e00",
+    "refit": "#cc79a7",
+    "checkpoint": "#000000",
+}
+"""The spans that are drawn; spans of other names are not."""
+WIDTH, ROW = 900, 26
+"""Width of the picture and height of a rank's row, in pixels."""
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
+"""Margins, in pixels: names of the ranks on the left, the time axis and the legend at the bottom."""
+LEGEND_COLUMNS = 4
+BOX = 0.65
+"""Height of a box as a share of its row."""
+
+
+def gantt(ranks: Sequence[RankTimeline]) -> str:
+    """Draw the step of all ranks to scale as SVG text, in seconds from the first rank's start."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drawn = [[span for span in rank.spans if span.name in COLOURS] for rank in ranks]
+    start = min(span.started_at for row in drawn for span in row)
+    end = max(span.ended_at for row in drawn for span in row)
+    height = TOP + ROW * len(ranks) + BOTTOM
+    with matplotlib.rc_context({**STYLE, "axes.spines.left": False}):
+        figure = Figure(figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
+        axes = figure.add_axes(
+            (LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, ROW * len(ranks) / height),
+            xlim=(0, max(end - start, 1e-9)),
+            ylim=(len(ranks) - 0.5, -0.5),
+            xlabel="seconds since the first rank began the step",
+        )
+        axes.grid(axis="y", visible=False)
+        axes.set_yticks(range(len(ranks)), [f"rank {rank.bubble.rank}" for rank in ranks])
+        axes.tick_params(axis="y", length=0)
+        titles = _draw_boxes(axes, drawn, start)
+        _draw_legend(figure, {span.name for row in drawn for span in row})
+        return svg_of(figure, titles)
+
+
+def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict[str, str]:
+    """Draw a box for each span and return what it says when the pointer rests on it, by its id."""
+    from matplotlib.patches import Rectangle
+
+    titles: dict[str, str] = {}
+    for place, row in enumerate(rows):
+        for span in row:
+            left, width = span.started_at - start, span.ended_at - span.started_at
+            box = Rectangle((left, place - BOX / 2), width, BOX, color=COLOURS[span.name], linewidth=0.5, clip_on=False)
+            box.set_gid(f"span-{len(titles)}")
+            titles[f"span-{len(titles)}"] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
+            axes.add_artist(box)
+    return titles
+
+
+def _draw_legend(figure: Any, names: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in COLOURS.items() if name in names]
+    figure.legend(handles=handles, loc="lower center", ncols=LEGEND_COLUMNS)

@@ -1,0 +1,185 @@
+"""Charts as SVG text, drawn by matplotlib without a display.
+
+The text of an SVG stays text, so that a page of charts can be searched, and the same figures give the same bytes. The
+colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; lines differ in their
+markers too. Importing this module is cheap: matplotlib is imported when the first chart is drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from io import StringIO
+from typing import Any
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#000000", "#b3a800")
+MARKERS = "os^Dv*PX"
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specrl",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e5e5",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+}
+SIZE = (560, 280)
+"""Width and height of a chart, in pixels; legends below it add to the height."""
+LEGEND_COLUMNS = 3
+LEGEND_ROW = 20
+"""Height of a row of the legend, in pixels."""
+PIXELS_PER_INCH = 72
+
+
+def line_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
+    """Draw one line with a dot at each point."""
+    return line_charts({"": list(zip(x, y, strict=True))}, x_label, y_label)
+
+
+def line_charts(
+    series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, log_x: bool = False
+) -> str:
+    """Draw a line of (x, y) points for each name, with a legend below the axes.
+
+    Args:
+        series: the points by the name of their line; a line without a name is not in the legend.
+        log_x: space x logarithmically and label the values that occur.
+    """
+
+    def paint(axes: Any) -> None:
+        for index, (name, points) in enumerate(series.items()):
+            x, y = zip(*points, strict=True) if points else ((), ())
+            axes.plot(
+                x,
+                y,
+                label=name or None,
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)],
+                linestyle="-" if index < len(COLOURS) else "--",
+            )
+        axes.set(xlabel=x_label, ylabel=y_label)
+        _begin_at_zero(axes, "y")
+        if log_x:
+            _label_powers(axes, sorted({x for points in series.values() for x, _ in points}))
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=_are_whole(series))
+
+    return draw(paint, SIZE, names=[name for name in series if name])
+
+
+def dot_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
+    """Draw a dot at each point; both axes include 0."""
+
+    def paint(axes: Any) -> None:
+        axes.plot(x, y, "o", color=COLOURS[0])
+        axes.set(xlabel=x_label, ylabel=y_label)
+        _begin_at_zero(axes, "x")
+        _begin_at_zero(axes, "y")
+
+    return draw(paint, SIZE)
+
+
+def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
+    """Draw how many of the values fall into each of `bins` intervals of equal width."""
+
+    def paint(axes: Any) -> None:
+        axes.hist(values, bins=bins, color=COLOURS[0], edgecolor="white", linewidth=0.5)
+        axes.set(xlabel=x_label, ylabel=y_label)
+
+    return draw(paint, SIZE)
+
+
+def share_bar(shares: Mapping[str, float], x_label: str) -> str:
+    """Draw one bar cut by share, the largest first, with each share in percent in the legend."""
+    total = sum(shares.values()) or 1.0
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    names = [f"{name} {share / total:.1%}" for name, share in ordered]
+
+    def paint(axes: Any) -> None:
+        left = 0.0
+        for index, ((_, share), name) in enumerate(zip(ordered, names, strict=True)):
+            width = 100 * share / total
+            hatch = "///" if index >= len(COLOURS) else None
+            colour = COLOURS[index % len(COLOURS)]
+            axes.barh(0, width, left=left, color=colour, hatch=hatch, edgecolor="white", label=name)
+            left += width
+        axes.set(xlabel=x_label, xlim=(0, 100))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+
+    return draw(paint, (SIZE[0], 100), names=names)
+
+
+def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
+    """Return what `paint` draws on new matplotlib axes as the text of an SVG element.
+
+    Args:
+        size: width and height in pixels, without the legend.
+        names: the labels that the legend shows, below the axes; there is no legend without names.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    width, height = size
+    height += LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH), layout="constrained")
+        axes = figure.subplots()
+        paint(axes)
+        if names:
+            handles, labels = axes.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS)
+        return svg_of(figure)
+
+
+def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
+    """Return a matplotlib figure as an SVG element, without date, program name or document type.
+
+    Args:
+        titles: what a browser shows when the pointer rests on an artist, by the artist's `gid`.
+    """
+    text = StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(text, format="svg", metadata=nothing)
+    width, height = (PIXELS_PER_INCH * inches for inches in figure.get_size_inches())
+    _, _, body = text.getvalue().partition("<svg ")
+    _, _, body = body.partition(">")
+    head = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
+    )
+    # Names of groups would not be unique on a page with several pictures.
+    body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{_title((titles or {}).get(match[1]))}", body)
+    return head + body
+
+
+def embedded(svg: str) -> str:
+    """Return an SVG element as it stands inside an HTML page, which needs no names of XML name spaces."""
+    head, mark, body = svg.partition(">")
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", head) + mark + body
+
+
+def _title(text: str | None) -> str:
+    return "" if text is None else f"<title>{escape(text)}</title>"
+
+
+def _begin_at_zero(axes: Any, axis: str) -> None:
+    """Let an axis begin at 0, or at the least value where one is negative."""
+    least = axes.dataLim.x0 if axis == "x" else axes.dataLim.y0
+    axes.set(**{f"{axis}lim": (min(0.0, least), None)})
+
+
+def _label_powers(axes: Any, values: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+
+
+def _are_whole(series: Mapping[str, Sequence[tuple[float, float]]]) -> bool:
+    return all(x == int(x) for points in series.values() for x, _ in points)
