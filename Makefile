@@ -7,21 +7,38 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadsco
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin
 
-# A machine that gives pip a local folder of wheels gives it to uv too; elsewhere uv picks torch's CPU build.
+# A machine that gives pip a local folder of wheels gives it to uv too; elsewhere uv is told to take torch's CPU build.
+# The GPU lock says torch===VERSION, which is PyPI's CUDA build and no +cpu build in a local folder: nobody looks for a driver.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-TORCH_BACKEND := $(if $(UV_FIND_LINKS),,--torch-backend=$(if $(findstring gpu,$(LOCK)),auto,cpu))
+TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
+
+# Transformer Engine's PyTorch part is published as source only, and fits no torch but the one it was built against.
+TE_PIN := $(shell grep '^transformer-engine-torch==' $(LOCK))
+TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(shell grep '^torch==' $(LOCK)))
 
 .PHONY: env quickstart test check format lock clean
 
-env: $(STAMP)
+env: $(STAMP) $(TE_STAMP)
+	@$(BIN)/python -m specrl.report.package_files
 
 $(STAMP): $(LOCK) pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(TORCH_BACKEND) -r $(LOCK)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	grep -v '^transformer-engine-torch==' $(LOCK) | $(INSTALL) $(TORCH_BACKEND) -r -
+	$(INSTALL) --no-build-isolation -e .
 	touch $@
+
+ifneq ($(TE_STAMP),)
+# The compiler of the machine, the headers of the locked CUDA packages; no driver and no CUDA toolkit. MAX_JOBS=N bounds the memory.
+# Without the cache, because a build in it may belong to another torch, and without its own look for a finished build on GitHub.
+$(TE_STAMP): | $(STAMP)
+	@command -v $(CXX) >/dev/null || { echo "make env: $(TE_PIN) is compiled here, but there is no $(CXX): install g++, or set CXX to a C++ compiler"; exit 1; }
+	CUDA_HOME= NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE CXX=$(CXX) \
+		$(INSTALL) --no-cache --reinstall --no-build-isolation '$(TE_PIN)'
+	touch $@
+endif
 
 quickstart: env
 	$(BIN)/specrl run configs/quickstart.toml
@@ -45,6 +62,7 @@ lock: env
 	cd requirements && ../$(BIN)/uv pip compile -q cpu.in --override overrides.txt --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o cpu.lock
 	sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/cpu.lock
 	cd requirements && ../$(BIN)/uv pip compile -q gpu.in --override overrides-gpu.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o gpu.lock
+	sed -i 's/^torch==/torch===/' requirements/gpu.lock
 
 clean:
 	rm -rf .venv

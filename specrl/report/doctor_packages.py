@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from specrl.report import package_files
 from specrl.report.check import Check
 
 LOCKS = Path(__file__).parents[2] / "requirements"
@@ -36,14 +38,20 @@ def checks(*, gpu: bool) -> list[Check]:
     pins = read_pins(lock)
     packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)
     mend = f"make env LOCK=requirements/{lock.name}"
-    return [check_package(name, module, pins.get(name), mend) for name, module in packages.items()]
+    return [
+        *(check_package(name, module, pins.get(name), mend) for name, module in packages.items()),
+        check_files(Path(sysconfig.get_path("purelib"))),
+    ]
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """`name==version` lines of a lock; empty when there is none (an installation without the project's folder)."""
+    """Return the version of each `name==version` or `name===version` line of a lock.
+
+    The result is empty when there is no lock, as in an installation without the project's folder.
+    """
     if not lock.is_file():
         return {}
-    pins = (re.match(r"([A-Za-z0-9._-]+)==([^\s;]+)", line) for line in lock.read_text().splitlines())
+    pins = (re.match(r"([A-Za-z0-9._-]+)={2,3}([^\s;=]+)", line) for line in lock.read_text().splitlines())
     return {pin[1].lower().replace("_", "-"): pin[2] for pin in pins if pin}
 
 
@@ -58,6 +66,14 @@ def check_package(name: str, module: str, pinned: str | None, mend: str) -> Chec
     if pinned and found.partition("+")[0] != pinned.partition("+")[0]:
         return Check(name, "warn", f"{found}, locked is {pinned}", mend)
     return Check(name, "ok", found)
+
+
+def check_files(site_packages: Path) -> Check:
+    """Check that no two packages own one file, and that torch is built for the CUDA version beside it."""
+    found = package_files.problems(site_packages)
+    if not found:
+        return Check("package files", "ok", "no two packages own one path with different contents")
+    return Check("package files", "fail", "; ".join(found), "make clean, then make env")
 
 
 def _importable(module: str) -> bool:

@@ -1,0 +1,88 @@
+"""Check the files of an environment: no two packages own one path, and torch is built for the CUDA version of the lock.
+
+`python -m specrl.report.package_files` checks the environment it runs in. Nothing is imported to find out.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+import sysconfig
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+NEVER_IMPORTED = {"build_backend.py"}
+"""Paths that do no harm: flashinfer-python and torch-c-dlpack-ext ship the script that built their own wheel."""
+
+
+@dataclass(frozen=True)
+class Collision:
+    """A path that several packages own with different contents, so that the one installed last decides what runs."""
+
+    path: str
+    owners: tuple[str, ...]
+    """Names and versions, such as `cuda-python 12.6.2`."""
+
+
+def collisions(site_packages: Path) -> list[Collision]:
+    """Return the paths that two or more packages own with different contents, read from their RECORD files.
+
+    Equal copies are left out: it makes no difference which of them is there (mlflow and mlflow-skinny share theirs).
+    """
+    hashes: dict[str, dict[str, str]] = defaultdict(dict)
+    for package in distributions(path=[str(site_packages)]):
+        name = f"{package.metadata['Name']} {package.version}"
+        for path, content_hash, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+            if content_hash and path not in NEVER_IMPORTED:
+                hashes[path][name] = content_hash
+    return [
+        Collision(path, tuple(sorted(owners)))
+        for path, owners in sorted(hashes.items())
+        if len(set(owners.values())) > 1
+    ]
+
+
+def wrong_torch(site_packages: Path) -> str | None:
+    """Return a line on torch's build if it is the wrong one, or None.
+
+    An environment with the package `cuda-toolkit`, which only the GPU lock names, needs torch for that CUDA version.
+    """
+    installed = {package.metadata["Name"]: package for package in distributions(path=[str(site_packages)])}
+    if "torch" not in installed or "cuda-toolkit" not in installed:
+        return None
+    wanted = ".".join(installed["cuda-toolkit"].version.split(".")[:2])
+    source = Path(str(installed["torch"].locate_file("torch/version.py"))).read_text()
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
+    if found and found[1] == wanted:
+        return None
+    build = f"CUDA {found[1]}" if found else "CPUs"
+    return f"torch {installed['torch'].version} is built for {build}, not for CUDA {wanted}: make clean, then make env"
+
+
+def problems(site_packages: Path) -> list[str]:
+    """Return one line for torch's build and one for each set of packages that collide; an empty list if all is well."""
+    build = wrong_torch(site_packages)
+    paths: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for collision in collisions(site_packages):
+        paths[collision.owners].append(collision.path)
+    collided = [
+        f"{' and '.join(owners)} own {len(shared)} paths with different contents, such as {', '.join(shared[:3])}: "
+        "pin one of them differently in requirements/, then make lock"
+        for owners, shared in paths.items()
+    ]
+    return [build, *collided] if build else collided
+
+
+def main() -> None:
+    """Print every problem of this environment, and exit with 1 if there is one."""
+    found = problems(Path(sysconfig.get_path("purelib")))
+    for problem in found:
+        print(f"make env: {problem}", file=sys.stderr)
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

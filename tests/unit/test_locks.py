@@ -1,0 +1,125 @@
+"""The locks and `make env` give the torch that is meant, and no two packages own one file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from specrl.report import doctor_packages, package_files
+
+ROOT = Path(__file__).parents[2]
+GPU_PINS = doctor_packages.read_pins(ROOT / "requirements/gpu.lock")
+
+
+def install(site_packages: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Write what an installer leaves of a package: its metadata and a RECORD of its files, as path and content."""
+    metadata = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    records = [f"{path},sha256={content.encode().hex()},{len(content)}" for path, content in files.items()]
+    (metadata / "RECORD").write_text("\n".join([*records, f"{metadata.name}/RECORD,,"]))
+    for path, content in files.items():
+        (site_packages / path).parent.mkdir(parents=True, exist_ok=True)
+        (site_packages / path).write_text(content)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A clean copy of what `make env` reads, with nothing installed."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    return tmp_path
+
+
+def make(project: Path, *arguments: str, find_links: str = "") -> subprocess.CompletedProcess[str]:
+    """Run make as a user would, without what a `make test` around this one passes on."""
+    passed_on = {"UV_FIND_LINKS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "LOCK", "CXX"}
+    environment = {name: value for name, value in os.environ.items() if name not in passed_on}
+    command = ["make", *arguments]
+    return subprocess.run(
+        command,
+        cwd=project,
+        env=environment | {"PIP_FIND_LINKS": find_links},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_no_two_packages_of_this_environment_own_one_file() -> None:
+    assert package_files.problems(Path(sysconfig.get_path("purelib"))) == []
+
+
+def test_two_packages_that_own_one_path_are_named(tmp_path: Path) -> None:
+    install(tmp_path, "cuda-bindings", "13.5.0", {"cuda/nvml.py": "13", "cuda/one.py": "1", "cuda/same.py": "same"})
+    install(tmp_path, "cuda-python", "12.6.2", {"cuda/nvml.py": "12", "cuda/two.py": "2", "cuda/same.py": "same"})
+    owners = ("cuda-bindings 13.5.0", "cuda-python 12.6.2")
+    assert package_files.collisions(tmp_path) == [package_files.Collision("cuda/nvml.py", owners)]
+    [line] = package_files.problems(tmp_path)
+    assert line.startswith("cuda-bindings 13.5.0 and cuda-python 12.6.2 own 1 paths")
+    assert "cuda/nvml.py" in line
+    assert doctor_packages.check_files(tmp_path).status == "fail"
+
+
+@pytest.mark.parametrize(("cuda", "status"), [("'13.0'", "ok"), ("'12.9'", "fail"), ("None", "fail")])
+def test_torch_is_built_for_the_cuda_version_beside_it(tmp_path: Path, cuda: str, status: str) -> None:
+    install(tmp_path, "torch", "2.13.0", {"torch/version.py": f"debug = False\ncuda: Optional[str] = {cuda}\n"})
+    assert package_files.problems(tmp_path) == []
+    install(tmp_path, "cuda-toolkit", "13.0.3.0", {})
+    assert doctor_packages.check_files(tmp_path).status == status
+
+
+def test_a_local_cpu_build_satisfies_the_cpu_lock_alone() -> None:
+    def torch_pin(lock: str) -> SpecifierSet:
+        lines = (ROOT / "requirements" / lock).read_text().splitlines()
+        [pin] = [line.removeprefix("torch") for line in lines if line.startswith("torch=")]
+        return SpecifierSet(pin)
+
+    assert torch_pin("cpu.lock").contains("2.13.0+cpu")
+    assert not torch_pin("gpu.lock").contains("2.13.0+cpu")
+    assert torch_pin("gpu.lock").contains("2.13.0")
+
+
+def test_the_gpu_lock_has_one_cuda_version() -> None:
+    def cuda(name: str, parts: int) -> list[str]:
+        return GPU_PINS[name].split(".")[:parts]
+
+    assert cuda("cuda-python", 2) == cuda("cuda-bindings", 2)
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl", "nvidia-cuda-runtime"):
+        assert cuda(name, 2) == cuda("cuda-toolkit", 2)
+
+
+@pytest.mark.parametrize("find_links", ["", "/wheels"])
+def test_the_gpu_environment_asks_no_driver_and_builds_transformer_engine_last(project: Path, find_links: str) -> None:
+    planned = make(project, "-n", "env", "LOCK=requirements/gpu.lock", find_links=find_links)
+    assert planned.returncode == 0, planned.stderr
+    assert "--torch-backend" not in planned.stdout
+    packages = planned.stdout.index("grep -v '^transformer-engine-torch==' requirements/gpu.lock | ")
+    engine = planned.stdout.index(f"--no-build-isolation 'transformer-engine-torch=={GPU_PINS['transformer-engine']}'")
+    assert packages < engine < planned.stdout.index("-m specrl.report.package_files")
+
+
+def test_the_cpu_environment_asks_for_a_cpu_torch_unless_a_folder_has_it(project: Path) -> None:
+    assert "--torch-backend=cpu" in make(project, "-n", "env").stdout
+    local = make(project, "-n", "env", find_links="/wheels").stdout
+    assert "--torch-backend" not in local
+    assert "'transformer-engine-torch==2" not in local
+
+
+def test_a_machine_without_a_compiler_is_told_in_one_line(project: Path) -> None:
+    (project / ".venv").mkdir()
+    (project / ".venv/.installed-gpu.lock").touch()
+    stamp = f".venv/.transformer-engine-torch=={GPU_PINS['transformer-engine']}-torch==={GPU_PINS['torch']}"
+    told = make(project, stamp, "LOCK=requirements/gpu.lock", "CXX=no-such-compiler")
+    assert told.returncode != 0
+    assert "there is no no-such-compiler: install g++" in told.stdout
+    assert len(told.stdout.splitlines()) == 1
+    assert not (project / stamp).exists()
