@@ -169,7 +169,7 @@ def execute(
     page: Path | None,
     threads: int | None,
 ) -> None:
-    """Run `specrl.bench.NAME:main` in a process of its own, with a rank's environment, until it ends.
+    """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, until it ends.
 
     Raises:
         ConfigError: the run is not there or has not finished training.
@@ -179,7 +179,7 @@ def execute(
     resources = find_subject(run_dir).config.resources_of("validate")
     page = (page or default_page(name)).absolute()
     job = BenchJob(
-        entry=f"specrl.bench.{name}:main",
+        entry=f"specrl.bench.{name}.main:main",
         run_dir=run_dir,
         settings=settings.model_dump(mode="json"),
         command=_command(name, run, settings),

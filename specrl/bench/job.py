@@ -52,6 +52,11 @@ def main(path: Path, parent: int) -> None:
     getattr(importlib.import_module(module), function)(job)
 
 
+def say(text: str) -> None:
+    """Print a line of progress at once."""
+    print(text, flush=True)
+
+
 def die_with(parent: int) -> None:
     """Nobody waits for a benchmark whose command was ended, however that was: it ends too, and so do its ranks."""
     pr_set_pdeathsig = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,11 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(median(values), min(values), max(values))
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    ends = Spread.of(values)
+    return f"{fmean(values):{form}} ({ends.least:{form}} to {ends.greatest:{form}})"
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:

@@ -9,11 +9,11 @@ import pytest
 from flows.cli import invoke
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
-from specrl.bench.roofline import Machine, Network, Roofline, drafter_networks, policy_network
-from specrl.bench.rounds import orders
+from specrl.bench.rollouts.roofline import Machine, Network, Roofline, drafter_networks, policy_network
+from specrl.bench.rollouts.rounds import orders
+from specrl.bench.rollouts.workloads import workloads
 from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
-from specrl.bench.workloads import workloads
 from specrl.config import ConfigError, SpeculationConfig, parse_config
 from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response

@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 import pytest
 
 from specrl.artifacts import PretrainResult, read_result, write_result
-from specrl.bench import bubbles, report_bubbles
-from specrl.bench.bubbles import METHODS, Outcome, acceptance, row, with_drafter
+from specrl.bench.bubbles import main as bubbles
+from specrl.bench.bubbles.page import stored_kind, write_page
+from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, SettingRun, acceptance, row, with_drafter
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.settings import BubbleSettings
@@ -59,8 +60,8 @@ def make_record(step: int, *, probe: float, replay: SourceCounts | None, stretch
     return StepRecord(step, metrics, 0, [], [], by_source, ranks)
 
 
-def make_outcome(folder: Path, name: str, stretch: int = 1) -> Outcome:
-    replays = "replay" in METHODS[name][0]
+def make_outcome(folder: Path, name: str, stretch: int = 1) -> SettingRun:
+    replays = "replay" in BUBBLE_SETTINGS[name][0]
     records = []
     for step in range(4):
         replay = SourceCounts(4, 40, 8 * step) if replays and step else None
@@ -70,7 +71,7 @@ def make_outcome(folder: Path, name: str, stretch: int = 1) -> Outcome:
             own = [length if replays and step else 0 for length in lengths]
             rows = [make_rollout(step, rank, i, length, 2, own[i]) for i, length in enumerate(lengths)]
             write_rollouts(rollout_path(folder / name / "rollouts", step, rank), rows)
-    return Outcome(name, records, folder / name / "steps", folder / name / "rollouts", 8)
+    return SettingRun(name, records, folder / name / "steps", folder / name / "rollouts", 8)
 
 
 def test_ratios_are_per_token_and_the_drafter_is_judged_by_its_probe(tmp_path: Path) -> None:
@@ -82,10 +83,10 @@ def test_ratios_are_per_token_and_the_drafter_is_judged_by_its_probe(tmp_path: P
 
 
 def test_the_page_has_every_table_and_pictures_that_are_xml(tmp_path: Path) -> None:
-    outcomes = {name: make_outcome(tmp_path, name) for name in METHODS}
+    outcomes = {name: make_outcome(tmp_path, name) for name in BUBBLE_SETTINGS}
     rows = [row(outcome, outcomes["plain"]) for name, outcome in outcomes.items() if name != "plain"]
     job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
-    report_bubbles.write(job, BubbleSettings(num_steps=4), rows, outcomes)
+    write_page(job, BubbleSettings(num_steps=4), rows, outcomes)
     page = job.page.read_text()
     assert "| both | own | 12 | 57 | 0.47 |" in page  # three steps of stored text, of which half was accepted
     assert "| both | 2 or 3 | 4 | 19 | 1.00 |" in page
@@ -100,7 +101,7 @@ def test_the_page_of_some_uses_shows_these(tmp_path: Path) -> None:
     outcomes = {name: make_outcome(tmp_path, name) for name in ("plain", "train_drafter")}
     rows = [row(outcomes["train_drafter"], outcomes["plain"])]
     job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
-    report_bubbles.write(job, BubbleSettings(num_steps=4, uses=("train_drafter",)), rows, outcomes)
+    write_page(job, BubbleSettings(num_steps=4, uses=("train_drafter",)), rows, outcomes)
     page = job.page.read_text()
     assert "train_drafter" in page and "both" not in page.split("Ratios are against")[0]
     assert {path.stem for path in tmp_path.glob("page-*.svg")} == {"page-drafter-train_drafter"}
@@ -124,7 +125,7 @@ def test_another_drafter_takes_the_place_of_the_runs_own(tmp_path: Path) -> None
     [(0, 0, "0"), (1, 0, "1"), (3, 0, "2 or 3"), (9, 0, "4 or more"), (4, 5, "own"), (1, 4, "own, shorter")],
 )
 def test_responses_are_told_apart_by_what_was_stored(num_stored: int, own: int, kind: str) -> None:
-    assert report_bubbles.stored_kind(make_rollout(0, 0, 0, 5, num_stored, own)) == kind
+    assert stored_kind(make_rollout(0, 0, 0, 5, num_stored, own)) == kind
 
 
 def test_every_kind_of_picture_is_xml_with_one_name_space(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_every_kind_of_picture_is_xml_with_one_name_space(tmp_path: Path) -> Non
 
 
 def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
+    def run(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> SettingRun:
         if name == "both":
             raise RuntimeError("rank 1 failed")
         return make_outcome(tmp_path, name)

@@ -13,10 +13,11 @@ from transformers import LlamaConfig
 
 from flows.cli import invoke
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_json, write_result, write_text
-from specrl.bench import precision
 from specrl.bench.job import BenchJob
-from specrl.bench.precision import SETTINGS, Measured, Outcome, Setting, make_config
-from specrl.bench.report_precision import kv_scales_share, order, table, update_cost, write
+from specrl.bench.precision import main as precision
+from specrl.bench.precision import runs
+from specrl.bench.precision.page import kv_scales_share, order, table, update_cost, write_page
+from specrl.bench.precision.runs import PRECISION_SETTINGS, EndResult, PrecisionRun, PrecisionSetting, make_config
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import dump_config, load_config
 from specrl.context import StageContext
@@ -50,17 +51,17 @@ def record(step: int, error: float) -> StepRecord:
     return StepRecord(step, metrics, 0, [], [], {}, [])
 
 
-def measured(setting: Setting, seed: int) -> Measured:
+def measured(setting: PrecisionSetting, seed: int) -> PrecisionRun:
     error = ERRORS[setting.name] + 0.001 * seed
     mode = "emulated" if setting.generation == "fp8" else "off"
-    outcome = Outcome(0.5, 2.1, 20, mode, mode, None)
+    end_result = EndResult(0.5, 2.1, 20, mode, mode, None)
     correction = "tis" if setting.corrected else "none"
-    return Measured(setting, correction, seed, [record(step, error) for step in range(3)], outcome)
+    return PrecisionRun(setting, correction, seed, [record(step, error) for step in range(3)], end_result)
 
 
 def test_settings_differ_in_precision_and_correction_only() -> None:
     settings = PrecisionSettings(correction="icepop", kv_cache="fp8", num_steps=4, num_prompts=5, prompts_per_step=6)
-    configs = [make_config(CONFIG, Path("bench/x"), setting, 9, settings) for setting in SETTINGS]
+    configs = [make_config(CONFIG, Path("bench/x"), setting, 9, settings) for setting in PRECISION_SETTINGS]
     assert [(c.precision.generation, c.precision.training, c.precision.kv_cache) for c in configs] == [
         ("bf16", "bf16", "bf16"),
         ("fp8", "bf16", "fp8"),
@@ -76,23 +77,23 @@ def test_settings_differ_in_precision_and_correction_only() -> None:
 
 
 def test_the_page_has_a_line_per_setting_and_says_whether_the_order_holds(tmp_path: Path) -> None:
-    found = [measured(setting, seed) for seed in (1, 2, 3) for setting in SETTINGS]
+    found = [measured(setting, seed) for seed in (1, 2, 3) for setting in PRECISION_SETTINGS]
     assert [list(item.row()) for item in found] == [KEYS.split()] * 12
     job = BenchJob("", tmp_path, {}, "specrl bench precision", tmp_path / "page.md")
-    write(job, PrecisionSettings(), found, CALIBRATED, 0.005)
+    write_page(job, PrecisionSettings(), found, CALIBRATED, 0.005)
     text = job.page.read_text()
     assert "| FP8 both | none | 1.0320 (1.0310 to 1.0330) |" in text
     assert "BF16 < FP8 both < FP8 generation only holds." in text
     assert "2 of 22 linear layers stay in BF16; KL on held-out prompts 0.00400 nats per token, within its" in text
     assert {path.name for path in tmp_path.glob("*.svg")} == {"page-reward.svg", "page-error.svg"}
     rest = [item for item in found if item.seed != 2]
-    worse = Measured(SETTINGS[2], "none", 2, [record(0, 1.5)], found[0].outcome)
-    others = [item for item in found if item.seed == 2 and item.setting is not SETTINGS[2]]
+    worse = PrecisionRun(PRECISION_SETTINGS[2], "none", 2, [record(0, 1.5)], found[0].end_result)
+    others = [item for item in found if item.seed == 2 and item.setting is not PRECISION_SETTINGS[2]]
     assert "holds for 2 of 3 seeds" in order([*rest, *others, worse])
 
 
 def test_an_update_costs_what_a_token_costs_and_what_was_not_measured_is_not_zero() -> None:
-    plain, other = measured(SETTINGS[0], 1), measured(SETTINGS[2], 1)
+    plain, other = measured(PRECISION_SETTINGS[0], 1), measured(PRECISION_SETTINGS[2], 1)
     assert kv_scales_share(other) is None
     for item in other.records:  # twice the tokens in thrice the time
         item.metrics.update({"timing/policy_update_s": 6.0, "performance/training_tokens_per_s": 800 / 3})
@@ -131,12 +132,12 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
         started.append(name)
         if len(started) == 3:
             raise RuntimeError(f"{name} failed")
-        context.save(folder / precision.CONTEXT_FILE)
+        context.save(folder / runs.CONTEXT_FILE)
         write_step(context.stage_dir / "steps", record(0, 1.1))
-        write_json(context.stage_dir / precision.OUTCOME_FILE, asdict(Outcome(0.5, 2.1, 20, "off", "off", None)))
+        write_json(context.stage_dir / runs.END_RESULT_FILE, asdict(EndResult(0.5, 2.1, 20, "off", "off", None)))
         write_text(context.run_dir / "checkpoints" / "large", "")
 
-    monkeypatch.setattr(precision, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     settings = PrecisionSettings(seeds=(1,), num_steps=2)
     job = BenchJob("", run_dir, settings.model_dump(mode="json"), "", tmp_path / "page.md", tmp_path / "rows.json")
     with pytest.raises(RuntimeError, match="FP8 both, seed 1 failed"):
@@ -144,7 +145,7 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 2
     assert not list(run_dir.glob("bench/precision/*/checkpoints"))
     precision.main(job)
-    names = [f"{setting.name}, seed 1" for setting in SETTINGS]
+    names = [f"{setting.name}, seed 1" for setting in PRECISION_SETTINGS]
     assert started[3:] == names[2:]
     assert "2 of these 4 runs are an earlier call's" in job.page.read_text()
     precision.main(job)
@@ -159,12 +160,12 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
 def test_a_policy_that_the_gpu_cannot_train_is_refused_before_the_first_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert precision.check(run_dir) == (CALIBRATED, CONFIG.precision.max_kl)
+    assert runs.check(run_dir) == (CALIBRATED, CONFIG.precision.max_kl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="heads of 64 channels"):
-        precision.check(run_dir)
+        runs.check(run_dir)
 
 
 def test_a_wrong_setting_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,6 @@ from statistics import fmean
 from typing import Any
 
 from specrl.artifacts import PretrainResult, read_result, write_result
-from specrl.bench import report_bubbles
-from specrl.bench.job import BenchJob, die_with
-from specrl.bench.pages import write_rows
 from specrl.bench.settings import BubbleSettings, speculation_of
 from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
 from specrl.config.rollout import BubbleUse
@@ -31,7 +28,7 @@ from specrl.report.results import find_stages, read_config
 from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
 
-METHODS: Mapping[str, tuple[str, BubbleUse]] = {
+BUBBLE_SETTINGS: Mapping[str, tuple[str, BubbleUse]] = {
     "plain": ("none", "none"),
     "none": ("eagle3", "none"),
     "recent": ("replay", "none"),
@@ -46,7 +43,7 @@ ENDS = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SettingRun:
     """One setting's run."""
 
     name: str
@@ -57,7 +54,7 @@ class Outcome:
 
     @property
     def has_drafter(self) -> bool:
-        return METHODS[self.name][0] in WITH_DRAFTER
+        return BUBBLE_SETTINGS[self.name][0] in WITH_DRAFTER
 
     def total(self, metric: str) -> float:
         return sum(record.metrics[metric] for record in self.records)
@@ -75,23 +72,7 @@ class Outcome:
         return self.total(metric) / self.num_tokens
 
 
-def main(job: BenchJob) -> None:
-    settings = BubbleSettings.model_validate(job.settings)
-    folder = job.run_dir / "bench" / "bubbles"
-    # All of them before the first run: what cannot work is refused at once, not after an hour.
-    names = ("plain", *settings.uses)
-    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}
-    outcomes: dict[str, Outcome] = {}
-    rows: list[dict[str, Any]] = []
-    for name, context in contexts.items():
-        outcomes[name] = run_setting(context, folder / name, name, settings)
-        rows = [row(outcome, outcomes["plain"]) for outcome in outcomes.values() if outcome.name != "plain"]
-        for path in (folder / "rows.json", job.json_path):  # what is measured outlives a failure of the next
-            write_rows(path, rows)
-    report_bubbles.write(job, settings, rows, outcomes)
-
-
-def run_setting(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> Outcome:
+def run_setting(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> SettingRun:
     """All steps of one setting, anew.
 
     Raises:
@@ -112,7 +93,7 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
         )
     print(f"{name}: {settings.num_steps} steps in {time.monotonic() - started:.0f} s", flush=True)
     config = context.config
-    return Outcome(
+    return SettingRun(
         name,
         read_steps(context.stage_dir / "steps"),
         context.stage_dir / "steps",
@@ -162,7 +143,7 @@ def with_drafter(pretrained: Path, drafter_dir: Path, folder: Path) -> Path:
 
 
 def make_config(config: Config, folder: Path, name: str, settings: BubbleSettings) -> Config:
-    method, use = METHODS[name]
+    method, use = BUBBLE_SETTINGS[name]
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
     k = 0 if method == "none" else config.speculation.k or 3
@@ -178,34 +159,34 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     return parse_config(data)
 
 
-def row(outcome: Outcome, plain: Outcome) -> dict[str, Any]:
+def row(run: SettingRun, plain: SettingRun) -> dict[str, Any]:
     """As `--json` writes it; what each figure is stands on the page."""
-    found = [totals([rank.bubble for rank in record.ranks]) for record in outcome.records]
+    found = [totals([rank.bubble for rank in record.ranks]) for record in run.records]
     idle = sum(item.idle_s for item in found)
     return {
-        "use": outcome.name,
-        "throughput_ratio": outcome.tokens_per_s / plain.tokens_per_s,
-        "decode_step_ratio": outcome.per_token("spec/decode_steps") / plain.per_token("spec/decode_steps"),
-        "step_time_ratio": outcome.per_token("timing/step_s") / plain.per_token("timing/step_s"),
+        "use": run.name,
+        "throughput_ratio": run.tokens_per_s / plain.tokens_per_s,
+        "decode_step_ratio": run.per_token("spec/decode_steps") / plain.per_token("spec/decode_steps"),
+        "step_time_ratio": run.per_token("timing/step_s") / plain.per_token("timing/step_s"),
         "idle_share": idle / sum(item.generation_s for item in found),
         "used_share": sum(item.used_s for item in found) / idle if idle else 0.0,
-        "overrun_share": sum(item.overrun_s for item in found) / outcome.total("timing/step_s"),
-        "acceptance_length_first": fmean(length for _, length in acceptance(outcome)[:ENDS]),
-        "acceptance_length_last": fmean(length for _, length in acceptance(outcome)[-ENDS:]),
+        "overrun_share": sum(item.overrun_s for item in found) / run.total("timing/step_s"),
+        "acceptance_length_first": fmean(length for _, length in acceptance(run)[:ENDS]),
+        "acceptance_length_last": fmean(length for _, length in acceptance(run)[-ENDS:]),
     }
 
 
-def acceptance(outcome: Outcome) -> list[tuple[int, float]]:
+def acceptance(run: SettingRun) -> list[tuple[int, float]]:
     """(step, acceptance length), where there is one.
 
     A drafter's is that of the guard's probe after the step's update: always the same prompts and draft length, while a
     step's own drafts change with the controller's choices and with what stored text leaves to the drafter. Without a
     drafter it is that of stored text, of which the first step has none, or else of recent rollouts.
     """
-    if outcome.has_drafter:
-        return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in outcome.records]
-    source = "replay" if METHODS[outcome.name][1] == "pregenerate" else "recent"
-    counts = [(record.step, record.by_source.get(source, (0, 0, 0))) for record in outcome.records if record.step]
+    if run.has_drafter:
+        return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in run.records]
+    source = "replay" if BUBBLE_SETTINGS[run.name][1] == "pregenerate" else "recent"
+    counts = [(record.step, record.by_source.get(source, (0, 0, 0))) for record in run.records if record.step]
     return [(step, 1 + accepted / drafts if drafts else 1.0) for step, (drafts, _, accepted) in counts]
 
 
@@ -218,7 +199,7 @@ def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> sub
     own = cores[rank * settings.threads : (rank + 1) * settings.threads]
     with (context.parent / f"rank-{rank}.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "specrl.bench.bubbles", str(context), str(os.getpid())],
+            [sys.executable, "-m", "specrl.bench.bubbles.one_rank", str(context), str(os.getpid())],
             env=environment,
             stdout=log,
             stderr=log,
@@ -238,26 +219,3 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
     return [index for index, rank in enumerate(ranks) if rank.returncode > 0] or [
         index for index, rank in enumerate(ranks) if rank.returncode
     ]
-
-
-def run_rank(path: Path, parent: int) -> None:
-    """One rank of one setting: the train stage without MLflow."""
-    die_with(parent)
-    from specrl.distributed import join, leave
-    from specrl.loop import run_loop
-    from specrl.progress import Progress
-    from specrl.stages import train
-    from specrl.tracking import Silent
-
-    context = StageContext.load(path)
-    ranks = join()
-    with Progress(context.stage_dir, enabled=False) as progress:
-        trainer = train.build(context, ranks, Silent())
-        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
-        run_loop(trainer, first_step, progress)
-        trainer.engine.shutdown()
-    leave()
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

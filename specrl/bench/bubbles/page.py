@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, SettingRun, acceptance
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import BubbleSettings
 from specrl.bench.tables import markdown_table
-from specrl.projection.measured import MeasuredRun, read_run
+from specrl.projection.measured import read_run
 from specrl.projection.outlook import agreement, outlook
 from specrl.projection.tail import USES
 from specrl.report.gantt import gantt
 from specrl.report.plots import dot_chart, line_chart
 from specrl.schemas import Rollout, read_rollouts
 from specrl.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from specrl.bench.bubbles import Outcome
 
 LEGEND = """
 Ratios are against `plain`: synchronous decoding without speculation, same prompts and seeds. *throughput*: response
@@ -38,41 +36,41 @@ shorter (stopped with the bubble, or left behind by a response that went another
 STORED = ("0", "1", "2 or 3", "4 or more", "own, shorter", "own")
 
 
-def write(
-    job: BenchJob, settings: BubbleSettings, rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]
+def write_page(
+    job: BenchJob, settings: BubbleSettings, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, SettingRun]
 ) -> None:
     page = Page(job.page)
     page.text(heading("what ranks do while they wait", job.command, settings.threads))
-    plain = outcomes["plain"]
+    plain = runs["plain"]
     page.text(
         f"{settings.ranks} ranks x {settings.threads} thread(s), {settings.num_steps} steps; seeds of pre-generated "
         f"text: {settings.seeds} as the rollout's. Plain: {plain.num_tokens} tokens, {plain.tokens_per_s:.0f} "
         f"tokens/s, {plain.total('timing/step_s') / settings.num_steps:.1f} s a step."
     )
-    page.text(_table(rows, outcomes))
+    page.text(_table(rows, runs))
     page.text(LEGEND)
     page.text("## Drafts by source")
-    page.text(_sources(outcomes))
-    if _measured_of(outcomes, "pregenerate", "both"):
+    page.text(_sources(runs))
+    if _measured_of(runs, "pregenerate", "both"):
         page.text("## What stored text saves")
-        page.text(_stored(outcomes))
+        page.text(_stored(runs))
         page.text(STORED_LEGEND)
-    _drafter_plot(page, outcomes)
-    _update_plot(page, outcomes)
+    _drafter_plot(page, runs)
+    _update_plot(page, runs)
     page.text("## Tail simulator")
-    _simulated(page, outcomes)
+    _simulated(page, runs)
     page.text("## Who waited for whom")
-    for name in _measured_of(outcomes, "none", "both"):
-        record = outcomes[name].records[len(outcomes[name].records) // 2]
+    for name in _measured_of(runs, "none", "both"):
+        record = runs[name].records[len(runs[name].records) // 2]
         page.plot(f"gantt-{name}", gantt(record.ranks), f"{name}, step {record.step}")
     page.write()
 
 
-def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -> str:
-    texts = _texts(outcomes["plain"].rollouts_dir)
+def _table(rows: Sequence[Mapping[str, Any]], runs: Mapping[str, SettingRun]) -> str:
+    texts = _texts(runs["plain"].rollouts_dir)
     lines = []
     for row in rows:
-        own = _texts(outcomes[row["use"]].rollouts_dir)
+        own = _texts(runs[row["use"]].rollouts_dir)
         same = sum(own[key] == tokens for key, tokens in texts.items()) / len(texts)
         lines.append(
             [
@@ -84,7 +82,7 @@ def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -
                 f"{row['used_share']:.0%}",
                 f"{row['overrun_share']:.1%}",
                 f"{row['acceptance_length_first']:.2f} -> {row['acceptance_length_last']:.2f}",
-                str(outcomes[row["use"]].num_tokens),
+                str(runs[row["use"]].num_tokens),
                 f"{same:.1%}",
             ]
         )
@@ -92,8 +90,8 @@ def _table(rows: Sequence[Mapping[str, Any]], outcomes: Mapping[str, Outcome]) -
     return markdown_table((*columns, "acceptance length", ">tokens", ">same text"), lines)
 
 
-def _measured_of(outcomes: Mapping[str, Outcome], *names: str) -> list[str]:
-    return [name for name in names if name in outcomes]
+def _measured_of(runs: Mapping[str, SettingRun], *names: str) -> list[str]:
+    return [name for name in names if name in runs]
 
 
 def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
@@ -104,11 +102,11 @@ def _rollouts(rollouts_dir: Path) -> Iterator[Rollout]:
     return (row for path in sorted(rollouts_dir.rglob("*.arrow")) for row in read_rollouts(path))
 
 
-def _stored(outcomes: Mapping[str, Outcome]) -> str:
+def _stored(runs: Mapping[str, SettingRun]) -> str:
     lines = []
-    for name in _measured_of(outcomes, "pregenerate", "both"):
+    for name in _measured_of(runs, "pregenerate", "both"):
         counts = {kind: [0, 0, 0] for kind in STORED}
-        for rollout in _rollouts(outcomes[name].rollouts_dir):
+        for rollout in _rollouts(runs[name].rollouts_dir):
             tokens = len(rollout.response_tokens) - 1
             found = (1, tokens, tokens - rollout.num_accepted_tokens)
             kind = stored_kind(rollout)
@@ -126,35 +124,33 @@ def stored_kind(rollout: Rollout) -> str:
     return STORED[(0, 1, 2, 2, 3)[min(rollout.num_stored, 4)]]
 
 
-def _sources(outcomes: Mapping[str, Outcome]) -> str:
+def _sources(runs: Mapping[str, SettingRun]) -> str:
     lines = []
-    for name, outcome in outcomes.items():
+    for name, run in runs.items():
         for source in ("drafter", "replay", "recent"):
-            counts = [record.by_source[source] for record in outcome.records if source in record.by_source]
+            counts = [record.by_source[source] for record in run.records if source in record.by_source]
             drafts, drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
             if drafts:
                 rate, length = accepted / drafted, 1 + accepted / drafts
-                share = accepted / outcome.num_tokens
+                share = accepted / run.num_tokens
                 lines.append([name, source, str(drafts), f"{rate:.2f}", f"{length:.2f}", f"{share:.0%}"])
     columns = ("bubbles", "drafts from", ">drafts", ">accepted of drafted", ">tokens an iteration", ">of all tokens")
     return markdown_table(columns, lines)
 
 
-def _drafter_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
-    from specrl.bench.bubbles import acceptance
-
-    for name in _measured_of(outcomes, "none", "train_drafter"):
-        steps, lengths = zip(*acceptance(outcomes[name]), strict=True)
+def _drafter_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
+    for name in _measured_of(runs, "none", "train_drafter"):
+        steps, lengths = zip(*acceptance(runs[name]), strict=True)
         caption = "updated while ranks wait" if name == "train_drafter" else "synchronous online update"
         page.plot(f"drafter-{name}", line_chart(steps, lengths, "step", "acceptance length"), f"Drafter, {caption}")
 
 
-def _update_plot(page: Page, outcomes: Mapping[str, Outcome]) -> None:
+def _update_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
     """How much stored text is accepted after how large a policy update."""
     pairs = sorted(
         (before.metrics["policy/grad_norm"], _accepted(record))
-        for name in _measured_of(outcomes, "pregenerate", "both")
-        for before, record in zip(outcomes[name].records, outcomes[name].records[1:], strict=False)
+        for name in _measured_of(runs, "pregenerate", "both")
+        for before, record in zip(runs[name].records, runs[name].records[1:], strict=False)
         if "replay" in record.by_source
     )
     if pairs:
@@ -170,34 +166,40 @@ def _accepted(record: StepRecord) -> float:
     return accepted / drafted if drafted else 0.0
 
 
-def _simulated(page: Page, outcomes: Mapping[str, Outcome]) -> None:
-    """Each measured run beside its simulation, then more ranks, each use at the speeds it was measured with."""
-    from specrl.bench.bubbles import METHODS
-
-    measured = {name: _measured(outcome) for name, outcome in outcomes.items() if name != "plain"}
+def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
+    """Show each measured run beside its simulation, then more ranks, each use at the speeds of its own run."""
+    measured = {name: read_run(run.steps_dir, run.rollouts_dir) for name, run in runs.items() if name != "plain"}
     lines = []
     for name, run in measured.items():
-        found = agreement(run, METHODS[name][1], outcomes[name].most_running)
-        seconds = [f"{value:.1f}" for value in found.generation_s]
+        found = agreement(run, BUBBLE_SETTINGS[name][1], runs[name].most_running)
+        simulated_s, measured_s = found.generation_s
+        simulated_steps, measured_steps = found.iterations
         lines.append(
-            [name, *seconds, f"{found.generation_error:+.1%}", *(f"{value:.0f}" for value in found.iterations)]
+            [
+                name,
+                f"{simulated_s:.1f}",
+                f"{measured_s:.1f}",
+                f"{found.generation_error:+.1%}",
+                f"{simulated_steps:.0f}",
+                f"{measured_steps:.0f}",
+            ]
         )
     columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
     page.text(markdown_table(columns, lines))
-    runs = {use: measured[use] for use in USES if use in measured}
-    if "none" not in runs:
+    by_use = {use: measured[use] for use in USES if use in measured}
+    if "none" not in by_use:
         return
     page.text("Each use as its own run went, as many prompts for each rank; ratios against `none` on as many ranks:")
     lines = [
         [
-            *(str(item.ranks), item.use, f"{item.generation_ratio:.2f}", f"{item.decode_step_ratio:.2f}"),
-            *(f"{item.idle_share:.0%}", f"{item.used_share:.0%}"),
+            str(item.ranks),
+            item.use,
+            f"{item.generation_ratio:.2f}",
+            f"{item.decode_step_ratio:.2f}",
+            f"{item.idle_share:.0%}",
+            f"{item.used_share:.0%}",
         ]
-        for item in outlook(runs, outcomes["none"].most_running)
+        for item in outlook(by_use, runs["none"].most_running)
     ]
     columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
     page.text(markdown_table(columns, lines))
-
-
-def _measured(outcome: Outcome) -> MeasuredRun:
-    return read_run(outcome.steps_dir, outcome.rollouts_dir)

@@ -1,14 +1,14 @@
-"""The engines and sides of `specrl bench rollouts`: plain and compiled, and every draft source at every length."""
+"""The engines and variants of `specrl bench rollouts`: plain and compiled, and every draft source at every length."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from statistics import median
 
-from specrl.bench.rounds import Side, Workload, measure
+from specrl.bench.job import say
+from specrl.bench.rollouts.rounds import Variant, Workload, measure
 from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config
@@ -21,42 +21,47 @@ KV_CACHE_GIB = 0.5
 """On a CPU, of each engine at most: all of them live at once."""
 
 
-class Lineup:
+class Engines:
     """All engines of the benchmark, in one process: of a draft source, the faster of eager and compiled."""
 
     def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
         self.subject = subject
         self.settings = settings
         self.methods = methods_of(settings, subject.config)
-        self.engines: dict[str, Side] = {}
+        self.drafting: dict[str, Variant] = {}
         most = len(self._choices()) + 1 + len(self.methods)  # plain ones, and the first method's two
         self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / most)
-        self.plains = [self._side(PLAIN, 0, compiled) for compiled in self._choices()]
+        self.plain_variants = [self._variant(PLAIN, 0, compiled) for compiled in self._choices()]
 
     def _choices(self) -> tuple[bool, ...]:
         """Whether to compile: both are tried without drafts and with the first draft source, which decides for the
         others, since each compilation takes a minute or more on a CPU."""
-        if self.engines:
-            return (next(iter(self.engines.values())).compiled,)
+        if self.drafting:
+            return (next(iter(self.drafting.values())).compiled,)
         return (False, True) if self.settings.compile else (False,)
 
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft sources; of eager and compiled the one that is faster on `pilot` stays."""
         for method in self.methods:
-            self.engines[method] = self._fastest(method, pilot, stored)
+            self.drafting[method] = self._fastest(method, pilot, stored)
             gc.collect()  # the slower engine, now that nothing holds it: its memory is the next one's
 
-    def _fastest(self, method: str, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> Side:
-        sides = [self._side(method, self.middle_k, compiled) for compiled in self._choices()]
-        for side in sides:
-            if side.engine.replays:
-                side.engine.set_replay(stored)
-        if len(sides) == 1:
-            return sides[0]
-        best, *others = sorted(measure(sides, pilot), key=lambda entry: -median(entry.rates))
+    def _fastest(self, method: str, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> Variant:
+        variants = [self._variant(method, self.middle_k, compiled) for compiled in self._choices()]
+        for variant in variants:
+            if variant.engine.replays:
+                variant.engine.set_replay(stored)
+        if len(variants) == 1:
+            return variants[0]
+        best, *others = sorted(measure(variants, pilot), key=lambda entry: -median(entry.rates))
         for other in others:
-            other.side.engine.shutdown()
-        return best.side
+            other.variant.engine.shutdown()
+        return best.variant
+
+    @property
+    def profiled(self) -> Variant | None:
+        """The variant whose time is taken apart: it drafts with a trained drafter alone."""
+        return self.drafting.get("eagle3")
 
     @property
     def middle_k(self) -> int:
@@ -64,11 +69,11 @@ class Lineup:
         fixed = sorted(k for k in self.settings.ks if isinstance(k, int))
         return fixed[len(fixed) // 2] if fixed else self.subject.config.speculation.k or 3
 
-    def sides(self, workload: Workload) -> list[Side]:
-        """The sides that are compared with plain decoding on this workload."""
+    def variants(self, workload: Workload) -> list[Variant]:
+        """The variants that are compared with plain decoding on this workload."""
         return [
-            Side(method, k, side.engine, side.compiled)
-            for method, side in self.engines.items()
+            Variant(method, k, variant.engine, variant.compiled)
+            for method, variant in self.drafting.items()
             for k in self._lengths(method, workload)
         ]
 
@@ -79,16 +84,16 @@ class Lineup:
             return ks
         if method == ("eagle3" if in_tail else "ngram"):
             return (self.middle_k, ADAPTIVE)
-        return (ADAPTIVE,) if in_tail or self.engines[method].engine.replays else ks
+        return (ADAPTIVE,) if in_tail or self.drafting[method].engine.replays else ks
 
-    def _side(self, method: str, k: int, compiled: bool) -> Side:
+    def _variant(self, method: str, k: int, compiled: bool) -> Variant:
         config = self._config(method, compiled)
         started = time.monotonic()
         drafter_dir = self.subject.drafter_dir if method != PLAIN else None
         engine = start_engine(config, self.subject.policy_dir, drafter_dir)
-        kind = "compiled" if compiled else "eager"
-        say(f"engine {method}, {kind}: started in {time.monotonic() - started:.0f} s")
-        return Side(method, k, engine, compiled)
+        variant = Variant(method, k, engine, compiled)
+        say(f"engine {method}, {variant.kind}: started in {time.monotonic() - started:.0f} s")
+        return variant
 
     def _config(self, method: str, compiled: bool) -> Config:
         config = self.subject.config
@@ -106,8 +111,8 @@ class Lineup:
         return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
-        for side in [*self.plains, *self.engines.values()]:
-            side.engine.shutdown()
+        for variant in [*self.plain_variants, *self.drafting.values()]:
+            variant.engine.shutdown()
 
 
 def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
@@ -116,7 +121,3 @@ def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[
     for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
         found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
     return found
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stdout, flush=True)

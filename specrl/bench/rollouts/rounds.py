@@ -1,8 +1,8 @@
-"""Matched rounds: every side generates the same requests once per round, in an order that turns from round to round."""
+"""Matched rounds: every variant generates the same requests once per round, in an order that changes by round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -11,7 +11,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 MOST_WARM_UPS = 8
-"""Uncounted runs of a side on a workload."""
+"""Uncounted runs of a variant on a workload."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,18 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Side:
+class Variant:
     """One way to generate: an engine and how far it drafts. `k = 0` is plain decoding."""
 
     method: str
     k: int | str
     engine: Engine
     compiled: bool
+
+    @property
+    def kind(self) -> str:
+        """Whether the engine is compiled, as one word."""
+        return "compiled" if self.compiled else "eager"
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
         """`batch` at a time, with no prompt cached."""
@@ -42,10 +47,10 @@ class Side:
 
 
 @dataclass
-class Measured:
-    """What one side did with one workload."""
+class Measurement:
+    """What one variant did with one workload."""
 
-    side: Side
+    variant: Variant
     generations: list[list[Generation]] = field(default_factory=list)
     """By round."""
 
@@ -70,32 +75,30 @@ class Measured:
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
-def measure(sides: Sequence[Side], workload: Workload, on_run: Callable[[], None] = lambda: None) -> list[Measured]:
-    """Each side once in each round, after runs of the first round that are not counted: they warm up and calibrate.
+def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement]:
+    """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
 
-    Invariant 1 makes all sides of a round the same work. The order begins with another side in each round and turns
-    around in every second, so that a machine that slows down or speeds up favours none.
+    Invariant 1 makes all variants of a round do the same work. The order begins with another variant in each round and
+    is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
     """
-    measured = [Measured(side) for side in sides]
-    for side in sides:
-        if side.k in (0, ADAPTIVE):
-            warm_up(side, workload)
-            on_run()
-    for requests, order in zip(workload.rounds, orders(len(sides), len(workload.rounds)), strict=True):
+    measured = [Measurement(variant) for variant in variants]
+    for variant in variants:
+        if variant.k in (0, ADAPTIVE):
+            warm_up(variant, workload)
+    for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
         for index in order:
-            measured[index].generations.append(sides[index].generate(requests, workload.batch))
-            on_run()
+            measured[index].generations.append(variants[index].generate(requests, workload.batch))
     return measured
 
 
-def warm_up(side: Side, workload: Workload) -> None:
+def warm_up(variant: Variant, workload: Workload) -> None:
     """Generate the first round until a controller has calibrated its batch sizes, which it does once in its life.
 
     The long-tailed batch runs through all of them up to its own.
     """
     for _ in range(MOST_WARM_UPS):
-        side.generate(workload.rounds[0], workload.batch)
-        controller = side.engine.controller if side.k == ADAPTIVE else None
+        variant.generate(workload.rounds[0], workload.batch)
+        controller = variant.engine.controller if variant.k == ADAPTIVE else None
         if controller is None:
             return
         sizes = [size for size in controller.chosen() if size <= workload.batch]
@@ -103,17 +106,17 @@ def warm_up(side: Side, workload: Workload) -> None:
             return
 
 
-def orders(sides: int, rounds: int) -> list[list[int]]:
-    """The order of the sides in each round."""
-    turned = [[(start + offset) % sides for offset in range(sides)] for start in range(rounds)]
+def orders(variants: int, rounds: int) -> list[list[int]]:
+    """The order of the variants in each round."""
+    turned = [[(start + offset) % variants for offset in range(variants)] for start in range(rounds)]
     return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
 
 
-def strongest(plains: Sequence[Measured]) -> Measured:
-    """The plain side with the highest median: what speculation is compared with."""
-    return max(plains, key=lambda entry: median(entry.rates))
+def strongest(plain_variants: Sequence[Measurement]) -> Measurement:
+    """The plain variant with the highest median: what speculation is compared with."""
+    return max(plain_variants, key=lambda entry: median(entry.rates))
 
 
-def differing(left: Measured, right: Measured) -> int:
-    """Responses that are not the same, token for token, on both sides."""
+def differing(left: Measurement, right: Measurement) -> int:
+    """Responses that are not the same, token for token, on both variants."""
     return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))

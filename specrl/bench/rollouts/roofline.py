@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured on this machine, with the benchmark's threads."""
+    """Measurement on this machine, with the benchmark's threads."""
 
     bytes_per_s: float
     """Reading memory."""

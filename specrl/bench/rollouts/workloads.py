@@ -1,11 +1,11 @@
-"""What the sides of a benchmark generate: held-out prompts of the run's task, at fixed batch sizes and long-tailed."""
+"""What the variants generate: held-out prompts of the run's task, at fixed batch sizes and as a long-tailed batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specrl.bench.rounds import Workload
+from specrl.bench.rollouts.rounds import Workload
 from specrl.bench.settings import TAIL, TAIL_SIZE
 from specrl.config import Config
 from specrl.data.problems import derive_seed

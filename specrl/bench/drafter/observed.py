@@ -23,7 +23,7 @@ from specrl.training.megatron.policy import Policy
 
 
 @dataclass
-class Shadow:
+class ObservedDrafter:
     """One drafter that follows the run."""
 
     source: str
@@ -57,10 +57,12 @@ def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks:
     return drafter
 
 
-def shadows_of(source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks) -> list[Shadow]:
+def frozen_and_online(
+    source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks
+) -> list[ObservedDrafter]:
     """The drafter in `directory` frozen, and an equal one that will be trained online."""
     return [
-        Shadow(source, online, Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed))
+        ObservedDrafter(source, online, Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed))
         for online in (False, True)
     ]
 

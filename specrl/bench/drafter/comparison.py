@@ -13,19 +13,23 @@ from torch import Tensor
 
 from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import SpeedPair
-from specrl.bench import report_drafter
-from specrl.bench.instructions import instructions
-from specrl.bench.job import BenchJob
-from specrl.bench.lineup import say
-from specrl.bench.pages import write_rows
+from specrl.bench.drafter.instructions import instructions
+from specrl.bench.drafter.observed import (
+    ObservedDrafter,
+    common_spec,
+    frozen_and_online,
+    micro_batches,
+    narrow,
+    pretrain,
+)
+from specrl.bench.job import say
 from specrl.bench.settings import DrafterSettings
-from specrl.bench.shadows import Shadow, common_spec, micro_batches, narrow, pretrain, shadows_of
-from specrl.bench.subject import Subject, find_subject
-from specrl.config import Config, ConfigError, PrecisionConfig
+from specrl.bench.subject import Subject
+from specrl.config import Config, PrecisionConfig
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import Prompt, PromptSource
 from specrl.data.rewards import make_reward
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.engine import Engine
@@ -41,19 +45,19 @@ SPEED_REQUESTS = 8
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DrafterResult:
     """What became of one drafter."""
 
-    shadow: Shadow
+    drafter: ObservedDrafter
     pairs: list[SpeedPair]
     """At the end of the run, by batch size."""
 
     def row(self) -> dict[str, Any]:
         """As `--json` writes it."""
         return {
-            "pretrained_on": self.shadow.source,
-            "online": self.shadow.online,
-            "acceptance_length": self.shadow.lengths,
+            "pretrained_on": self.drafter.source,
+            "online": self.drafter.online,
+            "acceptance_length": self.drafter.lengths,
             "speedup": {pair.batch: pair.speedup for pair in self.pairs},
         }
 
@@ -84,7 +88,7 @@ class Comparison:
             seed=self.config.seed,
             keep_reference=self.config.train.kl_coef > 0,
         )
-        self.shadows: list[Shadow] = []
+        self.drafters: list[ObservedDrafter] = []
 
     def pretrain(self) -> None:
         """Two drafters from the policy's own responses, as many to instructions as to prompts of the task."""
@@ -95,7 +99,7 @@ class Comparison:
             rollouts = self._answer(prompts, source)
             drafter = pretrain(self.policy, rollouts, self.config, self.ranks, self.settings.epochs)
             drafter.save(self.folder / source, policy_version=0)
-            self.shadows += shadows_of(source, self.folder / source, self.policy_dir, self.config, self.ranks)
+            self.drafters += frozen_and_online(source, self.folder / source, self.policy_dir, self.config, self.ranks)
             tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
             say(f"drafter {source}: {len(rollouts)} responses, {tokens} tokens, {time.monotonic() - started:.0f} s")
 
@@ -106,10 +110,10 @@ class Comparison:
 
     def run(self) -> list[float]:
         """The RL steps; acceptance length by step, as the engine itself counted it with the last drafter."""
-        drafters = [shadow.drafter for shadow in self.shadows]
+        drafters = [observed.drafter for observed in self.drafters]
         spec = common_spec(drafters)
         counted = []
-        self.refit(self.shadows[-1], version=0)
+        self.refit(self.drafters[-1], version=0)
         self.engine.set_k(self.config.drafter.ttt_steps)
         for step in range(self.settings.num_steps):
             started = time.monotonic()
@@ -118,11 +122,11 @@ class Comparison:
             features = self.policy.forward_features(
                 micro_batches(rollouts, self.config.policy.tokens_per_micro_batch), spec
             )
-            for shadow in self.shadows:
-                shadow.follow(narrow(features, spec, shadow.drafter), self.config)
+            for observed in self.drafters:
+                observed.follow(narrow(features, spec, observed.drafter), self.config)
             update_policy(self.policy, rollouts, self.config, None)
-            self.refit(self.shadows[-1], version=step + 1)
-            words = ", ".join(f"{shadow.name} {shadow.lengths[-1]:.2f}" for shadow in self.shadows)
+            self.refit(self.drafters[-1], version=step + 1)
+            words = ", ".join(f"{observed.name} {observed.lengths[-1]:.2f}" for observed in self.drafters)
             reward = fmean(rollout.reward for rollout in rollouts)
             say(f"step {step}: reward {reward:.2f}; {words}; {time.monotonic() - started:.0f} s")
         return counted
@@ -141,24 +145,24 @@ class Comparison:
             rollout.advantage = advantage
         return rollouts, generation.stats.acceptance_length
 
-    def refit(self, shadow: Shadow, version: int) -> None:
+    def refit(self, observed: ObservedDrafter, version: int) -> None:
         """Give the engine the current policy and this drafter; every drafter what it shares with the policy."""
-        self.engine.refit(self._weights(), shadow.drafter.named_weights(), version=version)
+        self.engine.refit(self._weights(), observed.drafter.named_weights(), version=version)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.policy.hf_weights():
-            for shadow in self.shadows:
-                shadow.drafter.share(name, tensor)
+            for observed in self.drafters:
+                observed.drafter.share(name, tensor)
             yield name, tensor
 
-    def speedups(self) -> list[Outcome]:
+    def speedups(self) -> list[DrafterResult]:
         """Matched pairs under the last policy, drafter by drafter, on held-out prompts."""
         origin = Origin(derive_seed(self.config.seed, "speed"), step=0)
         largest = max(SPEED_REQUESTS, *self.settings.batches)
         prompts = self.source.held_out(min(largest, self.config.validate_.num_prompts))
-        outcomes = []
-        for shadow in self.shadows:
-            self.refit(shadow, version=self.settings.num_steps)
+        results = []
+        for observed in self.drafters:
+            self.refit(observed, version=self.settings.num_steps)
             pairs = []
             for batch in self.settings.batches:
                 chosen = range(max(batch, SPEED_REQUESTS))
@@ -167,9 +171,9 @@ class Comparison:
                 ]
                 k = self.config.drafter.ttt_steps
                 pairs.append(matched_pair(self.engine, requests, batch, k, self.settings.repeats))
-            outcomes.append(Outcome(shadow, pairs))
-            say(f"{shadow.name}: " + ", ".join(f"batch {pair.batch} {pair.speedup:.2f}x" for pair in pairs))
-        return outcomes
+            results.append(DrafterResult(observed, pairs))
+            say(f"{observed.name}: " + ", ".join(f"batch {pair.batch} {pair.speedup:.2f}x" for pair in pairs))
+        return results
 
 
 def comparison_config(config: Config, settings: DrafterSettings) -> Config:
@@ -183,20 +187,3 @@ def comparison_config(config: Config, settings: DrafterSettings) -> Config:
     )
     speculation = config.speculation.model_copy(update={"k": config.drafter.ttt_steps, "adaptive": False})
     return config.model_copy(update={"train": train, "speculation": speculation, "precision": PrecisionConfig()})
-
-
-def main(job: BenchJob) -> None:
-    started = time.monotonic()
-    settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)
-    if subject.config.speculation.method != "eagle3" or subject.first_drafter_dir is None:
-        raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
-    ranks = join()
-    comparison = Comparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")
-    comparison.pretrain()
-    counted = comparison.run()
-    outcomes = comparison.speedups()
-    write_rows(job.json_path, [outcome.row() for outcome in outcomes])
-    found = report_drafter.Findings(outcomes, counted, comparison.config, time.monotonic() - started)
-    report_drafter.write(job, settings, found)
-    comparison.engine.shutdown()
-    leave()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from specrl.artifacts import CalibrateResult
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
+from specrl.bench.precision.runs import PrecisionRun
 from specrl.bench.settings import PrecisionSettings
-from specrl.bench.tables import Spread, markdown_table
+from specrl.bench.tables import markdown_table, spread
 from specrl.report.plots import line_charts
-
-if TYPE_CHECKING:
-    from specrl.bench.precision import Measured
 
 ERROR, BULK = "mismatch/token_mult_prob_error", "mismatch/bulk_error"
 RATE = "performance/training_tokens_per_s"
@@ -31,10 +28,10 @@ them took, where they were measured. *engine*, *trainer*: how FP8 was computed.
 """
 
 
-def write(
+def write_page(
     job: BenchJob,
     settings: PrecisionSettings,
-    found: Sequence[Measured],
+    found: Sequence[PrecisionRun],
     calibrated: CalibrateResult,
     max_kl: float,
 ) -> None:
@@ -56,10 +53,10 @@ def write(
     page.write()
 
 
-def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[Measured]) -> str:
+def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[PrecisionRun]) -> str:
     """Whether the choice of layers holds the budget on prompts that it was not made on."""
     kept = len(calibrated.bf16_layers)
-    total = kept + max(item.outcome.quantised_layers for item in found)
+    total = kept + max(item.end_result.quantised_layers for item in found)
     verdict = "within" if calibrated.kl_chosen <= max_kl else "above"
     return (
         f"Calibration: {kept} of {total} linear layers stay in BF16; KL on held-out prompts {calibrated.kl_chosen:.5f} "
@@ -67,14 +64,14 @@ def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[Meas
     )
 
 
-def by_setting(found: Sequence[Measured]) -> dict[str, list[Measured]]:
-    groups: dict[str, list[Measured]] = {}
+def by_setting(found: Sequence[PrecisionRun]) -> dict[str, list[PrecisionRun]]:
+    groups: dict[str, list[PrecisionRun]] = {}
     for item in found:
         groups.setdefault(item.setting.name, []).append(item)
     return groups
 
 
-def table(found: Sequence[Measured]) -> str:
+def table(found: Sequence[PrecisionRun]) -> str:
     groups = by_setting(found)
     plain = {item.seed: item for item in groups["BF16"]}
     rows = []
@@ -82,7 +79,7 @@ def table(found: Sequence[Measured]) -> str:
         updates = [cost for item in items if (cost := update_cost(item, plain[item.seed])) is not None]
         shares = [share for item in items if (share := kv_scales_share(item)) is not None]
         worst = max(record.metrics.get(ERROR, 1.0) for item in items for record in item.records)
-        memory = max((item.outcome.memory_gib or 0.0) for item in items)
+        memory = max((item.end_result.memory_gib or 0.0) for item in items)
         rows.append(
             [
                 name,
@@ -91,16 +88,16 @@ def table(found: Sequence[Measured]) -> str:
                 spread([item.mean(BULK) for item in items], ".4f"),
                 f"{worst:.3f}",
                 spread([item.mean("mismatch/kl") for item in items], ".5f"),
-                spread([item.outcome.accuracy for item in items], ".1%"),
+                spread([item.end_result.accuracy for item in items], ".1%"),
                 spread([item.records[-1].metrics["reward/mean"] for item in items], ".3f"),
-                f"{fmean(item.outcome.acceptance_length for item in items):.2f}",
+                f"{fmean(item.end_result.acceptance_length for item in items):.2f}",
                 spread([item.mean(PARITY) for item in items], ".4f"),
                 f"{fmean(updates):.2f}x" if updates else "-",
                 f"{fmean(shares):.1%}" if shares else "-",
                 f"{fmean(item.median('performance/generation_tokens_per_s') for item in items):.0f}",
                 f"{memory:.1f} GiB" if memory else "-",
-                f"{items[0].outcome.engine_mode} / {items[0].outcome.training_mode}",
-                str(items[0].outcome.quantised_layers),
+                f"{items[0].end_result.engine_mode} / {items[0].end_result.training_mode}",
+                str(items[0].end_result.quantised_layers),
             ]
         )
     columns = (
@@ -111,7 +108,7 @@ def table(found: Sequence[Measured]) -> str:
     return markdown_table(columns, rows)
 
 
-def update_cost(item: Measured, plain: Measured) -> float | None:
+def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:
     """Time per token trained on, against the BF16 run of the seed: how much each trained on differs, as rewards do."""
     own, other = (
         [rate for record in run.records if (rate := record.metrics.get(RATE, 0.0)) > 0] for run in (item, plain)
@@ -119,13 +116,13 @@ def update_cost(item: Measured, plain: Measured) -> float | None:
     return median(other) / median(own) if own and other else None
 
 
-def kv_scales_share(item: Measured) -> float | None:
+def kv_scales_share(item: PrecisionRun) -> float | None:
     """Of the steps that measured them."""
     measured = [record.metrics for record in item.records if KV_SECONDS in record.metrics]
     return median(values[KV_SECONDS] / values["timing/step_s"] for values in measured) if measured else None
 
 
-def order(found: Sequence[Measured]) -> str:
+def order(found: Sequence[PrecisionRun]) -> str:
     """Whether error(BF16) < error(FP8 both) < error(FP8 generation only), seed by seed."""
     groups = by_setting(found)
     names = ("BF16", "FP8 both", "FP8 generation only")
@@ -136,7 +133,7 @@ def order(found: Sequence[Measured]) -> str:
     return f"Published order, error {means.replace(' < ', ', ')}: BF16 < FP8 both < FP8 generation only {verdict}."
 
 
-def curves(found: Sequence[Measured], metric: str) -> dict[str, list[tuple[float, float]]]:
+def curves(found: Sequence[PrecisionRun], metric: str) -> dict[str, list[tuple[float, float]]]:
     """By setting, the mean over the seeds at each step that has the metric."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, items in by_setting(found).items():
@@ -146,8 +143,3 @@ def curves(found: Sequence[Measured], metric: str) -> dict[str, list[tuple[float
             if values:
                 lines.setdefault(name, []).append((float(step), fmean(values)))
     return lines
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    ends = Spread.of(values)
-    return f"{fmean(values):{form}} ({ends.least:{form}} to {ends.greatest:{form}})"

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,14 +22,9 @@ from specrl.artifacts import (
     RESULT_FILE,
     CalibrateResult,
     PrepareResult,
-    PretrainResult,
     digest,
     read_result,
-    write_json,
 )
-from specrl.bench import report_precision
-from specrl.bench.job import BenchJob
-from specrl.bench.pages import write_rows
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.context import StageContext
@@ -37,29 +32,29 @@ from specrl.keys import code_digest, files_digest
 from specrl.report.results import find_stages, read_config
 from specrl.step_record import StepRecord, read_steps
 
-OUTCOME_FILE, CONTEXT_FILE = "outcome.json", "context.json"
+END_RESULT_FILE, CONTEXT_FILE = "end-result.json", "context.json"
 UNLIMITED = 1e6
 """Agreement that is lost is what this measures: it does not stop a setting."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class PrecisionSetting:
     name: str
     generation: str
     training: str
     corrected: bool = False
 
 
-SETTINGS = (
-    Setting("BF16", "bf16", "bf16"),
-    Setting("FP8 generation only", "fp8", "bf16"),
-    Setting("FP8 both", "fp8", "fp8"),
-    Setting("FP8 both, corrected", "fp8", "fp8", corrected=True),
+PRECISION_SETTINGS = (
+    PrecisionSetting("BF16", "bf16", "bf16"),
+    PrecisionSetting("FP8 generation only", "fp8", "bf16"),
+    PrecisionSetting("FP8 both", "fp8", "fp8"),
+    PrecisionSetting("FP8 both, corrected", "fp8", "fp8", corrected=True),
 )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EndResult:
     """What the run of one setting and seed says at its end."""
 
     accuracy: float
@@ -74,14 +69,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Measured:
-    setting: Setting
+class PrecisionRun:
+    setting: PrecisionSetting
     correction: str
     seed: int
     records: list[StepRecord]
-    outcome: Outcome
+    end_result: EndResult
     is_earlier: bool = False
-    """Measured by an earlier call of the benchmark."""
+    """PrecisionRun by an earlier call of the benchmark."""
 
     def mean(self, metric: str) -> float:
         """Over the steps that trained on something."""
@@ -99,23 +94,11 @@ class Measured:
             "seed": self.seed,
             "token_mult_prob_error": self.mean("mismatch/token_mult_prob_error"),
             "kl": self.mean("mismatch/kl"),
-            "accuracy": self.outcome.accuracy,
+            "accuracy": self.end_result.accuracy,
             "reward_last": self.records[-1].metrics["reward/mean"],
-            "quantised_layers": self.outcome.quantised_layers,
-            "engine_mode": self.outcome.engine_mode,
+            "quantised_layers": self.end_result.quantised_layers,
+            "engine_mode": self.end_result.engine_mode,
         }
-
-
-def main(job: BenchJob) -> None:
-    settings = PrecisionSettings.model_validate(job.settings)
-    folder = job.run_dir / "bench" / "precision"
-    calibrated, max_kl = check(job.run_dir)
-    found = []
-    for seed in settings.seeds:
-        for index, setting in enumerate(SETTINGS):
-            found.append(measure(job.run_dir, folder / f"{index}-seed-{seed}", setting, seed, settings))
-            write_rows(job.json_path, [item.row() for item in found])  # what is measured stays if the next one fails
-    report_precision.write(job, settings, found, calibrated, max_kl)
 
 
 def check(run_dir: Path) -> tuple[CalibrateResult, float]:
@@ -135,7 +118,9 @@ def check(run_dir: Path) -> tuple[CalibrateResult, float]:
     return read_result(inputs["calibrate"], CalibrateResult), config.precision.max_kl
 
 
-def measure(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> Measured:
+def measure(
+    run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
+) -> PrecisionRun:
     """One setting and seed: what an earlier call has measured of the same, or anew.
 
     Raises:
@@ -146,12 +131,12 @@ def measure(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: 
     known = is_measured(context, folder)
     if not known:
         run(context, folder, f"{setting.name}, seed {seed}", settings.threads)
-    measured = Measured(
+    measured = PrecisionRun(
         setting,
         context.config.train.importance_correction,
         seed,
         read_steps(context.stage_dir / "steps"),
-        Outcome(**json.loads((context.stage_dir / OUTCOME_FILE).read_text())),
+        EndResult(**json.loads((context.stage_dir / END_RESULT_FILE).read_text())),
         is_earlier=known,
     )
     shutil.rmtree(context.run_dir / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads again
@@ -165,9 +150,9 @@ def measure(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: 
 
 
 def is_measured(context: StageContext, folder: Path) -> bool:
-    """Whether the outcome of this very context lies there: its key stands for configuration, inputs and code."""
+    """Whether the end_result of this very context lies there: its key stands for configuration, inputs and code."""
     path = folder / CONTEXT_FILE
-    if not path.is_file() or not (context.stage_dir / OUTCOME_FILE).is_file():
+    if not path.is_file() or not (context.stage_dir / END_RESULT_FILE).is_file():
         return False
     return bool(json.loads(path.read_text())["key"] == context.key)
 
@@ -183,7 +168,7 @@ def run(context: StageContext, folder: Path, name: str, num_threads: int) -> Non
     context.save(path)
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "specrl.bench.precision", str(path)]
+        command = [sys.executable, "-m", "specrl.bench.precision.one_run", str(path)]
         code = subprocess.run(command, env={**os.environ, **threads}, stdout=file, stderr=file, check=False).returncode
     if code:
         raise RuntimeError(
@@ -205,26 +190,31 @@ def find_inputs(run_dir: Path) -> dict[StageName, Path]:
     return {stage: stages[stage].stage_dir for stage in needed}
 
 
-def make_context(run_dir: Path, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> StageContext:
+def make_context(
+    run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
+) -> StageContext:
     """
     Raises:
         ConfigError: the run is not that far.
     """
     inputs = find_inputs(run_dir)
     config = make_config(read_config(run_dir), folder, setting, seed, settings)
-    own = [(path / RESULT_FILE, str(path)) for path in inputs.values()] + [(Path(__file__), "bench")]
-    code = code_digest(Path(__file__).parents[1])
+    results = [(path / RESULT_FILE, str(path)) for path in inputs.values()]
+    sources = [(Path(__file__).with_name(name), name) for name in ("runs.py", "one_run.py")]
+    code = code_digest(Path(__file__).parents[2])
     return StageContext(
         config=config,
         stage="train",
-        key=f"train-{digest([dump_config(config), files_digest(own), code])}",
+        key=f"train-{digest([dump_config(config), files_digest([*results, *sources]), code])}",
         stage_dir=folder / "stage",
         inputs=inputs,
         mlflow_run_id="",
     )
 
 
-def make_config(config: Config, folder: Path, setting: Setting, seed: int, settings: PrecisionSettings) -> Config:
+def make_config(
+    config: Config, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
+) -> Config:
     """The run's own, with the setting's precision, on one rank."""
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent), "seed": seed}
@@ -237,43 +227,3 @@ def make_config(config: Config, folder: Path, setting: Setting, seed: int, setti
         data[section][key] = getattr(settings, key)
     data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": settings.threads}
     return parse_config(data)
-
-
-def run_one(path: Path) -> None:
-    """The train stage without MLflow, then the accuracy; leaves `outcome.json` in the stage's folder."""
-    import torch
-
-    from specrl.distributed import join, leave
-    from specrl.loop import run_loop
-    from specrl.progress import Progress
-    from specrl.stages import train
-    from specrl.stages.validate import accuracy
-    from specrl.tracking import Silent
-
-    context = StageContext.load(path)
-    config, ranks = context.config, join()
-    with Progress(context.stage_dir, enabled=False) as progress:
-        trainer = train.build(context, ranks, Silent())
-        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
-        run_loop(trainer, first_step, progress)
-        engine, prompts = trainer.engine, trainer.source.held_out(config.validate_.num_prompts)
-        if engine.speculates:
-            engine.set_k(engine.longest_k)
-        correct, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy")
-        report = train.precision_report(trainer)
-        cuda = ranks.device.type == "cuda"
-        outcome = Outcome(
-            accuracy=correct,
-            acceptance_length=stats.acceptance_length,
-            quantised_layers=report.fp8_layers,
-            engine_mode=report.generation_mode,
-            training_mode=report.training_mode,
-            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        )
-        write_json(context.stage_dir / OUTCOME_FILE, asdict(outcome))
-        engine.shutdown()
-    leave()
-
-
-if __name__ == "__main__":
-    run_one(Path(sys.argv[1]))

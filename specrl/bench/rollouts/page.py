@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
-from specrl.bench.roofline import Roofline
+from specrl.bench.rollouts.cells import Cell, Profile
+from specrl.bench.rollouts.roofline import Roofline
 from specrl.bench.settings import TAIL, RolloutSettings
 from specrl.bench.tables import markdown_table, per_position
 from specrl.report.plots import line_charts
 
-if TYPE_CHECKING:
-    from specrl.bench.rollouts import Cell, Profile
-
 HOW = """
-Every round runs every side once on the same requests (same prompts, weights, seeds; the order turns from round to
+Every round runs every variant once on the same requests (same prompts, weights, seeds; the order turns from round to
 round): the speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as
 the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own, without a
 drafter; {compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens}
@@ -33,7 +30,7 @@ seeds.
 
 
 @dataclass(frozen=True)
-class Findings:
+class RolloutFindings:
     cells: list[Cell]
     profiles: list[Profile]
     roofline: Roofline
@@ -41,7 +38,7 @@ class Findings:
     seconds: float
 
 
-def write(job: BenchJob, settings: RolloutSettings, found: Findings) -> None:
+def write_page(job: BenchJob, settings: RolloutSettings, found: RolloutFindings) -> None:
     page = Page(job.page)
     page.text(heading("speculative against plain rollouts", job.command, torch.get_num_threads()))
     page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
@@ -59,11 +56,11 @@ def write(job: BenchJob, settings: RolloutSettings, found: Findings) -> None:
 
 
 def _how(settings: RolloutSettings, cells: Sequence[Cell]) -> dict[str, object]:
-    plain = {cell.workload.name: "compiled" if cell.side.compiled else "eager" for cell in cells if cell.side.k == 0}
-    sides = {cell.side.method: "compiled" if cell.side.compiled else "eager" for cell in cells if cell.side.k != 0}
+    plain = {cell.workload.name: cell.variant.kind for cell in cells if cell.variant.k == 0}
+    variants = {cell.variant.method: cell.variant.kind for cell in cells if cell.variant.k != 0}
     if settings.compile:
         kinds = ", ".join(f"batch {name} {kind}" for name, kind in plain.items())
-        others = ", ".join(f"{method} {kind}" for method, kind in sides.items())
+        others = ", ".join(f"{method} {kind}" for method, kind in variants.items())
         compiled = (
             "all run compiled or eager, whichever was faster "
             f"(plain, measured in the same rounds: {kinds}; drafting, by a pilot of the first source: {others})"
@@ -85,8 +82,8 @@ def cell_table(cells: Sequence[Cell]) -> str:
         rows.append(
             (
                 str(cell.workload.name),
-                "plain" if cell.side.k == 0 else cell.side.method,
-                str(cell.side.k),
+                "plain" if cell.variant.k == 0 else cell.variant.method,
+                str(cell.variant.k),
                 f"{cell.rate:.0f}",
                 f"{cell.speedup.median:.2f}",
                 f"{low:.2f} - {high:.2f}",
@@ -99,10 +96,10 @@ def cell_table(cells: Sequence[Cell]) -> str:
 
 
 def equality(cells: Sequence[Cell]) -> str:
-    compared = [cell for cell in cells if cell.side.k != 0]
+    compared = [cell for cell in cells if cell.variant.k != 0]
     wrong = sum(cell.num_differing for cell in compared)
     total = sum(len(cell.measured.tokens) for cell in compared)
-    text = f"{wrong} of {total} speculative responses differ from those of the plain side of the same round"
+    text = f"{wrong} of {total} speculative responses differ from those of plain decoding in the same round"
     if not wrong:
         return f"{text}: the two sides did the same work."
     return (
@@ -129,17 +126,27 @@ def machine_text(roofline: Roofline) -> str:
     )
 
 
-def limit_table(found: Findings) -> str:
+def limit_table(found: RolloutFindings) -> str:
     k = found.middle_k
     columns = (
-        *("batch", ">plain, ms", ">its roofline", f">EAGLE-3 k={k}, ms", ">its roofline"),
-        *(">speedup", ">if both ran at their roofline"),
+        "batch",
+        ">plain, ms",
+        ">its roofline",
+        f">{found.profiles[0].method} k={k}, ms",
+        ">its roofline",
+        ">speedup",
+        ">if both ran at their roofline",
     )
     rows = []
     for profile in found.profiles:
-        plain = next(cell for cell in found.cells if cell.workload.name == profile.batch and cell.side.k == 0)
+        plain = next(cell for cell in found.cells if cell.workload.name == profile.batch and cell.variant.k == 0)
         fast = next(
-            (c for c in found.cells if (c.workload.name, c.side.method, c.side.k) == (profile.batch, "eagle3", k)), None
+            (
+                c
+                for c in found.cells
+                if (c.workload.name, c.variant.method, c.variant.k) == (profile.batch, profile.method, k)
+            ),
+            None,
         )
         if fast is None:
             continue
@@ -161,7 +168,13 @@ def limit_table(found: Findings) -> str:
 def share_table(profiles: Sequence[Profile], k: int) -> str:
     """Where a speculative iteration's time goes; verification is what the policy's extra rows cost."""
     columns = (
-        *("batch", ">iteration, ms", ">policy, one row each", ">verification", ">drafter", ">sampler", ">scheduler"),
+        "batch",
+        ">iteration, ms",
+        ">policy, one row each",
+        ">verification",
+        ">drafter",
+        ">sampler",
+        ">scheduler",
         ">other Python",
     )
     rows = []
@@ -172,8 +185,8 @@ def share_table(profiles: Sequence[Profile], k: int) -> str:
         rows.append((str(profile.batch), f"{1e3 * total:.1f}", *(f"{share / total:.1%}" for share in shares)))
     mean = fmean(profile.speculative["sampler"] / sum(profile.speculative.values()) for profile in profiles)
     return (
-        f"Shares of an iteration with EAGLE-3, k = {k}, by timers around its parts in a run of their own, prefills "
-        f"included (sampler: {mean:.1%} on average):\n\n" + markdown_table(columns, rows)
+        f"Shares of an iteration with {profiles[0].method}, k = {k}, by timers around its parts in a run of their "
+        f"own, prefills included (sampler: {mean:.1%} on average):\n\n" + markdown_table(columns, rows)
     )
 
 
@@ -182,6 +195,6 @@ def speedup_plot(cells: Sequence[Cell]) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for cell in cells:
         if cell.workload.name != TAIL:
-            name = "plain" if cell.side.k == 0 else f"{cell.side.method}, k = {cell.side.k}"
+            name = "plain" if cell.variant.k == 0 else f"{cell.variant.method}, k = {cell.variant.k}"
             series.setdefault(name, []).append((float(cell.workload.batch), cell.speedup.median))
     return line_charts(series, "running batch (log scale)", "speedup over plain decoding", log_x=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 
+from specrl.bench.drafter.comparison import DrafterResult
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import DrafterSettings
@@ -15,33 +15,30 @@ from specrl.bench.tables import markdown_table
 from specrl.config import Config
 from specrl.report.plots import line_charts
 
-if TYPE_CHECKING:
-    from specrl.bench.drafter import Outcome
-
 HOW = """
 One RL run of {num_steps} steps ({prompts_per_step} prompts x {samples} responses, the run's own policy before RL, task
 and learning rate) with four drafters beside it. Rollouts do not depend on the drafter, so that all four are judged on
 the same responses: each step's are replayed against every drafter's chains, fed with the features of the policy
 version that sampled them, before the drafter is trained on them. "Task" was pretrained on the policy's responses to
 {num_prompts} prompts of the task; "off-task" on its responses to as many generic instructions (chat-like text made from
-templates, `specrl/bench/instructions.py`: no public chat data), each with a draft vocabulary of its own from those
-responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g}; "frozen" is not
-trained. k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
+templates, `specrl/bench/drafter/instructions.py`: no public chat data), each with a draft vocabulary of its own from
+those responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g}; "frozen"
+is not trained. k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
 """
 SHOWN = 3
 """Steps that the first and the last acceptance length are means of."""
 
 
 @dataclass(frozen=True)
-class Findings:
-    outcomes: list[Outcome]
+class DrafterFindings:
+    results: list[DrafterResult]
     counted: list[float]
     """Acceptance length of each step as the engine counted it, with the last drafter."""
     config: Config
     seconds: float
 
 
-def write(job: BenchJob, settings: DrafterSettings, found: Findings) -> None:
+def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings) -> None:
     page = Page(job.page)
     page.text(heading("drafter initialisation and online adaptation", job.command, torch.get_num_threads()))
     page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
@@ -55,12 +52,12 @@ def write(job: BenchJob, settings: DrafterSettings, found: Findings) -> None:
         )
     )
     series = {
-        outcome.shadow.name: [(float(step), length) for step, length in enumerate(outcome.shadow.lengths)]
-        for outcome in found.outcomes
+        result.drafter.name: [(float(step), length) for step, length in enumerate(result.drafter.lengths)]
+        for result in found.results
     }
-    page.text(table(found.outcomes))
+    page.text(table(found.results))
     page.plot("acceptance", line_charts(series, "RL step", "acceptance length"), "acceptance length by RL step")
-    last = found.outcomes[-1].shadow
+    last = found.results[-1].drafter
     page.text(
         f'The engine itself drafted with "{last.name}" and counted {fmean(found.counted):.2f} on average over the '
         f"steps, against {fmean(last.lengths):.2f} by replaying the stored responses through the trainer."
@@ -68,17 +65,17 @@ def write(job: BenchJob, settings: DrafterSettings, found: Findings) -> None:
     page.write()
 
 
-def table(outcomes: list[Outcome]) -> str:
-    batches = [pair.batch for pair in outcomes[0].pairs]
+def table(results: list[DrafterResult]) -> str:
+    batches = [pair.batch for pair in results[0].pairs]
     columns = (
         *("pretrained on", "in RL", ">acceptance length, first steps", ">last steps"),
         *(f">speedup at batch {batch}" for batch in batches),
     )
     rows = []
-    for outcome in outcomes:
-        lengths = outcome.shadow.lengths
-        speedups = [f"{pair.speedup:.2f} ({pair.speedup_min:.2f} - {pair.speedup_max:.2f})" for pair in outcome.pairs]
-        trained = "online" if outcome.shadow.online else "frozen"
+    for result in results:
+        lengths = result.drafter.lengths
+        speedups = [f"{pair.speedup:.2f} ({pair.speedup_min:.2f} - {pair.speedup_max:.2f})" for pair in result.pairs]
+        trained = "online" if result.drafter.online else "frozen"
         first, last = fmean(lengths[:SHOWN]), fmean(lengths[-SHOWN:])
-        rows.append((outcome.shadow.source, trained, f"{first:.2f}", f"{last:.2f}", *speedups))
+        rows.append((result.drafter.source, trained, f"{first:.2f}", f"{last:.2f}", *speedups))
     return f"Acceptance lengths are means of the first and last {SHOWN} steps:\n\n" + markdown_table(columns, rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from specrl.bench.roofline import Machine
+from specrl.bench.rollouts.roofline import Machine
 
 READ_BYTES = 1 << 29
 """512 MiB: no cache holds it."""

@@ -1,0 +1,27 @@
+"""`specrl bench bubbles`: run every setting, then write the rows and the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specrl.bench.bubbles.page import write_page
+from specrl.bench.bubbles.runs import SettingRun, make_context, row, run_setting
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import write_rows
+from specrl.bench.settings import BubbleSettings
+
+
+def main(job: BenchJob) -> None:
+    settings = BubbleSettings.model_validate(job.settings)
+    folder = job.run_dir / "bench" / "bubbles"
+    # All of them before the first run: what cannot work is refused at once, not after an hour.
+    names = ("plain", *settings.uses)
+    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}
+    runs: dict[str, SettingRun] = {}
+    rows: list[dict[str, Any]] = []
+    for name, context in contexts.items():
+        runs[name] = run_setting(context, folder / name, name, settings)
+        rows = [row(run, runs["plain"]) for run in runs.values() if run.name != "plain"]
+        for path in (folder / "rows.json", job.json_path):  # what is measured outlives a failure of the next
+            write_rows(path, rows)
+    write_page(job, settings, rows, runs)

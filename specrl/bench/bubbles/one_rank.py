@@ -1,0 +1,32 @@
+"""One rank of one setting of `specrl bench bubbles`, in a process of its own: `one_rank CONTEXT.json PARENT`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from specrl.artifacts import PretrainResult
+from specrl.bench.job import die_with
+from specrl.context import StageContext
+from specrl.distributed import join, leave
+from specrl.loop import run_loop
+from specrl.progress import Progress
+from specrl.stages import train
+from specrl.tracking import Silent
+
+
+def run_rank(path: Path, parent: int) -> None:
+    """One rank of one setting: the train stage without MLflow."""
+    die_with(parent)
+    context = StageContext.load(path)
+    ranks = join()
+    with Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, Silent())
+        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        run_loop(trainer, first_step, progress)
+        trainer.engine.shutdown()
+    leave()
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,50 @@
+"""One setting and seed of `specrl bench precision`, in a process of its own: `one_run CONTEXT.json`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from specrl.artifacts import PretrainResult, write_json
+from specrl.bench.precision.runs import END_RESULT_FILE, EndResult
+from specrl.context import StageContext
+from specrl.distributed import join, leave
+from specrl.loop import run_loop
+from specrl.progress import Progress
+from specrl.stages import train
+from specrl.stages.validate import accuracy
+from specrl.tracking import Silent
+
+
+def run_one(path: Path) -> None:
+    """The train stage without MLflow, then the accuracy; leaves `end-result.json` in the stage's folder."""
+    context = StageContext.load(path)
+    config, ranks = context.config, join()
+    with Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, Silent())
+        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        run_loop(trainer, first_step, progress)
+        engine, prompts = trainer.engine, trainer.source.held_out(config.validate_.num_prompts)
+        if engine.speculates:
+            engine.set_k(engine.longest_k)
+        correct, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy")
+        report = train.precision_report(trainer)
+        cuda = ranks.device.type == "cuda"
+        end_result = EndResult(
+            accuracy=correct,
+            acceptance_length=stats.acceptance_length,
+            quantised_layers=report.fp8_layers,
+            engine_mode=report.generation_mode,
+            training_mode=report.training_mode,
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        )
+        write_json(context.stage_dir / END_RESULT_FILE, asdict(end_result))
+        engine.shutdown()
+    leave()
+
+
+if __name__ == "__main__":
+    run_one(Path(sys.argv[1]))

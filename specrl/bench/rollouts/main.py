@@ -1,0 +1,48 @@
+"""`specrl bench rollouts`: measure, then write the rows and the page."""
+
+from __future__ import annotations
+
+import time
+
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import write_rows
+from specrl.bench.rollouts.cells import measure_all, profile, roofline
+from specrl.bench.rollouts.engines import Engines, stored_responses
+from specrl.bench.rollouts.page import RolloutFindings, write_page
+from specrl.bench.rollouts.workloads import pool, workloads
+from specrl.bench.settings import TAIL, TAIL_SIZE, RolloutSettings
+from specrl.bench.subject import find_subject
+from specrl.data.prompts import PromptSource
+from specrl.distributed import join, leave
+from specrl.models.sources import load_tokenizer
+
+PILOT_BATCH = 4
+"""Batch size at which the eager and the compiled engine of a draft method are compared."""
+PILOT_ROUNDS = 3
+
+
+def main(job: BenchJob) -> None:
+    started = time.monotonic()
+    ranks = join()
+    settings, subject = RolloutSettings.model_validate(job.settings), find_subject(job.run_dir)
+    engines = Engines(subject, settings)
+    source = PromptSource(subject.config, load_tokenizer(subject.policy_dir))
+    prompts = source.held_out(min(TAIL_SIZE, subject.config.validate_.num_prompts))
+    requests = pool(prompts, subject.config)
+    plain = engines.plain_variants[0].engine
+    answers = plain.generate(requests).responses
+    loads = workloads(requests, answers, settings.batches, settings.repeats, settings.max_tokens)
+    pilot = workloads(requests, answers, [PILOT_BATCH], PILOT_ROUNDS, settings.max_tokens)[0]
+    engines.add_methods(pilot, stored_responses(plain, pool(prompts, subject.config, "bench replay")))
+    cells = measure_all(engines, loads)
+    found = RolloutFindings(
+        cells=cells,
+        profiles=[profile(engines, load) for load in loads if load.name != TAIL and engines.profiled is not None],
+        roofline=roofline(subject, ranks.device),
+        middle_k=engines.middle_k,
+        seconds=time.monotonic() - started,
+    )
+    write_rows(job.json_path, [cell.row() for cell in cells])
+    write_page(job, settings, found)
+    engines.shutdown()
+    leave()
