@@ -8,8 +8,8 @@ import typer
 
 from flows.commands import bench, devcluster, inspect, project, run, serve
 from flows.server import ServerError
+from slurm.backend import JobError
 from slurm.devcluster import DevClusterError
-from slurm.jobs import JobError
 from specrl.config import ConfigError
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from slurm.jobs import Job, State
+from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState
 from tasks.run import Finished, Reporter
@@ -43,7 +43,7 @@ class PlainReporter:
 
     def submitted(self, stage: str, job: Job) -> None:
         verb = "attached to" if job.attached else "submitted"
-        self._line(stage, f"{verb} {job.backend} job {job.job_id}; log {job.folder}/{job.job_id}_0_log.out")
+        self._line(stage, f"{verb} {job.backend} job {job.job_id}; log {job.log(0)}")
 
     def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
         if state.phase == "pending":

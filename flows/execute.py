@@ -9,7 +9,7 @@ from rich.console import Console
 from flows.folder import only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
-from slurm.devcluster import DevCluster
+from slurm.registry import backend_of
 from specrl.config import Config
 
 
@@ -20,8 +20,7 @@ def execute(config: Config) -> None:
         ConfigError: The run cannot start; nothing has been written.
         JobError: A stage failed.
     """
-    if config.cluster.backend == "slurm":
-        DevCluster().use_if_up()
+    backend_of(config.cluster).connect()
     check(config)
     console = Console(soft_wrap=True)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:

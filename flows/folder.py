@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from specrl.artifacts import write_text
 from specrl.config import Config, ConfigError, dump_config
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = ".flow.lock"
+HOLDER_FILE = ".flow.holder"
+"""Names the process that holds the lock, for the error of another one."""
 
 
 def anchor(config: Config) -> Config:
@@ -66,34 +69,33 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def only_flow(run_dir: Path) -> Iterator[None]:
-    """Hold the run: one flow works on it at a time. The kernel lets go when this process ends, however it ends.
+    """Hold the run, so that one flow works on it at a time. The kernel lets go when this process ends, however it ends.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: Another process holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK_FILE).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise ConfigError(f"run {run_dir.name} is being worked on already, by {lock.read()}") from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+    holder = run_dir / HOLDER_FILE
+    try:
+        lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=0)
+    except Timeout:
+        who = holder.read_text() if holder.exists() else "another process"
+        raise ConfigError(f"run {run_dir.name} is being worked on already, by {who}") from None
+    with lock:
+        write_text(holder, f"process {os.getpid()} on {os.uname().nodename}")
         yield
 
 
 def is_worked_on(run_dir: Path) -> bool:
+    """Return whether a flow holds the run."""
     path = run_dir / LOCK_FILE
     if not path.exists():
         return False
-    with path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def finished_stages(run_dir: Path) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from slurm.registry import backend_of
 from specrl.config import Config, ConfigError
 from specrl.keys import reward_source
 from specrl.models.sources import check_directory, check_method, check_source
@@ -19,7 +20,6 @@ from specrl.projection.shapes import KNOWN_SHAPES, model_shape
 
 GIB = 2**30
 ANSWER_SECONDS = 10
-SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 CHECKPOINT_BYTES = 14
 """Per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
 BUILTIN_REWARDS = ("task", "math_verify", "exact_match")
@@ -134,12 +134,8 @@ def check_tracking(config: Config) -> list[str]:
 
 
 def check_cluster(config: Config) -> list[str]:
-    if config.cluster.backend == "local":
-        return []
-    missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
-    if missing:
-        return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
-    return []
+    """Return why the scheduler that is asked for cannot be used from here."""
+    return backend_of(config.cluster).problems(config)
 
 
 CHECKS: tuple[Callable[[Config], list[str]], ...] = (

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +12,10 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from filelock import FileLock
+
+from specrl.processes import end_with_parent, free_port
 
 START_SECONDS = 180
 QUIET = {
@@ -45,6 +46,8 @@ class PrefectServer:
             os.environ.setdefault(name, value)
         os.environ.setdefault("PREFECT_HOME", str(runs_dir.absolute() / ".prefect"))
         self.home = Path(os.environ["PREFECT_HOME"])
+        # Two servers that create the same database at the same time would break it.
+        self._lock = FileLock(self.home / "start.lock")
         self.process: subprocess.Popen[bytes] | None = None
         self.url = os.environ.get("PREFECT_API_URL", "")
 
@@ -56,10 +59,8 @@ class PrefectServer:
         if self.url:
             return self
         self.home.mkdir(parents=True, exist_ok=True)
-        # Two servers that make the same database at the same time would break it.
-        self._lock = (self.home / "start.lock").open("a")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        port = _free_port()
+        self._lock.acquire()
+        port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
         environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
         with self.log.open("ab") as log:
@@ -86,14 +87,14 @@ class PrefectServer:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(f"Prefect's server did not start; see {self.log}")
             time.sleep(0.1)
-        self._lock.close()
+        self._lock.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process is None:
             return
-        self._lock.close()
+        self._lock.release()
         self.process.terminate()
         try:
             self.process.wait(5)
@@ -107,11 +108,9 @@ def serve(port: int, parent: int) -> None:
     """Serve Prefect's API on loopback until the parent process ends, however it ends."""
     import uvicorn
 
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() == parent:
-        application = "prefect.server.api.server:create_app"
-        uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+    end_with_parent(parent, signal.SIGTERM)
+    application = "prefect.server.api.server:create_app"
+    uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 
 
 def _answers(url: str) -> bool:
@@ -120,12 +119,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

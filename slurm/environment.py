@@ -1,37 +1,50 @@
-"""The environment of a rank, set before torch is imported: threads, devices, and where the ranks meet."""
+"""The environment variables of a job's processes: where code is imported from, threads, devices and networks."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from specrl.config import ClusterConfig, Resources
+from slurm.backend import Backend, StageRequest
+from specrl.config import ClusterConfig
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-ONE_HOST = "SPECRL_ONE_HOST"
-"""Set by the development cluster: all nodes are this machine, and their names do not resolve."""
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""For ranks on one machine: they meet on the loopback interface, whatever the host is called."""
 
 
-def prepare(resources: Resources, cluster: ClusterConfig) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, thread counts and network interfaces.
+def job_environment(code: Path) -> dict[str, str]:
+    """Return the variables that a job's processes need before Python starts.
 
-    Torch and OpenMP read them once, when they are loaded: this runs before either is imported.
+    They make it import the run's snapshot of the code before anything else. The folder of the submission comes last on
+    the path, for a reward function of the user's; `PYTHONSAFEPATH` keeps Python from putting it first.
+
+    Args:
+        code: The folder with the snapshot of the packages.
     """
-    from submitit.helpers import TorchDistributedEnvironment
+    places = [str(code), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
+    return {
+        "PYTHONPATH": os.pathsep.join(place for place in places if place),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "DO_NOT_TRACK": "true",
+    }
 
-    environment = dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)) | {"TOKENIZERS_PARALLELISM": "false"}
+
+def prepare_rank(request: StageRequest, backend: Backend) -> None:
+    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either.
+
+    Every rank sees all GPUs of its node and takes the one of its LOCAL_RANK, as NCCL wants it.
+    """
+    resources = request.resources
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), TOKENIZERS_PARALLELISM="false")
     if not resources.gpus_per_rank:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.update(environment)
-    # Every rank sees all GPUs of its node and picks by LOCAL_RANK (specrl/distributed.py): NCCL wants it so.
-    TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-    os.environ.update(_network(resources, cluster))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(backend.rank_environment(request))
 
 
-def _network(resources: Resources, cluster: ClusterConfig) -> dict[str, str]:
-    """One machine: the loopback interface, whatever the host is called. Several: the interface the user names."""
-    local = os.environ.get("SUBMITIT_EXECUTOR") == "local"
-    if local or resources.nodes == 1 or os.environ.get(ONE_HOST):
-        return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if cluster.interface:
-        return {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface}
-    return {}
+def named_interface(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL use `cluster.interface`; none when they may choose."""
+    if cluster.interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface}

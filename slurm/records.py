@@ -1,32 +1,33 @@
-"""The note a job leaves in the run's folder: `jobs/KEY.json` says which job runs, or ran, the stage with that key."""
+"""The note about a stage's job in the run's folder: `jobs/KEY.json` names the job that runs, or last ran, the stage."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from specrl.artifacts import write_json
+from specrl.processes import start_ticks
 
 
 @dataclass(frozen=True)
 class Record:
-    backend: Literal["local", "slurm"]
+    backend: str
     job_id: str
     started: int | None
-    """Start time of a local job's process in clock ticks since boot: with the id it names one process for good."""
+    """When a local job's controller started, in clock ticks since boot. None for jobs of other backends."""
     host: str
     submitted_at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
 
 
 def record_path(run_dir: Path, key: str) -> Path:
+    """Return where the record of a stage's job lies."""
     return run_dir / "jobs" / f"{key}.json"
 
 
 def jobs_dir(run_dir: Path, key: str) -> Path:
-    """Folder of the stage's job files: what it was given, logs per rank, submitit's pickles."""
+    """Return the folder of a stage's job files: its context, the logs of its ranks and submitit's pickles."""
     return run_dir / "jobs" / key
 
 
@@ -35,22 +36,13 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
+    """Return the record, or None when no job has been submitted for the stage."""
     try:
         return Record(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; none when it is gone or waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, started = fields[0], int(fields[19])
-    return None if state in "ZX" else started
-
-
 def is_alive(record: Record) -> bool:
-    """Whether the local process of the record lives on this host."""
+    """Return whether the local process that the record names is alive on this host."""
     return record.started is not None and start_ticks(int(record.job_id)) == record.started

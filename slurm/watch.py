@@ -6,25 +6,24 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.entry import MAX_TIMEOUTS
+from slurm.backend import Job, JobError, SilentSchedulerError, State
 from slurm.failures import explain
-from slurm.jobs import Job, JobError, SilentSchedulerError, State
 from slurm.submit import SILENCE_SECONDS
+from slurm.walltime import longest_minutes
 from specrl.artifacts import RESULT_FILE
 from specrl.context import StageContext
 from specrl.progress import ProgressState, read_progress
 
 POLL_SECONDS = 0.5
-ASK_SECONDS = {"local": 0.5, "slurm": 5.0}
-"""Between two questions to the backend about a job; its files are looked at every `POLL_SECONDS`."""
+"""The pause between two looks at a job's files. Its scheduler is asked every `job.ask_seconds`."""
 LEAVING_ASK_SECONDS = 1.0
-"""The same, once the result is there and the job is about to end."""
+"""The pause between two questions to the scheduler once the result is there and the job is about to end."""
 LEAVE_SECONDS = 60
-"""Time for the ranks to leave after the stage's result is written; then the job is ended."""
+"""How long the ranks may take to leave after the stage's result is written. Then the job is cancelled."""
 FILES_SECONDS = 30
-"""Time for a result to become visible on a shared file system after its job has ended."""
+"""How long a result may take to become visible on a shared file system after its job has ended."""
 OVERTIME_MINUTES = 10
-"""Beyond its limits a running job should have been ended by its backend; the flow waits this much longer."""
+"""How long the flow still waits for the scheduler to end a job whose time limit, with all repetitions, is over."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
@@ -32,8 +31,12 @@ OnPoll = Callable[[State, ProgressState | None], None]
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> None:
     """Return when the stage's result is there and its job has ended.
 
+    Args:
+        on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
+        clock: Returns a time in seconds that only goes forward.
+
     Raises:
-        JobError: the job failed, or waited or ran for longer than it may; the message names stage, job, error and log.
+        JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
     """
     watch = _Watch(job, context, clock)
     while not watch.finished():
@@ -44,7 +47,7 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
 class _Watch:
     def __init__(self, job: Job, context: StageContext, clock: Callable[[], float]) -> None:
         self.job, self.context, self.clock = job, context, clock
-        self.state = State("pending" if job.backend == "slurm" else "running", "SUBMITTED")
+        self.state = State("pending", "SUBMITTED")
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
@@ -59,7 +62,7 @@ class _Watch:
                 self.job.cancel()  # a rank hangs on its way out and would keep the allocation
                 return True
             return self.state.phase == "ended"
-        if self.state.phase == "ended" and now - self.since > (FILES_SECONDS if self._succeeded() else 0):
+        if self.state.phase == "ended" and now - self.since > (0 if self.state.failed else FILES_SECONDS):
             raise JobError(explain(self.job, self.context, self.state))
         self._check_limits(now)
         return False
@@ -70,11 +73,8 @@ class _Watch:
             return False
         return True
 
-    def _succeeded(self) -> bool:
-        return self.state.detail in ("COMPLETED", "no longer in the queue")
-
     def _ask(self, now: float) -> None:
-        pause = ASK_SECONDS[self.job.backend] if self.result_at is None else LEAVING_ASK_SECONDS
+        pause = self.job.ask_seconds if self.result_at is None else LEAVING_ASK_SECONDS
         if self.state.phase == "ended" or now - self.asked_at < pause:
             return
         self.asked_at = now
@@ -82,7 +82,9 @@ class _Watch:
             state = self.job.state()
         except SilentSchedulerError as error:
             if now - self.answered_at > SILENCE_SECONDS:
-                raise JobError(f"{self._name()}: Slurm has not answered for {SILENCE_SECONDS} s ({error})") from error
+                raise JobError(
+                    f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
+                ) from error
             return
         self.answered_at = now
         if state.phase != self.state.phase:
@@ -97,10 +99,10 @@ class _Watch:
             self.job.cancel()
             limit = f"cluster.queue_minutes = {self.context.config.cluster.queue_minutes}"
             raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and was cancelled")
-        allowed = self.context.config.resources_of(self.context.stage).minutes
-        if self.state.phase == "running" and minutes > allowed * (1 + MAX_TIMEOUTS) + OVERTIME_MINUTES:
+        allowed = self.context.config.resources_of(self.context.stage)
+        if self.state.phase == "running" and minutes > longest_minutes(allowed) + OVERTIME_MINUTES:
             self.job.cancel()
-            raise JobError(f"{self._name()} runs far beyond resources.minutes = {allowed}, and was cancelled")
+            raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and was cancelled")
 
     def _name(self) -> str:
         return f"{self.context.stage} (job {self.job.job_id})"

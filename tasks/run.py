@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from slurm.jobs import Job, State
+from slurm.backend import Job, JobKey, State
 from slurm.records import read_record, record_path
 from slurm.snapshot import snapshot_code
-from slurm.submit import Site, attach_or_submit, find, live_jobs
+from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import wait
 from specrl.artifacts import RESULT_FILE
 from specrl.config import Config, StageName, parse_config
@@ -128,7 +128,7 @@ def _work(run: Run, context: StageContext, entry: str) -> None:
         run.reporter.submitted(context.stage, job)
         wait(job, context, lambda state, progress: run.reporter.polled(context.stage, state, progress))
     except KeyboardInterrupt:
-        if (job := find(Site(run.config, context.key))) is not None:
+        if (job := find(JobKey(run.config, context.key))) is not None:
             job.cancel()
             run.reporter.note(f"{context.stage}: cancelled {job.backend} job {job.job_id}")
         raise

@@ -13,9 +13,9 @@ import typer
 from pydantic import ValidationError
 
 from flows.folder import find_run
+from slurm.backend import JobError
 from slurm.environment import THREAD_VARIABLES
 from slurm.failures import last_error
-from slurm.jobs import JobError
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import default_page
 from specrl.bench.settings import (

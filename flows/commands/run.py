@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from flows.execute import execute
 from flows.folder import anchor, find_run
+from slurm.registry import backend_of
 from specrl.config import load_config
 
-Backend = Literal["local", "slurm"]
+Cluster = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Where the jobs run, instead of cluster.backend: local, slurm, or module:Class."),
+]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
 
 
@@ -22,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
-    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run, instead of cluster.backend.")] = None,
+    cluster: Cluster = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print jobs and memory; submit nothing.")] = False,
 ) -> None:
@@ -32,14 +36,14 @@ def run(
     if dry_run:
         from specrl.projection.plan import plan, render
 
-        render(plan(config))
+        render(plan(config, backend_of(config.cluster).queue(config.cluster)))
         return
     execute(config)
 
 
 def resume(
     name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
-    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run from now on.")] = None,
+    cluster: Cluster = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Go on with a run whose flow was ended: its configuration is the one in its folder."""

@@ -10,11 +10,11 @@ import typer
 from cronsim import CronSim, CronSimError
 from rich.console import Console
 
-from flows.commands.run import Backend
+from flows.commands.run import Cluster
 from flows.folder import anchor
 from flows.preflight import check
 from flows.server import PrefectServer
-from slurm.devcluster import DevCluster
+from slurm.registry import backend_of
 from specrl.config import Config, ConfigError, dump_config, load_config
 
 
@@ -25,15 +25,14 @@ def register(app: typer.Typer) -> None:
 def serve(
     config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
     cron: Annotated[str, typer.Option(help='When, as five cron fields in UTC, such as "0 2 * * *".')],
-    cluster: Annotated[Backend | None, typer.Option(help="Where the jobs run, instead of cluster.backend.")] = None,
+    cluster: Cluster = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
 ) -> None:
     """Run the pipeline at the times of a cron schedule, as NAME-YYYYMMDD-HHMM each, until Ctrl-C."""
     check_cron(cron)
     backend = [f'cluster.backend="{cluster}"'] if cluster else []
     config = anchor(load_config(config_path, [*(overrides or []), *backend]))
-    if config.cluster.backend == "slurm":
-        DevCluster().use_if_up()
+    backend_of(config.cluster).connect()
     check(config)
     with PrefectServer(config.runs_dir) as server:
         server.wait()

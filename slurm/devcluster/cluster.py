@@ -14,6 +14,7 @@ from slurm.devcluster import configuration, daemons
 from slurm.devcluster.configuration import Layout
 from slurm.devcluster.daemons import DevClusterError
 from specrl.artifacts import write_json
+from specrl.processes import free_ports
 
 MARIADB_OPTIONS = (
     *("--skip-networking", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M", "--skip-log-bin"),
@@ -100,7 +101,7 @@ class DevCluster:
 
     def _plan(self, nodes: int) -> tuple[Layout, bool]:
         address, own_hostname = daemons.loopback_address()
-        dbd, ctld, *node_ports = daemons.free_ports(address, nodes + 2)
+        dbd, ctld, *node_ports = free_ports(nodes + 2, address)
         return Layout(self.root, getpass.getuser(), nodes, address, dbd, ctld, tuple(node_ports)), own_hostname
 
     def _write_files(self, layout: Layout) -> None:

@@ -23,7 +23,7 @@ APT_LINE = (
 
 
 class DevClusterError(RuntimeError):
-    """The development cluster cannot be brought up; the message is one line that says what mends it."""
+    """The development cluster cannot be brought up; the message is one line that says how to fix it."""
 
 
 def find(program: str) -> str | None:
@@ -119,15 +119,6 @@ def listens(address: str, port: int) -> bool:
     with socket.socket() as client:
         client.settimeout(1)
         return client.connect_ex((address, port)) == 0
-
-
-def free_ports(address: str, count: int) -> list[int]:
-    """`count` ports that nobody listens on now, held open together so that they differ."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind((address, 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def loopback_address() -> tuple[str, bool]:

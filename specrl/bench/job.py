@@ -7,17 +7,15 @@ line imports it.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
-import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import write_json
+from specrl.processes import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class BenchJob:
 
 
 def main(path: Path, parent: int) -> None:
-    die_with(parent)
+    end_with_parent(parent)  # nobody waits for a benchmark whose command was ended, however that was
     job = BenchJob.load(path)
     module, _, function = job.entry.partition(":")
     getattr(importlib.import_module(module), function)(job)
@@ -55,14 +53,6 @@ def main(path: Path, parent: int) -> None:
 def say(text: str) -> None:
     """Print a line of progress at once."""
     print(text, flush=True)
-
-
-def die_with(parent: int) -> None:
-    """Nobody waits for a benchmark whose command was ended, however that was: it ends too, and so do its ranks."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit("whoever started this benchmark is gone")
 
 
 if __name__ == "__main__":

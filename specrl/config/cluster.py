@@ -41,7 +41,9 @@ class Resources(Section):
 
 
 class ClusterConfig(Section):
-    backend: Literal["local", "slurm"] = "local"
+    backend: str = "local"
+    """The scheduler that places the jobs: `local` (processes on this machine), `slurm`, or a class of your own as
+    `package.module:Class`."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

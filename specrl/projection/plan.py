@@ -42,11 +42,14 @@ class Plan:
     """What will run, but slower than the configuration may have meant."""
 
 
-def plan(config: Config) -> Plan:
-    """Jobs and memory of a run.
+def plan(config: Config, queue: str | None = None) -> Plan:
+    """Return the jobs and the memory of a run.
+
+    Args:
+        queue: Where the jobs wait, in the scheduler's words; `cluster.partition` by default.
 
     Raises:
-        ConfigError: the model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
+        ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
     """
     shape = model_shape(config.model)
     problems = _shape_problems(config, shape)
@@ -61,11 +64,11 @@ def plan(config: Config) -> Plan:
     problems += [overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib]
     if problems:
         raise ConfigError("\n".join(problems))
-    jobs = tuple(_job(config, stage) for stage in STAGES)
+    jobs = tuple(_job(config, stage, queue) for stage in STAGES)
     return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), tuple(notes))
 
 
-def _job(config: Config, stage: StageName) -> Job:
+def _job(config: Config, stage: StageName, queue: str | None) -> Job:
     asked = config.resources_of(stage)
     return Job(
         stage=stage,
@@ -75,7 +78,7 @@ def _job(config: Config, stage: StageName) -> Job:
         cpus=asked.ranks * asked.cpus_per_rank,
         memory_gib=asked.ranks * asked.memory_gib_per_rank,
         minutes=asked.minutes,
-        partition=(config.cluster.partition or "default") if config.cluster.backend == "slurm" else "local",
+        partition=queue or config.cluster.partition or "default",
     )
 
 

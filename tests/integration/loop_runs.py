@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -33,6 +32,7 @@ from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import run_loop
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
+from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
@@ -192,12 +192,6 @@ def wait(processes: list[int]) -> list[int]:
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
     return [codes[process] for process in processes]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def main(folder: Path, runs: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron import checkpoint
@@ -175,9 +175,7 @@ def _rank_main(rank: int, world: int, layouts: list[tuple[int, int]], port: int,
 
 def start(world: int, layouts: list[tuple[int, int]], scratch: Path) -> ProcessContext:
     """Run (tensor, pipeline) parallel sizes `layouts`, one after another, on `world` ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     context = torch.multiprocessing.spawn(_rank_main, (world, layouts, port, scratch), nprocs=world, join=False)
     assert context is not None
     return context

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specrl.models.tiny import CHARACTERS, SPECIAL
+from specrl.processes import free_port
 from specrl.rollout.engine import Engine, Request, response_seed
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
@@ -154,9 +154,7 @@ def test_eagle3_without_a_drafter_is_refused(directories: tuple[Path, Path]) -> 
 def test_two_ranks_with_megatron_in_the_same_processes_give_the_tokens_of_one(
     engine: Engine, directories: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.exactness.rank", *map(str, directories), str(tmp_path)]

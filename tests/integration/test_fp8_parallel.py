@@ -6,7 +6,6 @@ Sizes are such that shard boundaries are block boundaries; elsewhere each shard 
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.recipe import layer_names
+from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.calibration import CalibrationData, SwitchableLinears, calibrate
 from specrl.training.megatron.fp8 import LinearPrecision
@@ -100,9 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     make_model(scratch / "model")
     found = {}
     for layout, (world, _, _) in LAYOUTS.items():
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         mp.spawn(run_rank, (world, port, layout, scratch), nprocs=world)  # type: ignore[no-untyped-call]
         files = [scratch / f"{layout}-{rank}.pt" for rank in range(world)]
         found[layout] = [torch.load(file, weights_only=False) for file in files]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from specrl.config import Config, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.mlflow_store import tracking_uri
+from specrl.processes import free_port
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.tracking import finish_parent_run, log_parent_metrics, stage_run, start_parent_run
 
@@ -215,9 +215,7 @@ def test_a_server_that_is_away_is_one_clear_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += [
         "--backend-store-uri",

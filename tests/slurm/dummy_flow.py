@@ -12,7 +12,7 @@ from rich.console import Console
 from flows.crashed_flows import mark_crashed_flows
 from flows.display import PlainReporter
 from flows.pipeline import cancel
-from slurm.jobs import JobError
+from slurm.backend import JobError
 from specrl.config import StageName
 from tasks.run import Finished, Run, open_run, run_stage
 

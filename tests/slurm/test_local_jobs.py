@@ -14,9 +14,9 @@ import pytest
 
 from flows.folder import write_config
 from flows.server import PrefectServer
-from slurm.jobs import JobError, State
-from slurm.local import LocalStageJob
-from slurm.submit import Site, attach_or_submit, find
+from slurm.backend import Failure, JobError, JobKey, State
+from slurm.local_backend import LocalJob
+from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
@@ -28,11 +28,11 @@ MakeRun = Callable[..., Config]
 ENTRY = "tests.slurm.dummy_stage:main"
 
 
-def submit(config: Config) -> tuple[StageContext, LocalStageJob]:
+def submit(config: Config) -> tuple[StageContext, LocalJob]:
     key = run_keys(config, code_digest(ROOT / "specrl"))["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
     job = attach_or_submit(context, ENTRY, ROOT)
-    assert isinstance(job, LocalStageJob)
+    assert isinstance(job, LocalJob)
     return context, job
 
 
@@ -129,7 +129,7 @@ def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert find(Site(config, context.key)) is None
+    assert find(JobKey(config, context.key)) is None
     with pytest.raises(JobError, match="its controller was killed"):
         wait(job, context, nothing)
     monkeypatch.setenv("DUMMY_PREPARE", "0")
@@ -162,6 +162,7 @@ class WaitingJob:
     backend = "slurm"
     job_id = "1"
     attached = False
+    ask_seconds = 5.0
     folder = Path()
     cancelled = False
 
@@ -170,6 +171,12 @@ class WaitingJob:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def log(self, rank: int) -> Path:
+        return self.folder / "log"
+
+    def failure(self, ranks: int) -> Failure:
+        return Failure(0)
 
 
 def test_a_job_that_never_starts_is_given_up(make_run: MakeRun) -> None:

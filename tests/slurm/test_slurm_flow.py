@@ -12,10 +12,10 @@ from uuid import uuid4
 
 import pytest
 
-from slurm.cluster import SlurmStageJob
+from slurm.backend import JobError, JobKey
 from slurm.devcluster import DevCluster
-from slurm.jobs import JobError
-from slurm.submit import Site, attach_or_submit, find
+from slurm.slurm_backend import SlurmJob
+from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
@@ -31,12 +31,12 @@ STAGES = ("prepare", "pretrain", "calibrate")
 def jobs_of(config: Config) -> dict[str, list[str]]:
     """Stage -> states of all jobs that Slurm's accounting has for it."""
     found: dict[str, list[str]] = {}
-    site = Site(config, "")
+    job_key = JobKey(config, "")
     time.sleep(3)  # slurmdbd hears of jobs with a delay
     text = subprocess.run(["sacct", "-nPX", "-o", "JobName,State"], capture_output=True, text=True, check=True).stdout
     for line in text.splitlines():
         name, state = line.split("|")
-        if name.endswith(site.job_name):
+        if name.endswith(job_key.job_name):
             found.setdefault(name.partition("-")[0], []).append(state.split()[0])
     return found
 
@@ -46,10 +46,10 @@ def context_of(config: Config) -> StageContext:
     return StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
 
 
-def submit(config: Config) -> tuple[StageContext, SlurmStageJob]:
+def submit(config: Config) -> tuple[StageContext, SlurmJob]:
     context = context_of(config)
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
-    assert isinstance(job, SlurmStageJob)
+    assert isinstance(job, SlurmJob)
     return context, job
 
 
@@ -86,7 +86,7 @@ def test_sigterm_leaves_the_job_and_an_interrupt_cancels_it(make_run: MakeRun, s
     first = start_flow(config, DUMMY_PREPARE="100")
     first.wait_for("stages/prepare-*/starts-0")
     first.kill(signal.SIGTERM)
-    job = find(Site(config, next(config.run_dir.glob("stages/prepare-*")).name))
+    job = find(JobKey(config, next(config.run_dir.glob("stages/prepare-*")).name))
     assert job is not None
     second = start_flow(config, DUMMY_PREPARE="100")
     while "attached" not in (line := second.process.stdout.readline()):  # type: ignore[union-attr]
@@ -110,9 +110,9 @@ def test_a_failed_stage_is_one_line_with_its_error_and_log(make_run: MakeRun, st
 def test_a_job_is_found_and_completes_though_the_flow_died_right_after_submitting(make_run: MakeRun) -> None:
     config = make_run("slurm")
     context, job = submit(config)
-    site = Site(config, context.key)
-    site.record_path.unlink()
-    (site.folder / f"{job.job_id}_submitted.pkl").unlink()  # submitit writes it after sbatch
+    job_key = JobKey(config, context.key)
+    job_key.record_path.unlink()
+    (job_key.folder / f"{job.job_id}_submitted.pkl").unlink()  # submitit writes it after sbatch
     again = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
@@ -173,7 +173,7 @@ def test_without_sacct_the_queue_tells(make_run: MakeRun, tmp_path: Path, monkey
     context, job = submit(make_run("slurm"))
     with pytest.raises(JobError, match=r"FAILED\): rank 1: Exited with exit code 7; no Python error"):
         wait(job, context, lambda state, progress: None)
-    assert SlurmStageJob("999999", tmp_path, attached=False).state().detail == "no longer in the queue"
+    assert SlurmJob("999999", tmp_path, attached=False).state().detail == "no longer in the queue"
 
 
 def test_slurm_says_why_it_refuses_a_job(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_rank_dies_with_whoever_started_it() -> None:
-    rank = "from specrl.bench.job import die_with; import time; die_with(PARENT); print(1, flush=True); time.sleep(60)"
+    rank = (
+        "from specrl.processes import end_with_parent; import time; end_with_parent(PARENT); "
+        "print(1, flush=True); time.sleep(60)"
+    )
     parent = f"""
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {rank!r}.replace("PARENT", str(os.getpid()))], stdout=subprocess.PIPE)

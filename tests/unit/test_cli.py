@@ -81,11 +81,19 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         (["run", "nowhere.toml"], "no configuration file at nowhere.toml"),
         (["run", "x.toml", "--fast"], "No such option"),
         (["walk"], "No such command"),
+        (
+            ["run", "run.toml", "--cluster", "pbs"],
+            "cluster.backend = 'pbs': allowed: local, slurm, or ",
+        ),
+        (["run", "run.toml", "--dry-run", "--cluster", "no:Where"], "cluster.backend = 'no:Where' cannot be imported"),
         (["resume", "nobody"], "no run nobody"),
         (["show", "nobody"], "no run nobody"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
     assert words in complaint(capsys, *arguments)
 
 

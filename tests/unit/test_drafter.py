@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.processes import free_port
 from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter import ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
@@ -305,12 +305,6 @@ def test_two_ranks_train_like_one_that_has_all_rows_and_an_idle_rank_takes_part(
     first, second = make_features(alone, [(3, 9), (6, 3)], seed=0), make_features(alone, [(2, 14)], seed=1)
     for features, metrics in zip([merge(first, second), first], ranks[0]["metrics"], strict=True):
         assert alone.update([features], lr=1e-3) == pytest.approx(metrics, rel=1e-4)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:

@@ -17,12 +17,13 @@ from transformers import LlamaForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.pretraining import pretrain, windows
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import Policy
-from tests.unit.test_drafter import VOCAB, assert_equal_state, free_port, make_drafter, write_policy
+from tests.unit.test_drafter import VOCAB, assert_equal_state, make_drafter, write_policy
 
 # isort: split
 from megatron.core import parallel_state

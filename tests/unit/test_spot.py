@@ -10,8 +10,9 @@ import torch
 import torch.multiprocessing as mp
 
 from specrl.distributed import join, leave
+from specrl.processes import free_port
 from specrl.training.drafter.spot import SpotTraining, padded, sequences
-from tests.unit.test_drafter import ALONE, free_port, make_drafter, make_features, write_policy
+from tests.unit.test_drafter import ALONE, make_drafter, make_features, write_policy
 
 LENGTHS = [(3, 9), (2, 1), (5, 20), (4, 6)]
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from specrl.artifacts import PretrainResult
-from specrl.bench.job import die_with
 from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.loop import run_loop
+from specrl.processes import end_with_parent
 from specrl.progress import Progress
 from specrl.stages import train
 from specrl.tracking import Silent
@@ -17,7 +17,7 @@ from specrl.tracking import Silent
 
 def run_rank(path: Path, parent: int) -> None:
     """One rank of one setting: the train stage without MLflow."""
-    die_with(parent)
+    end_with_parent(parent)
     context = StageContext.load(path)
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:

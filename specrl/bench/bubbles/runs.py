@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from specrl.bench.settings import BubbleSettings, speculation_of
 from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
 from specrl.config.rollout import BubbleUse
 from specrl.context import StageContext
+from specrl.processes import free_port
 from specrl.report.results import find_stages, read_config
 from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
@@ -81,9 +81,7 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
     shutil.rmtree(folder, ignore_errors=True)
     path = folder / "context.json"
     context.save(path)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     started = time.monotonic()
     ranks = [_start(path, rank, settings, port) for rank in range(settings.ranks)]
     failed = _wait(ranks)

@@ -1,12 +1,12 @@
-"""The process that holds a local job: `python -m slurm.controller FOLDER RECORD RESULT` in a session of its own.
+"""The process that holds a local job: `python -m slurm.local_controller FOLDER RECORD RESULT`, in its own session.
 
 It outlives the flow that started it. For as long as it lives it holds a lock beside its record; the kernel drops the
-lock however it dies. That lock is what "the stage's job is running" means on one machine, since process ids repeat.
+lock however the process dies. That lock is what "the stage's job is running" means on one machine, since process ids
+repeat.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
@@ -14,24 +14,31 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from submitit.local.local import Controller, LocalJobEnvironment
 
-from slurm.records import Record, start_ticks, write_record
+from slurm.records import Record, write_record
 from specrl.artifacts import write_json
+from specrl.processes import start_ticks
 
 FAILURE_GRACE_SECONDS = 5
-"""Time for the other ranks to notice that one failed, and to say so in their logs, before they are ended."""
+"""How long the other ranks have, once one has failed, to notice it and say so in their logs before they are ended."""
 LOCK_SECONDS = 3
-"""A flow that only looks whether the lock is taken holds it for an instant: try again for this long."""
+"""How long to try for the lock. A flow that only looks whether the lock is taken holds it for an instant."""
 
 
 class LocalController(Controller):
-    """submitit's controller, which starts the ranks; ends all of them when one fails, and notes how."""
+    """submitit's controller, which starts the ranks. This one ends all of them when one fails, and notes how."""
 
     timed_out = False
     exit_codes: Sequence[int | None] = ()
 
     def wait(self, freq: int = 10) -> Sequence[int | None]:
+        """Wait for the ranks, and return their exit codes when all have ended or when it is time to end them.
+
+        Args:
+            freq: How many times a second the ranks are looked at.
+        """
         self.timed_out = False
         limit = time.monotonic() + self.timeout_s
         warn_at: float | None = limit - self.signal_delay_s
@@ -55,47 +62,42 @@ class LocalController(Controller):
 def main(arguments: list[str]) -> None:
     folder, record_path, result_path = (Path(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
-    with lock_path(record_path).open("a") as lock:
-        if not _take(lock.fileno()) or result_path.exists():
-            return  # another controller was faster; the flow finds that one
-        record = Record("local", str(os.getpid()), start_ticks(os.getpid()), os.uname().nodename, time.time())
-        write_record(record_path, record)
+    try:
+        lock = FileLock(lock_path(record_path)).acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        return  # another controller was faster; the flow finds that one
+    with lock:
+        if result_path.exists():
+            return
+        started = start_ticks(os.getpid())
+        write_record(record_path, Record("local", str(os.getpid()), started, os.uname().nodename, time.time()))
         controller = LocalController(folder)
         try:
             controller.run()
         finally:
-            ended = {"exit_codes": controller.exit_codes, "timed_out": controller.timed_out}
-            write_json(folder / f"{os.getpid()}_ended.json", ended)
+            outcome = {"exit_codes": controller.exit_codes, "timed_out": controller.timed_out}
+            write_json(outcome_path(folder, str(os.getpid())), outcome)
 
 
 def lock_path(record_path: Path) -> Path:
     return record_path.with_suffix(".lock")
 
 
+def outcome_path(folder: Path, job_id: str) -> Path:
+    """Return the file that says how the ranks of a local job ended; it is missing if its controller was killed."""
+    return folder / f"{job_id}_ended.json"
+
+
 def is_locked(record_path: Path) -> bool:
-    """Whether a controller lives for this stage, on this host or, on a shared file system, on another."""
+    """Return whether a controller is alive for this stage, on this host or on another one of a shared file system."""
     path = lock_path(record_path)
     if not path.exists():
         return False
-    with path.open("a") as lock:
-        return not _try(lock.fileno())
-
-
-def _take(descriptor: int) -> bool:
-    deadline = time.monotonic() + LOCK_SECONDS
-    while not _try(descriptor):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _try(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 if __name__ == "__main__":

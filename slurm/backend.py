@@ -1,0 +1,199 @@
+"""What a scheduler must offer: the `Backend` protocol, the `Job` that it returns, and what it is asked for.
+
+`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local_backend.LocalBackend`, and the
+rest of the project learns of it there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from slurm.records import jobs_dir, record_path
+from specrl.artifacts import RESULT_FILE, digest
+from specrl.config import ClusterConfig, Config, Resources
+from specrl.context import StageContext
+
+Phase = Literal["pending", "running", "ended"]
+Cause = Literal["time limit", "memory", "cancelled"]
+
+
+class JobError(RuntimeError):
+    """A job could not be submitted, failed, or ran out of time. The message is one line for people."""
+
+
+class SilentSchedulerError(RuntimeError):
+    """The scheduler did not answer this time. It may answer the next time."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How a job is doing, as its scheduler says."""
+
+    phase: Phase
+    detail: str
+    """The scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended."""
+    failed: bool = False
+    """Whether the scheduler says that the job failed. A job that ended otherwise has left its result."""
+    cause: Cause | None = None
+    """Why it failed, where the scheduler tells."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known about the rank in which a job failed first."""
+
+    rank: int
+    """0 when nothing is known."""
+    exception: str = ""
+    """The exception that it raised, in one line."""
+    detail: str = ""
+    """What the scheduler says about the rank's end, where it raised nothing."""
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """Identifies the one job of a stage of a run, whether or not it exists."""
+
+    config: Config
+    key: str
+    """The stage's content key."""
+
+    @property
+    def job_name(self) -> str:
+        """The job's name for its scheduler: the key, and a digest of the run's folder, as two runs may share keys."""
+        return f"{self.key}-{digest(str(self.config.run_dir.resolve()))[:6]}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the job's files: its context and its logs."""
+        return jobs_dir(self.config.run_dir, self.key)
+
+    @property
+    def record_path(self) -> Path:
+        return record_path(self.config.run_dir, self.key)
+
+    @property
+    def context_path(self) -> Path:
+        return self.folder / "context.json"
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """A stage that is to run as a job."""
+
+    context: StageContext
+    entry: str
+    """`module:function`, called in every rank with the context."""
+
+    @property
+    def key(self) -> JobKey:
+        return JobKey(self.context.config, self.context.key)
+
+    @property
+    def resources(self) -> Resources:
+        """What the job may use. A rank is one process: one GPU, or one slot of CPUs."""
+        return self.context.config.resources_of(self.context.stage)
+
+    @property
+    def result_path(self) -> Path:
+        """The file that exists once the stage has finished."""
+        return self.context.stage_dir / RESULT_FILE
+
+    def call(self) -> None:
+        """Call the stage's function with the context, in a rank of the job."""
+        module, _, function = self.entry.partition(":")
+        getattr(importlib.import_module(module), function)(self.context)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words after `python` that start one rank of the job."""
+        return ["-u", "-m", "slurm.entry", str(self.key.context_path), self.entry]
+
+
+class Job(Protocol):
+    """A job of a backend, submitted or found again."""
+
+    @property
+    def backend(self) -> str:
+        """The name of its backend."""
+
+    @property
+    def job_id(self) -> str:
+        """Slurm's job id, or the process id of a local job's controller."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the job was found alive and not submitted."""
+
+    @property
+    def ask_seconds(self) -> float:
+        """The seconds between two questions for its state."""
+
+    def state(self) -> State:
+        """Ask the scheduler how the job is doing.
+
+        Raises:
+            SilentSchedulerError: The scheduler does not answer at the moment.
+        """
+
+    def cancel(self) -> None:
+        """End the job. Return when the scheduler has been told so; on this machine, when the job has ended."""
+
+    def log(self, rank: int) -> Path:
+        """Return the file that holds everything a rank printed. It may not exist yet."""
+
+    def failure(self, ranks: int) -> Failure:
+        """Return what is known about the rank that failed first.
+
+        Args:
+            ranks: The number of ranks of the job.
+        """
+
+
+class Backend(Protocol):
+    """A scheduler. The flow calls `connect` to `submit`; each rank of a job calls the other two."""
+
+    @property
+    def name(self) -> str:
+        """The value of `cluster.backend` that chooses it."""
+
+    def connect(self) -> None:
+        """Prepare this process for talking to the scheduler, before anything else is called."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Return one line for each reason why a run cannot use this scheduler from here."""
+
+    def queue(self, cluster: ClusterConfig) -> str:
+        """Return where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
+
+    def find(self, key: JobKey) -> Job | None:
+        """Return the stage's job if it is pending or running, whoever submitted it, or None.
+
+        There must be no instant at which a submitted job is not found: it would be submitted a second time.
+
+        Raises:
+            JobError: The scheduler cannot be used from here.
+            SilentSchedulerError: The scheduler does not answer at the moment.
+        """
+
+    def submit(self, request: StageRequest, environment: dict[str, str]) -> Job | None:
+        """Submit a job that runs `python` with `request.arguments` in every rank, in the folder `request.key.folder`.
+
+        Args:
+            environment: Variables that every process of the job needs before Python starts.
+
+        Returns:
+            The job, or None when the stage turned out to be finished.
+
+        Raises:
+            JobError: The scheduler refuses the job; the message gives its reason.
+        """
+
+    def rank_environment(self, request: StageRequest) -> dict[str, str]:
+        """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
+
+    def run_rank(self, request: StageRequest) -> None:
+        """Call the stage's function in this rank, and leave what `Job.failure` needs if it raises."""

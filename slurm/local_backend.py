@@ -1,0 +1,238 @@
+"""Jobs on this machine: submitit's LocalExecutor, made to outlive the flow that submits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalExecutor
+
+from slurm import submitit_jobs
+from slurm.backend import Failure, JobError, JobKey, StageRequest, State
+from slurm.environment import LOOPBACK
+from slurm.local_controller import is_locked, outcome_path
+from slurm.records import Record, is_alive, read_record
+from slurm.walltime import MAX_TIMEOUTS
+from specrl.config import ClusterConfig, Config, Resources
+from specrl.processes import end_with_parent, interrupts_held
+
+START_SECONDS = 60
+"""The longest time that a controller may take to start Python and write its record."""
+CANCEL_SECONDS = 8
+"""How long a job that was interrupted may take to end before it is killed."""
+
+
+class LocalJob:
+    """A controller process and its ranks, found again through the record that the controller writes."""
+
+    backend = "local"
+    ask_seconds = 0.5
+
+    def __init__(self, record: Record, folder: Path, attached: bool) -> None:
+        self.record, self.folder, self.attached = record, folder, attached
+
+    @property
+    def job_id(self) -> str:
+        return self.record.job_id
+
+    def state(self) -> State:
+        if is_alive(self.record):
+            return State("running", "RUNNING")
+        path = outcome_path(self.folder, self.job_id)
+        if not path.exists():
+            return State("ended", "its controller was killed", failed=True)
+        if json.loads(path.read_text())["timed_out"]:
+            return State("ended", "TIMEOUT", failed=True, cause="time limit")
+        failed = self._failed_ranks()
+        if not failed:
+            return State("ended", "COMPLETED")
+        words = ", ".join(_how_it_ended(rank, code) for rank, code in failed.items())
+        return State("ended", words, True, "memory" if -signal.SIGKILL in failed.values() else None)
+
+    def cancel(self) -> None:
+        group = int(self.job_id)
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if not is_alive(self.record):
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
+            deadline = time.monotonic() + CANCEL_SECONDS
+            while is_alive(self.record) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def log(self, rank: int) -> Path:
+        return submitit_jobs.log_path(self.folder, self.job_id, rank)
+
+    def failure(self, ranks: int) -> Failure:
+        raised = submitit_jobs.first_exception(self.folder, self.job_id, ranks)
+        return raised or Failure(rank=min(self._failed_ranks(), default=0))
+
+    def _failed_ranks(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that failed, by rank."""
+        path = outcome_path(self.folder, self.job_id)
+        codes = json.loads(path.read_text())["exit_codes"] if path.exists() else []
+        return {rank: code for rank, code in enumerate(codes) if code}
+
+
+def _how_it_ended(rank: int, code: int) -> str:
+    return f"rank {rank} exited with {code}" if code > 0 else f"rank {rank} was killed by {signal.Signals(-code).name}"
+
+
+class LocalBackend:
+    """This machine. A job is a controller process, in a session of its own, that starts the ranks."""
+
+    name = "local"
+
+    def connect(self) -> None:
+        return
+
+    def problems(self, config: Config) -> list[str]:
+        return []
+
+    def queue(self, cluster: ClusterConfig) -> str:
+        return "local"
+
+    def find(self, key: JobKey) -> LocalJob | None:
+        """Return the running job of a stage, or None.
+
+        Raises:
+            JobError: It runs on another host of a shared file system.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while is_locked(key.record_path):
+            record = read_record(key.record_path)
+            if record is not None and record.host != os.uname().nodename:
+                raise JobError(f"the job runs on {record.host} as process {record.job_id}; resume the run there")
+            if record is not None and is_alive(record):
+                return LocalJob(record, key.folder, attached=True)
+            if time.monotonic() > deadline:
+                raise JobError(f"{key.record_path} is locked but names no living process; remove it")
+            time.sleep(0.05)  # the controller has the lock and is about to write its record
+        return None
+
+    def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
+        """Start a controller. Return None when the stage turned out to be finished.
+
+        Raises:
+            JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
+        """
+        executor = _DetachedExecutor(request, environment)
+        try:
+            executor.update_parameters(**_parameters(request.resources))
+        except ValueError as error:  # fewer GPUs are visible than asked for
+            raise JobError(str(error)) from error
+        known = False
+        try:
+            with interrupts_held(), submitit.helpers.clean_env():
+                executor.submit(submitit_jobs.StageFunction(request))
+            assert executor.process is not None
+            job = self._wait_for(executor.process, request)
+            known = True
+        finally:
+            if not known:  # interrupted, or too slow: without a record whoever cancels the run would not find it
+                executor.kill()
+        return job
+
+    def rank_environment(self, request: StageRequest) -> dict[str, str]:
+        return submitit_jobs.rank_environment() | LOOPBACK
+
+    def run_rank(self, request: StageRequest) -> None:
+        """A rank ends when its controller ends, however that is: the controller's lock alone says that the job runs."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
+        end_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
+        submitit_jobs.run_rank(request)
+
+    def _wait_for(self, process: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
+        """Return the job of a controller that was just started, or of another one that was faster, or None."""
+        key = request.key
+        log = key.folder / "controller.log"
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if (job := self.find(key)) is not None:
+                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(process.pid))
+            if process.poll() is not None:
+                # The job was so short that its lock was not seen; its record tells.
+                record = read_record(key.record_path)
+                if record is not None and record.job_id == str(process.pid):
+                    return LocalJob(record, key.folder, attached=False)
+                if request.result_path.exists():
+                    return None
+                raise JobError(f"the job's controller ended at once; see {log}")
+            time.sleep(0.05)
+        raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
+
+
+def _parameters(resources: Resources) -> dict[str, Any]:
+    """Return the parameters of submitit's LocalExecutor. All nodes are this machine: its ranks are one node's."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = [int(device) for device in visible.split(",") if device.isdigit()]
+    return {
+        "nodes": 1,
+        "tasks_per_node": resources.ranks,
+        "gpus_per_node": resources.ranks * resources.gpus_per_rank,
+        "visible_gpus": tuple(devices),
+        "timeout_min": resources.minutes,
+        **submitit_jobs.common_parameters(resources),
+    }
+
+
+class _DetachedExecutor(LocalExecutor):
+    """Starts `slurm.local_controller` in a session of its own, with its own output: Ctrl-C, hang-up and the end of the
+    flow do not reach it."""
+
+    def __init__(self, request: StageRequest, environment: dict[str, str]) -> None:
+        super().__init__(request.key.folder, max_num_timeout=MAX_TIMEOUTS)
+        self.request, self.environment = request, environment
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join([sys.executable, *self.request.arguments])
+
+    def _submit_command(self, command: str) -> Any:
+        request = self.request
+        controller = [sys.executable, "-m", "slurm.local_controller"]
+        controller += [str(self.folder), str(request.key.record_path), str(request.result_path)]
+        script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
+        with (self.folder / "controller.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                ["bash", "-c", script, "bash", *controller],
+                env={**os.environ, **self.environment, **self._controller_environment(command)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return submitit.LocalJob(self.folder, str(self.process.pid), list(range(self._num_tasks())), self.process)
+
+    def _controller_environment(self, command: str) -> dict[str, str]:
+        """Return the variables by which submitit's controller learns what to start."""
+        gpus = self.parameters["gpus_per_node"]
+        devices = self.parameters["visible_gpus"] or range(gpus)
+        return {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": str(self.parameters["tasks_per_node"]),
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters["signal_delay_s"]),
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            "SUBMITIT_STDERR_TO_STDOUT": "1" if self.parameters["stderr_to_stdout"] else "",
+            "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices[:gpus]),
+        }
+
+    def kill(self) -> None:
+        """Kill the controller and everything that it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)

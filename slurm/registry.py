@@ -1,0 +1,40 @@
+"""The backends by name. This is the only place that lists them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+
+from slurm.backend import Backend
+from slurm.local_backend import LocalBackend
+from slurm.slurm_backend import SlurmBackend
+from specrl.config import ClusterConfig, ConfigError
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBackend(), SlurmBackend())}
+
+
+def backend_of(cluster: ClusterConfig) -> Backend:
+    """Return the backend that `cluster.backend` names: one of `BACKENDS`, or a class given as `package.module:Class`.
+
+    Raises:
+        ConfigError: There is no such backend.
+    """
+    return BACKENDS.get(cluster.backend) or _imported(cluster.backend)
+
+
+@functools.cache
+def _imported(path: str) -> Backend:
+    module_name, _, name = path.partition(":")
+    if not module_name or not name.isidentifier():
+        known = ", ".join(BACKENDS)
+        raise ConfigError(f"cluster.backend = {path!r}: allowed: {known}, or package.module:Class")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
+    try:
+        kind = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
+    backend: Backend = kind()
+    return backend

@@ -1,0 +1,230 @@
+"""Jobs on Slurm, and the few words that the flow exchanges with its controller."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError
+
+from slurm import submitit_jobs
+from slurm.backend import Cause, Failure, JobError, JobKey, SilentSchedulerError, StageRequest, State
+from slurm.devcluster import DevCluster
+from slurm.environment import LOOPBACK, named_interface
+from slurm.records import Record, read_record, write_record
+from slurm.walltime import MAX_TIMEOUTS
+from specrl.config import ClusterConfig, Config
+
+COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+UNKNOWN = "no longer in the queue"
+SUCCEEDED = {"COMPLETED", UNKNOWN}
+CAUSES: dict[str, Cause] = {"TIMEOUT": "time limit", "OUT_OF_MEMORY": "memory", "CANCELLED": "cancelled"}
+SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+COMMAND_SECONDS = 30
+"""How long one of Slurm's commands may take before Slurm counts as silent."""
+ONE_HOST = "SPECRL_ONE_HOST"
+"""The variable that the development cluster sets: all nodes are this machine, and their names do not resolve."""
+
+
+class SlurmJob:
+    """A Slurm job by its id."""
+
+    backend = "slurm"
+    ask_seconds = 5.0
+
+    def __init__(self, job_id: str, folder: Path, attached: bool) -> None:
+        self.job_id, self.folder, self.attached = job_id, folder, attached
+
+    def state(self) -> State:
+        """Ask squeue, which every cluster has, about what lives or ended a moment ago, and sacct about the rest.
+
+        Raises:
+            SilentSchedulerError: Slurm does not answer at the moment.
+        """
+        try:
+            answer = _ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T %r").strip()
+        except SilentSchedulerError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            answer = ""
+        word, _, reason = answer.partition(" ") if answer else (self._accounting_state(), "", "")
+        if word in PENDING:
+            return State("pending", f"{word}, {reason}")
+        if word in RUNNING:
+            return State("running", word)
+        return State("ended", word, failed=word not in SUCCEEDED, cause=CAUSES.get(word))
+
+    def cancel(self) -> None:
+        with contextlib.suppress(SilentSchedulerError):
+            _ask("scancel", self.job_id)
+
+    def log(self, rank: int) -> Path:
+        return submitit_jobs.log_path(self.folder, self.job_id, rank)
+
+    def failure(self, ranks: int) -> Failure:
+        return submitit_jobs.first_exception(self.folder, self.job_id, ranks) or self._srun_error()
+
+    def _srun_error(self) -> Failure:
+        """Return what srun writes at the end of the first rank's log: which rank ended badly, and how."""
+        log = self.log(0)
+        found = SRUN_ERROR.search(log.read_text(errors="replace")) if log.exists() else None
+        return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}") if found else Failure(0)
+
+    def _accounting_state(self) -> str:
+        try:
+            lines = _ask("sacct", "-nPX", "-j", self.job_id, "-o", "State").splitlines()
+        except SilentSchedulerError:
+            lines = []
+        # "CANCELLED by 1000" is one answer. Without accounting, the job is simply no longer in the queue.
+        return lines[-1].split()[0] if lines and lines[-1] else UNKNOWN
+
+
+class SlurmBackend:
+    """A Slurm cluster, through the commands of a login node."""
+
+    name = "slurm"
+
+    def connect(self) -> None:
+        """Use the development cluster of this machine when it is up and no other Slurm is configured."""
+        DevCluster().use_if_up()
+
+    def problems(self, config: Config) -> list[str]:
+        missing = [command for command in COMMANDS if shutil.which(command) is None]
+        if missing:
+            return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
+        return []
+
+    def queue(self, cluster: ClusterConfig) -> str:
+        return cluster.partition or "default"
+
+    def find(self, key: JobKey) -> SlurmJob | None:
+        """Return the job with this name in Slurm's queue. It is there from the moment Slurm has taken it, even if the
+        flow that submitted it died before noting its id.
+
+        Raises:
+            SilentSchedulerError: Slurm does not answer at the moment.
+        """
+        ids = _ask("squeue", "-h", "-u", getpass.getuser(), "-n", key.job_name, "-o", "%i").split()
+        if not ids:
+            return None
+        record = read_record(key.record_path)
+        if record is None or record.job_id != ids[0]:
+            _write_record(key, ids[0])
+        return SlurmJob(ids[0], key.folder, attached=True)
+
+    def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
+        """Submit a job with sbatch.
+
+        Raises:
+            JobError: Slurm refuses it; the message has Slurm's reason.
+        """
+        executor = _StageExecutor(request)
+        executor.update_parameters(**parameters(request, environment))
+        try:
+            with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+                job = executor.submit(submitit_jobs.StageFunction(request))
+        except FailedJobError as error:
+            raise JobError(f"Slurm refuses the job: {_reason(str(error))}") from error
+        _write_record(request.key, job.job_id)
+        return SlurmJob(job.job_id, request.key.folder, attached=False)
+
+    def rank_environment(self, request: StageRequest) -> dict[str, str]:
+        one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
+        network = LOOPBACK if one_host else named_interface(request.context.config.cluster)
+        return submitit_jobs.rank_environment() | network
+
+    def run_rank(self, request: StageRequest) -> None:
+        submitit_jobs.run_rank(request)
+
+
+def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, Any]:
+    """Return the parameters of submitit's SlurmExecutor.
+
+    Args:
+        environment: Exported in the job after `cluster.setup`, which may load modules that set the same names.
+    """
+    resources, cluster = request.resources, request.context.config.cluster
+    optional = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "gpus_per_node": resources.ranks_per_node * resources.gpus_per_rank or None,
+    }
+    return {
+        "job_name": request.key.job_name,
+        "time": resources.minutes,
+        "nodes": resources.nodes,
+        "ntasks_per_node": resources.ranks_per_node,
+        "cpus_per_task": resources.cpus_per_rank,
+        "mem": f"{round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)}M",
+        "setup": [*cluster.setup, *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())],
+        # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
+        "srun_args": [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"],
+        "additional_parameters": {"requeue": True},
+        **submitit_jobs.common_parameters(resources),
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+
+
+class _StageExecutor(submitit.SlurmExecutor):
+    def __init__(self, request: StageRequest) -> None:
+        super().__init__(request.key.folder, max_num_timeout=MAX_TIMEOUTS)
+        self.request = request
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join([sys.executable, *self.request.arguments])
+
+
+@contextlib.contextmanager
+def _outside_jobs() -> Iterator[None]:
+    """Hide the variables of a job that the flow itself may run in, but stay on the same cluster."""
+    conf = os.environ.get("SLURM_CONF")
+    with submitit.helpers.clean_env():
+        if conf is not None:
+            os.environ["SLURM_CONF"] = conf
+        yield
+
+
+def _write_record(key: JobKey, job_id: str) -> None:
+    write_record(key.record_path, Record("slurm", job_id, None, "", time.time()))
+
+
+def _reason(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-1:]
+    return "; ".join(line.removeprefix("sbatch: error: ").strip() for line in lines)
+
+
+def _ask(*command: str) -> str:
+    """Return the output of one of Slurm's commands.
+
+    Raises:
+        JobError: The command is not installed.
+        SilentSchedulerError: It failed or took too long.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except FileNotFoundError as error:
+        if command[0] == "sacct":
+            raise SilentSchedulerError("no sacct") from error
+        raise JobError(f"{command[0]} is not installed: --cluster slurm works where Slurm's commands are") from error
+    except subprocess.TimeoutExpired as error:
+        raise SilentSchedulerError(f"{command[0]} took more than {COMMAND_SECONDS} s") from error
+    if done.returncode:
+        raise SilentSchedulerError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

@@ -1,0 +1,84 @@
+"""Processes and ports: what the project asks of the operating system beside files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+"""From Linux's `sys/prctl.h`: the signal that the kernel sends to a process when its parent ends."""
+
+
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends, however the parent ends.
+
+    Args:
+        parent: The process id of the parent that started this process. It may have ended before this call, in which
+            case no signal would ever come.
+
+    Raises:
+        SystemExit: The parent has ended already.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        raise SystemExit(f"process {parent}, which started this one, has ended")
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot, or None when it has ended.
+
+    Process ids repeat; an id and a start time together name one process for good.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, started = fields[0], int(fields[19])
+    return None if state in "ZX" else started
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a TCP port on which nothing listens at the moment."""
+    return free_ports(1, address)[0]
+
+
+def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
+    """Return `count` different TCP ports on which nothing listens at the moment."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:  # all are open before the first one closes, so that they differ
+            listener.bind((address, 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.
+
+    It has an effect in the main thread only, since no other thread is ever interrupted. The signal is not blocked:
+    processes that are started in the block would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
