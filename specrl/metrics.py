@@ -101,7 +101,6 @@ _DEFINITIONS = (
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
     Metric("drafter/top1_match", "", "Positions whose most likely token is the policy's, first TTT step."),
-    Metric("drafter/overlap_pos_I", "", "Mean over positions of sum_v min(p(v), q(v)) at TTT step I."),
     Metric(
         *("drafter/expected_acceptance_pos_I", ""),
         "Expected share of drafts accepted up to and including position I, from the trainer's own distributions.",

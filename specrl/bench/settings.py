@@ -7,15 +7,15 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
 
-from specrl.config import WITH_MODEL, Config, ConfigError, PositiveInt, Section, SpeculationConfig
+from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.base import NonNegativeInt
+from specrl.config.methods import METHODS
 from specrl.config.rollout import BubbleUse
 
 ADAPTIVE = "adaptive"
 TAIL = "tail64"
 """The long-tailed batch: 64 requests of natural length on one rank."""
 TAIL_SIZE = 64
-METHODS: tuple[str, ...] = get_args(SpeculationConfig.model_fields["method"].annotation)
 
 
 def _number_or(word: str) -> AfterValidator:
@@ -50,7 +50,9 @@ class RolloutSettings(Section):
     @field_validator("methods")
     @classmethod
     def _known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
-        allowed = [method for method in METHODS if method != "none"]  # plain decoding is the other side of every pair
+        allowed = [
+            name for name, row in METHODS.items() if row.drafts
+        ]  # plain decoding is the other side of every pair
         if unknown := [method for method in methods if method not in allowed]:
             raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
         return methods
@@ -69,9 +71,9 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
     Raises:
         ConfigError: one needs a drafter that the run does not have.
     """
-    own = config.speculation.method
-    trained = ("mtp",) if own == "mtp" else ("eagle3", "eagle3+replay") if own.startswith("eagle3") else ()
-    allowed = (*trained, "ngram", "replay", *(("draft_model",) if own == "draft_model" else ()))
+    own = config.speculation.draft_method
+    drafting = [row for row in METHODS.values() if row.drafts]
+    allowed = tuple(row.name for row in drafting if row.model is None or row.same_model(own))
     for method in settings.methods:
         if method not in allowed:
             raise ConfigError(f"methods: {method} needs a run that was made for it; this one's: {', '.join(allowed)}")
@@ -80,9 +82,8 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
 
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
     """The run's speculation with another draft source and longest draft."""
-    draft_model = run.draft_model if method == "draft_model" else None
-    drafts = run.drafts if method in WITH_MODEL else "likely"
-    changed = {"method": method, "k": k, "draft_model": draft_model, "drafts": drafts}
+    draft_model = run.draft_model if METHODS[method].model == "draft_model" else None
+    changed = {"method": method, "k": k, "draft_model": draft_model}
     return SpeculationConfig.model_validate(run.model_dump() | changed)
 
 

@@ -16,22 +16,13 @@ from pydantic import Field, ValidationError, model_validator
 from specrl.config.base import STAGES, ConfigError, NonNegativeInt, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
+from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
-from specrl.config.rollout import (
-    REPLAYING,
-    WITH_DRAFTER,
-    WITH_MODEL,
-    BubblesConfig,
-    EngineConfig,
-    SamplingConfig,
-    SpeculationConfig,
-)
+from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig, ValidateConfig
 
 __all__ = [
     "STAGES",
-    "WITH_DRAFTER",
-    "WITH_MODEL",
     "BubblesConfig",
     "ClusterConfig",
     "Config",
@@ -110,10 +101,12 @@ class Config(Section):
 
     def _check_bubbles(self) -> None:
         use, method = f'bubbles.use = "{self.bubbles.use}"', f'speculation.method = "{self.speculation.method}"'
-        if self.bubbles.pregenerates and self.speculation.method not in REPLAYING:
-            raise ValueError(f"{use} needs drafts from stored text: {method} must be one of {_listed(REPLAYING)}")
-        if self.bubbles.trains_drafter and self.speculation.method not in WITH_DRAFTER:
-            raise ValueError(f"{use} needs a drafter to train: {method} must be one of {_listed(WITH_DRAFTER)}")
+        if self.bubbles.pregenerates and not self.speculation.draft_method.replays:
+            allowed = ", ".join(name for name, row in METHODS.items() if row.replays)
+            raise ValueError(f"{use} needs drafts from stored text: {method} must be one of {allowed}")
+        if self.bubbles.trains_drafter and not self.speculation.draft_method.has_weights:
+            allowed = ", ".join(name for name, row in METHODS.items() if row.has_weights)
+            raise ValueError(f"{use} needs a drafter to train: {method} must be one of {allowed}")
         if self.bubbles.trains_drafter and not self.drafter.online_lr:
             raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
         if self.bubbles.use != "none" and self.engine.tensor_parallel > 1:
@@ -194,10 +187,6 @@ def parse_config(data: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved configuration as JSON; `parse_config(json.loads(...))` gives an equal one."""
     return config.model_dump_json(indent=2, by_alias=True) + "\n"
-
-
-def _listed(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -1,111 +1,97 @@
-"""The draft sources, one line per `speculation.method`: what vLLM is told, and what the source takes.
+"""The table of draft methods: one row for each value of `speculation.method`.
 
-Nobody else asks for a method by its name: a new one is an entry in `SOURCES` and a name in `SpeculationConfig`.
+Configuration, engine, benchmarks and reports ask the row what a method has and needs; nobody compares names, so that a
+new row is all they have to know. `CONTRIBUTING.md` shows how to add one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from specrl.config import Config
-
-NGRAM_LOOKUP = (2, 4)
-"""Shortest and longest n-gram looked up in the sequence so far."""
-NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
+STORED_TEXT = "specrl.rollout.drafts.text_sources:StoredTextSource"
+"""Stored responses to the same prompt, such as those generated ahead in bubbles."""
+RECENT_TEXT = "specrl.rollout.drafts.text_sources:RecentTextSource"
+"""The latest responses of the engine, to whatever prompts."""
 
 
 @dataclass(frozen=True)
-class DraftSource:
-    """How drafts are made. Stored text, where there is any, takes precedence over a drafter's own proposals."""
+class DraftMethod:
+    """Where drafts come from.
 
-    arguments: Callable[[Config, Path | None], dict[str, Any]]
-    """(config, drafter directory) -> the source's part of vLLM's `speculative_config`.
-
-    Raises ValueError without a drafter directory where one is needed.
+    A method drafts with something that vLLM knows (`vllm`), from text (`texts`), or both; then text comes first where
+    it is expected to get more tokens accepted. A method that has neither decodes plainly.
     """
-    drafts: bool = True
-    """Has proposals of its own, of up to `speculation.k` tokens."""
-    replays: bool = False
-    """Proposes stored text, of up to `speculation.replay_k` tokens."""
-    has_weights: bool = False
-    """Has a drafter that is pretrained, trained along with the policy, refitted, and exported."""
-    is_policy_layer: bool = False
-    """That drafter is a layer of the policy's own checkpoint, and has the policy's head and vocabulary."""
-    reads_every_token: bool = False
-    """Runs a model of its own, which must see every token lest its KV cache has holes: it is asked for 0 drafts too."""
+
+    name: str
+    """The value of `speculation.method`."""
+    vllm: Mapping[str, Any] | None = None
+    """Arguments of vLLM's `speculative_config`, less what follows from the configuration: the number of tokens and the
+    model's directory. None if vLLM itself proposes nothing."""
+    model: Literal["drafter", "policy_layer", "draft_model"] | None = None
+    """The model that drafts inside vLLM: a `drafter` in a directory of its own, trained along with the policy; a
+    `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, trained as well; or the fixed
+    `draft_model` of the configuration. None if vLLM drafts without a model."""
+    texts: tuple[str, ...] = field(default=())
+    """The text sources, as import paths `module:Class` of `TextSource` classes."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted at all."""
+        return self.vllm is not None or bool(self.texts)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a drafter is pretrained, trained along with the policy, refitted and exported."""
+        return self.model in ("drafter", "policy_layer")
+
+    @property
+    def is_policy_layer(self) -> bool:
+        """Whether the drafter is a layer of the policy's checkpoint, with the policy's head and vocabulary."""
+        return self.model == "policy_layer"
+
+    @property
+    def reads_every_token(self) -> bool:
+        """Whether a model drafts, whose KV cache would have holes if it did not read every token of every request."""
+        return self.model is not None
+
+    @property
+    def replays(self) -> bool:
+        """Whether stored responses to the same prompt are drafts."""
+        return STORED_TEXT in self.texts
+
+    def same_model(self, other: DraftMethod) -> bool:
+        """Return whether a model that was made for `other` serves this method."""
+        kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
+        return kinds[0] == kinds[1]
 
 
-def draft_source(config: Config) -> DraftSource | None:
-    """The source that `speculation.method` names; none for plain decoding."""
-    return SOURCES.get(config.speculation.method)
+EAGLE3 = {"method": "eagle3"}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""The shortest and the longest n-gram looked up in the sequence so far."""
+TEXTS = (STORED_TEXT, RECENT_TEXT)
 
-
-def trains_drafter(config: Config) -> bool:
-    """Whether the run has a drafter of its own: pretrained, co-trained, exported."""
-    source = draft_source(config)
-    return source is not None and source.has_weights
-
-
-def drafts_with_policy_layer(config: Config) -> bool:
-    """Whether the drafter is the policy's own multi-token-prediction layer."""
-    source = draft_source(config)
-    return source is not None and source.is_policy_layer
-
-
-def draft_lengths(config: Config) -> tuple[int, int]:
-    """Longest draft of the drafter and longest draft from stored text, tokens; 0 for what the method does not have."""
-    source, speculation = draft_source(config), config.speculation
-    if source is None:
-        return 0, 0
-    return speculation.k if source.drafts else 0, speculation.replay_k if source.replays else 0
-
-
-def _eagle3(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    if drafter_dir is None:
-        method = config.speculation.method
-        raise ValueError(f'speculation.method = "{method}" needs a drafter directory; pass one or speculate=False')
-    return {
-        "method": "eagle3",
-        "model": str(drafter_dir),
-        "draft_tensor_parallel_size": config.engine.tensor_parallel,
-    }
-
-
-def _mtp(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    # The directory is the policy's. vLLM takes that by default, but then expects the layer in the policy's precision.
-    return {
-        "method": "mtp",
-        "model": str(drafter_dir),
-        "draft_tensor_parallel_size": config.engine.tensor_parallel,
-    }
-
-
-def _ngram(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    shortest, longest = NGRAM_LOOKUP
-    return {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
-
-
-def _draft_model(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    return {
-        "method": "draft_model",
-        "model": str(config.speculation.draft_model),
-        "draft_tensor_parallel_size": config.engine.tensor_parallel,
-    }
-
-
-def _replay(config: Config, drafter_dir: Path | None) -> dict[str, Any]:
-    return {"method": "custom_class", "model": NO_DRAFTER}
-
-
-SOURCES: dict[str, DraftSource] = {
-    "eagle3": DraftSource(_eagle3, has_weights=True, reads_every_token=True),
-    "mtp": DraftSource(_mtp, has_weights=True, is_policy_layer=True, reads_every_token=True),
-    "ngram": DraftSource(_ngram),
-    "draft_model": DraftSource(_draft_model, reads_every_token=True),
-    "replay": DraftSource(_replay, drafts=False, replays=True),
-    "eagle3+replay": DraftSource(_eagle3, replays=True, has_weights=True, reads_every_token=True),
+METHODS: dict[str, DraftMethod] = {
+    row.name: row
+    for row in (
+        DraftMethod("none"),
+        DraftMethod("eagle3", vllm=EAGLE3, model="drafter"),
+        DraftMethod("eagle3+replay", vllm=EAGLE3, model="drafter", texts=TEXTS),
+        DraftMethod("mtp", vllm={"method": "mtp"}, model="policy_layer"),
+        DraftMethod("ngram", vllm=NGRAM),
+        DraftMethod("replay", texts=TEXTS),
+        DraftMethod("draft_model", vllm={"method": "draft_model"}, model="draft_model"),
+    )
 }
-"""Every `speculation.method` but "none"."""
+
+
+def check_method(name: str) -> str:
+    """Return the name of a method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if name not in METHODS:
+        raise ValueError(f'speculation.method = "{name}": allowed: {", ".join(METHODS)}')
+    return name

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.methods import METHODS, DraftMethod, check_method
 
 CANNOT_BE_HONOURED = {
     "min_p": "vLLM leaves it out where it verifies drafts; use top_p",
@@ -37,44 +38,46 @@ class SamplingConfig(Section):
         return data
 
 
-WITH_MODEL = frozenset({"eagle3", "eagle3+replay", "mtp", "draft_model"})
-"""Methods whose drafts come from a model's distribution."""
-
-
 class SpeculationConfig(Section):
-    """Where drafts come from and how long they are; no draft changes a token, only the time."""
+    """Where drafts come from and how long they are. No draft changes a token, only the time."""
 
-    method: Literal["none", "eagle3", "mtp", "ngram", "draft_model", "replay", "eagle3+replay"] = "eagle3"
-    """`mtp` drafts with the multi-token-prediction layer of a policy that has one."""
+    method: Annotated[str, AfterValidator(check_method)] = "eagle3"
+    """A row of the table in `specrl/config/methods.py`. `mtp` drafts with the multi-token-prediction layer of a policy
+    that has one."""
     k: NonNegativeInt = 3
-    """Longest draft of a drafter, tokens per iteration; 0 only with `method = "none"`."""
+    """The longest draft of a drafter, in tokens per iteration; 0 only with `method = "none"`."""
     adaptive: bool = True
-    """The controller chooses how far to draft for each running batch size, 0 included; false: always `k`."""
+    """Whether the controller chooses how far to draft for each running batch size, 0 included; otherwise always `k`."""
     replay_k: PositiveInt = 16
-    """Longest draft from stored text, tokens per iteration; for the methods with replay."""
+    """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: NonNegativeInt = 100_000
-    """Tokens of an engine's latest rollouts, to whatever prompts, that drafts are looked up in where no stored text of
-    the prompt serves better; for the methods with replay. At most some 400 bytes of memory each; 0: none."""
+    """How many tokens of an engine's latest rollouts, to whatever prompts, are kept to draft from where no stored text
+    of the prompt serves better, for the methods with replay. Each takes at most some 400 bytes of memory; 0 keeps none.
+    """
     draft_model: Path | None = None
-    """Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
-    drafts: Literal["likely", "coupled"] = "likely"
-    """What a drafter proposes: its likeliest token, or one drawn from its distribution with the random number that the
-    policy's token will be drawn with. The second is accepted more often where a good drafter faces an undecided policy;
-    compare `drafter/overlap_pos_*` with `drafter/expected_acceptance_pos_*`."""
+    """The Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
+
+    @property
+    def draft_method(self) -> DraftMethod:
+        """The method's row: what it drafts from and what it needs."""
+        return METHODS[self.method]
+
+    @property
+    def draft_lengths(self) -> tuple[int, int]:
+        """The longest draft of vLLM's proposer and the longest from text, in tokens; 0 for what the method lacks."""
+        method = self.draft_method
+        return self.k if method.vllm is not None else 0, self.replay_k if method.texts else 0
 
     @model_validator(mode="after")
     def _options_match_method(self) -> Self:
-        if (self.method == "none") != (self.k == 0):
+        if self.draft_method.drafts == (self.k == 0):
             raise ValueError(f'speculation.k = {self.k} with method = "{self.method}": 0 with "none", above 0 else')
-        if (self.method == "draft_model") != (self.draft_model is not None):
+        if (self.draft_method.model == "draft_model") != (self.draft_model is not None):
             given = "is not set" if self.draft_model is None else f"= {self.draft_model}"
             raise ValueError(
                 f'speculation.draft_model {given} with method = "{self.method}": '
                 'a model directory with "draft_model", not set else'
             )
-        if self.drafts == "coupled" and self.method not in WITH_MODEL:
-            allowed = ", ".join(sorted(WITH_MODEL))
-            raise ValueError(f'speculation.drafts = "coupled" with method = "{self.method}": it needs one of {allowed}')
         return self
 
 
@@ -95,12 +98,6 @@ class EngineConfig(Section):
     """torch.compile the engine: slower start, faster steps."""
     parity_tolerance: PositiveFloat = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)| in nats that the parity probe accepts after a refit."""
-
-
-REPLAYING = frozenset({"replay", "eagle3+replay"})
-"""Methods that draft from stored text."""
-WITH_DRAFTER = frozenset({"eagle3", "eagle3+replay", "mtp"})
-"""Methods with a drafter of its own weights, which training improves."""
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
-from specrl.config.methods import drafts_with_policy_layer
 from specrl.models import mtp
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", mtp.ARCHITECTURE)
@@ -95,7 +94,7 @@ def check_method(config: Config, directory: Path | None = None) -> None:
     Raises:
         ConfigError: `mtp` for a model without a multi-token-prediction layer.
     """
-    if not drafts_with_policy_layer(config):
+    if not config.speculation.draft_method.is_policy_layer:
         return
     model = config.model
     if directory is None and _kind(model.source) == "directory":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specrl.config import StageName
-from specrl.config.methods import trains_drafter
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
 
@@ -67,7 +66,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
 def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     """What a stage's process holds beside the engine."""
     config = rank.config
-    drafts = trains_drafter(config)
+    drafts = config.speculation.draft_method.has_weights
     if stage == "prepare":
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
     if stage == "pretrain" and drafts:

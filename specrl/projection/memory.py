@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specrl.config import Config
-from specrl.config.methods import draft_lengths, drafts_with_policy_layer, trains_drafter
 from specrl.projection.shapes import ModelShape
 
 GIB = 2**30
@@ -90,7 +89,7 @@ class Rank:
         """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
-        if drafts_with_policy_layer(self.config):
+        if self.config.speculation.draft_method.is_policy_layer:
             return 2 * hidden * hidden + shape.parameters_per_layer + 3 * hidden
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         mlp = 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
@@ -159,7 +158,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
         pretraining: in windows of `max_tokens_per_window`, otherwise on `max_tokens_per_step` of a step.
     """
     shape, drafter = rank.shape, rank.config.drafter
-    count, policy_layer = rank.drafter_parameters, drafts_with_policy_layer(rank.config)
+    count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
     # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
     features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + drafter.draft_vocab_size
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
@@ -188,7 +187,11 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     and the attention's weights; and what one step leaves behind at once on its way there and back.
     """
     shape, drafter, size = rank.shape, rank.config.drafter, rank.dtype_bytes
-    hidden, steps, policy_layer = shape.hidden_size, drafter.ttt_steps, drafts_with_policy_layer(rank.config)
+    hidden, steps, policy_layer = (
+        shape.hidden_size,
+        drafter.ttt_steps,
+        rank.config.speculation.draft_method.is_policy_layer,
+    )
     vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
     width = shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size
     slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
@@ -218,7 +221,7 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) 
     how = f"{tokens} tokens x {size / 1024:.1f} KiB"
     steps = ", of 3 steps" if copies > 1 else ""
     items = [_item("drafter's features", copies * tokens * size, how + steps)]
-    if drafts_with_policy_layer(config):
+    if config.speculation.draft_method.is_policy_layer:
         return items
     vocabulary = config.drafter.draft_vocab_size
     logits = tokens * vocabulary * rank.dtype_bytes
@@ -232,11 +235,11 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
     parallel = config.engine.tensor_parallel
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
     items = [_item("engine weights", count * size, f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B")]
-    if speculate and trains_drafter(config):
+    if speculate and config.speculation.draft_method.has_weights:
         drafter = rank.drafter_parameters / parallel
         items.append(_item("engine's drafter", drafter * size, f"{drafter / 1e6:.1f} M parameters x {size} B"))
     batched = ENGINE_BATCHED_TOKENS[rank.gpu]
-    verified = config.engine.max_num_seqs * (max(draft_lengths(config)) + 1 if speculate else 1)
+    verified = config.engine.max_num_seqs * (max(config.speculation.draft_lengths) + 1 if speculate else 1)
     hidden = batched * (4 * shape.hidden_size + 3 * shape.intermediate_size / parallel) * size
     workspace = hidden + verified * shape.vocab_size * 3 * FP32
     return [
@@ -247,7 +250,7 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
 
 def kv_bytes_per_token(rank: Rank) -> float:
     """Keys and values of all layers and of the drafter's one; a rank has at least one KV head, however many ranks."""
-    layers = rank.shape.num_layers + (1 if trains_drafter(rank.config) else 0)
+    layers = rank.shape.num_layers + (1 if rank.config.speculation.draft_method.has_weights else 0)
     heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
     return 2 * layers * heads * rank.shape.head_dim * rank.dtype_bytes
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
-from specrl.config.methods import drafts_with_policy_layer, trains_drafter
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.memory import Rank
 from specrl.projection.shapes import ModelShape, model_shape
@@ -106,7 +105,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         problems.append(
             f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
         )
-    chooses = trains_drafter(config) and not drafts_with_policy_layer(config)
+    chooses = config.speculation.draft_method.has_weights and not config.speculation.draft_method.is_policy_layer
     if chooses and config.drafter.draft_vocab_size >= shape.vocab_size:
         size = config.drafter.draft_vocab_size
         problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")

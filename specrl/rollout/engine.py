@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from specrl.config import Config
-from specrl.config.methods import draft_lengths
 from specrl.distributed import join
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.replay import ReplayIndex
+from specrl.rollout.drafts.text_sources import StoredTextSource
+from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, stop_tokens
-from specrl.rollout.vllm.draft_head import install_draft_head
-from specrl.rollout.vllm.drafting import Drafting, agreed, draft_model, refuse_shared_head
+from specrl.rollout.vllm.drafting import Drafting, agreed, draft_model, pick_drafts_faster, refuse_shared_head
 from specrl.rollout.vllm.lifecycle import model_runner, output_tokens, require_version, sleep, start, stop, wake
 from specrl.rollout.vllm.load import (
     Weights,
@@ -93,15 +93,15 @@ class Engine:
         require_version()
         self.config = config
         self.max_length = config.model.max_length
-        self.max_k, self.max_replay_k = draft_lengths(config) if speculate else (0, 0)
+        self.max_k, self.max_replay_k = config.speculation.draft_lengths if speculate else (0, 0)
         longest = max(self.max_k, self.max_replay_k)
         self.precision = EnginePrecision(config.precision, recipe)
         arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision)
         self._llm = start({**arguments, **(overrides or {})})
         self._runner = model_runner(self._llm)
         self.precision.loaded(self._runner.model, None)
-        refuse_shared_head(self._runner)
-        self._head = install_draft_head(self._runner, config.speculation.drafts == "coupled")
+        refuse_shared_head(self._runner, config.speculation.draft_method)
+        pick_drafts_faster(self._runner)
         self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed) if longest else None
@@ -120,7 +120,7 @@ class Engine:
 
     def _install_drafting(self, seed: int) -> Drafting:
         controller = Controller(self.max_k, self.max_replay_k, seed)
-        drafting = Drafting(self._runner, self._sampler, self.config, controller, self._head)
+        drafting = Drafting(self._runner, self._sampler, self.config, controller)
         drafting.install()
         return drafting
 
@@ -217,14 +217,17 @@ class Engine:
         Raises:
             ValueError: `speculation.method` has no replay.
         """
-        if self._drafting is None or not self.max_replay_k:
+        if self._stored is None:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        self._drafting.index = ReplayIndex.of(texts, seeds)
+        self._stored.index = ReplayIndex.of(texts, seeds)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """How many responses to its prompt are stored, and how many tokens of the one of its own seed."""
-        index = self._drafting.index if self._drafting is not None else None
-        return index.stored(request.prompt_tokens, request.seed) if index is not None else (0, 0)
+        return self._stored.index.stored(request.prompt_tokens, request.seed) if self._stored is not None else (0, 0)
+
+    @property
+    def _stored(self) -> StoredTextSource | None:
+        return self._drafting.stored if self._drafting is not None else None
 
     @property
     def speculates(self) -> bool:
@@ -244,7 +247,7 @@ class Engine:
     @property
     def replays(self) -> bool:
         """Whether it takes stored text as drafts."""
-        return self.max_replay_k > 0
+        return self._stored is not None
 
     def stop_speculating(self) -> None:
         """Decode plainly from now on, whatever k is set."""
@@ -292,8 +295,8 @@ class Engine:
         assert not self._llm.has_unfinished_requests(), "refit while generating"
         tied = bool(self._llm.model_config.hf_config.tie_word_embeddings)
         refit_policy(self._llm.vllm_config, self._runner.model, policy_weights, self._policy_names, tied)
-        if drafter_weights is not None and self._drafter is not None:
-            refit_drafter(self._llm.vllm_config, self._drafter, drafter_weights, self._drafter_names)
+        if drafter_weights is not None:
+            self._load_drafter(drafter_weights)
         self.precision.loaded(self._runner.model, kv_scales)
         self.reset_prefix_cache()
         if self.controller is not None:
@@ -303,11 +306,15 @@ class Engine:
 
     def refit_drafter(self, weights: Weights) -> None:
         """Load the drafter alone, beside the policy as it is; errors as of `refit`."""
-        assert self._drafter is not None, "no drafter with weights"
-        refit_drafter(self._llm.vllm_config, self._drafter, weights, self._drafter_names)
+        self._load_drafter(weights)
         self.reset_prefix_cache()
         if self.controller is not None:
             self.controller.drafter_changed()
+
+    def _load_drafter(self, weights: Weights) -> None:
+        if self._drafter is None:
+            raise RefitError("refit was sent a drafter, but the engine has none")
+        refit_drafter(self._llm.vllm_config, self._drafter, weights, self._drafter_names)
 
     def verify_policy(self, weights: Weights) -> None:
         """Compare the policy inside the engine with the trainer's tensors, one by one; slower than the parity probe.
@@ -323,8 +330,9 @@ class Engine:
         Raises:
             DrafterCollapseError: names the tensors that differ.
         """
-        if self._drafter is not None:
-            assert_drafter_is(self._drafter, weights, self._runner.model)
+        if self._drafter is None:
+            raise RefitError("there is a drafter to compare with, but the engine has none")
+        assert_drafter_is(self._drafter, weights, self._runner.model)
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of `tokens[1:]` of each sequence at temperature 1, from prefills without cached prefixes."""

@@ -8,7 +8,6 @@ from statistics import fmean
 
 from specrl import logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
-from specrl.config.methods import trains_drafter
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
@@ -34,7 +33,7 @@ def main(context: StageContext) -> None:
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rollouts_dir = context.stage_dir / "rollouts"
         rollouts = answer_prompts(context, ranks, rollouts_dir, progress)
-        drafter_dir = context.stage_dir / "drafter" if trains_drafter(context.config) else None
+        drafter_dir = context.stage_dir / "drafter" if context.config.speculation.draft_method.has_weights else None
         metrics: dict[str, float] = {}
         if drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
@@ -73,7 +72,9 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
                 config,
                 make_reward(config.data),
                 Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
-                lambda done, total: progress.update(done, total, unit="response", phase="answering task prompts"),
+                on_progress=lambda done, total: progress.update(
+                    done, total, unit="response", phase="answering task prompts"
+                ),
             )
         engine.shutdown()
         write_rollouts(path, rollouts)

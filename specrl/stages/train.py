@@ -18,7 +18,6 @@ from specrl.artifacts import (
     write_result,
 )
 from specrl.config import Config
-from specrl.config.methods import trains_drafter
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
@@ -80,7 +79,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
         policy.kv_observer = kv_observer
     drafter = None
-    if pretrained.drafter_dir is not None and trains_drafter(config):
+    if pretrained.drafter_dir is not None and config.speculation.draft_method.has_weights:
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
     with logs.phase("start of the engine"):
         engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)

@@ -121,21 +121,6 @@ def test_a_rounded_drafter_changes_no_token(engine_of: Start, plain: list[Respon
     assert_same(generation.responses, plain)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_drafts_that_are_drawn_with_the_policys_random_numbers_change_no_token(
-    engine_of: Start, plain: list[Response], monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """They depend on the very number that picks the token: with rejection sampling that would be biased."""
-    engine = engine_of(method)
-    likely = engine.generate(REQUESTS).stats
-    monkeypatch.setattr(engine._head, "coupled", True)
-    engine.reset_prefix_cache()
-    generation = engine.generate(REQUESTS)
-    assert generation.stats != likely
-    assert generation.stats.by_source[DRAFTER].num_accepted_tokens > 100
-    assert_same(generation.responses, plain)
-
-
 def test_speculation_works_up_to_the_end_of_the_context(engine_of: Start) -> None:
     engine = engine_of("eagle3")
     limit = engine.max_length

@@ -27,7 +27,7 @@ import torch
 import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
-from specrl.config import WITH_DRAFTER, DrafterConfig, parse_config
+from specrl.config import DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import run_loop
@@ -98,7 +98,7 @@ def write_inputs(folder: Path) -> None:
 
 def make_context(folder: Path, run: LoopRun) -> StageContext:
     config = parse_config(toy_settings(folder, run))
-    pretrained = folder / ("with-drafter" if config.speculation.method in WITH_DRAFTER else "without")
+    pretrained = folder / ("with-drafter" if config.speculation.draft_method.has_weights else "without")
     return StageContext(
         config=config,
         stage="train",

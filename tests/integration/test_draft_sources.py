@@ -12,7 +12,7 @@ import torch
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Response
-from specrl.rollout.vllm.deferred_prefill import Backlog
+from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
 from specrl.rollout.vllm.sampler import RequestRecord
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
@@ -184,10 +184,10 @@ def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engin
     """Ten iterations without drafts, then drafts: as good as those of a drafter that read every token at once."""
     drafting = mixed._drafting
     assert drafting is not None
-    backlog, counters = drafting.backlog, []
-    assert backlog is not None
-    for used in (backlog, None, Forgetful(mixed._runner)):
-        drafting.backlog = used
+    deferred_prefill, counters = drafting.deferred_prefill, []
+    assert deferred_prefill is not None
+    for used in (deferred_prefill, None, Forgetful(mixed._runner)):
+        drafting.deferred_prefill = used
         asked: list[int] = []
 
         def on_iteration(asked: list[int] = asked) -> None:
@@ -198,13 +198,13 @@ def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engin
         generation = mixed.generate(REQUESTS[:16], on_iteration=on_iteration)
         assert tokens(generation.responses) == tokens(plain)[:16]
         counters.append(generation.stats)
-    drafting.backlog = backlog
+    drafting.deferred_prefill = deferred_prefill
     assert counters[0] == counters[1]
     assert counters[0].num_accepted_tokens > 20
     assert counters[2] != counters[1]
 
 
-class Forgetful(Backlog):
+class Forgetful(DeferredPrefill):
     """Leaves the holes."""
 
     def catch_up(self, records: list[RequestRecord], arguments: tuple[Any, ...]) -> None:

@@ -39,7 +39,6 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["speculation.method=none"], ["speculation.k = 3", '"none"', "above 0 else"]),
         (["speculation.method=draft_model"], ["speculation.draft_model is not set", '"draft_model"']),
         (["speculation.draft_model=x"], ["speculation.draft_model = x", '"eagle3"']),
-        (["speculation.method=ngram", "speculation.drafts=coupled"], ["coupled", "ngram", "eagle3"]),
         (["speculation.replay_k=0"], ["speculation.replay_k", "0", "greater than 0"]),
         (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens = 512", "model.max_length = 512"]),
         (["train.samples_per_prompt=1"], ["train.samples_per_prompt", "1", "greater than or equal to 2"]),

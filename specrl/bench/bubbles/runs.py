@@ -20,7 +20,8 @@ from typing import Any
 
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.settings import BubbleSettings, speculation_of
-from specrl.config import WITH_DRAFTER, Config, ConfigError, StageName, parse_config
+from specrl.config import Config, ConfigError, StageName, parse_config
+from specrl.config.methods import METHODS
 from specrl.config.rollout import BubbleUse
 from specrl.context import StageContext
 from specrl.processes import free_port
@@ -54,7 +55,7 @@ class SettingRun:
 
     @property
     def has_drafter(self) -> bool:
-        return BUBBLE_SETTINGS[self.name][0] in WITH_DRAFTER
+        return METHODS[BUBBLE_SETTINGS[self.name][0]].has_weights
 
     def total(self, metric: str) -> float:
         return sum(record.metrics[metric] for record in self.records)
@@ -144,7 +145,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     method, use = BUBBLE_SETTINGS[name]
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
-    k = 0 if method == "none" else config.speculation.k or 3
+    k = (config.speculation.k or 3) if METHODS[method].drafts else 0
     data["speculation"] = speculation_of(config.speculation, method, k).model_dump(mode="json")
     data["bubbles"] = {"use": use, "seeds": settings.seeds}
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}

@@ -17,7 +17,8 @@ from specrl.distributed import join, leave
 def main(job: BenchJob) -> None:
     started = time.monotonic()
     settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)
-    if subject.config.speculation.method != "eagle3" or subject.first_drafter_dir is None:
+    method = subject.config.speculation.draft_method
+    if method.model != "drafter" or method.texts or subject.first_drafter_dir is None:
         raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
     ranks = join()
     comparison = Comparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")

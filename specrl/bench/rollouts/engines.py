@@ -12,6 +12,7 @@ from specrl.bench.rollouts.rounds import Variant, Workload, measure
 from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config
+from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
@@ -61,7 +62,8 @@ class Engines:
     @property
     def profiled(self) -> Variant | None:
         """The variant whose time is taken apart: it drafts with a trained drafter alone."""
-        return self.drafting.get("eagle3")
+        alone = (name for name in self.drafting if METHODS[name].model == "drafter" and not METHODS[name].texts)
+        return next((self.drafting[name] for name in alone), None)
 
     @property
     def middle_k(self) -> int:
@@ -82,9 +84,10 @@ class Engines:
         ks, in_tail = self.settings.ks, workload.name == TAIL
         if ADAPTIVE not in ks:
             return ks
-        if method == ("eagle3" if in_tail else "ngram"):
-            return (self.middle_k, ADAPTIVE)
-        return (ADAPTIVE,) if in_tail or self.drafting[method].engine.replays else ks
+        row = METHODS[method]
+        if row.texts or (in_tail and not row.has_weights):
+            return (ADAPTIVE,)
+        return (self.middle_k, ADAPTIVE) if in_tail or row.model is None else ks
 
     def _variant(self, method: str, k: int, compiled: bool) -> Variant:
         config = self._config(method, compiled)

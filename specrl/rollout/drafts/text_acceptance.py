@@ -37,9 +37,10 @@ class TextAcceptance:
     tokens accepted, and a failure unless all were.
     """
 
-    def __init__(self) -> None:
-        self._right = dict.fromkeys(GUESSES, 0.0)
-        self._wrong = dict.fromkeys(GUESSES, 0.0)
+    def __init__(self, guesses: Mapping[Kind, float] = GUESSES) -> None:
+        self._guesses = guesses
+        self._right = dict.fromkeys(guesses, 0.0)
+        self._wrong = dict.fromkeys(guesses, 0.0)
         self._drafter = 0.0
         """Accepted tokens of a drafter's draft, a running mean."""
 
@@ -57,7 +58,7 @@ class TextAcceptance:
 
     def probability(self, kind: Kind) -> float:
         """Of a token to be right where the one before it was."""
-        guess = GUESSES[kind]
+        guess = self._guesses[kind]
         # As many failures as PRIOR_DRAFTS drafts end with, and the successes that make the guess of them.
         wrong = PRIOR_DRAFTS + self._wrong[kind]
         right = PRIOR_DRAFTS * guess / (1 - guess) + self._right[kind]

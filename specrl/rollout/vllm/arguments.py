@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from specrl.config import Config
-from specrl.config.methods import draft_source
 from specrl.rollout.vllm.precision import EnginePrecision
 
 ENVIRONMENT = {
@@ -33,8 +32,11 @@ ENVIRONMENT = {
 """Set, where the user has not, before vLLM is imported."""
 
 POSITIONS = "max_position_embeddings"
+NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """Words that vLLM looks for in the path of a draft model."""
+NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
+"""Methods of vLLM's that it takes as they are given, whatever the path says."""
 
 
 def engine_arguments(
@@ -69,20 +71,46 @@ def engine_arguments(
         **_memory(config),
         **precision.arguments(),
     }
-    source = draft_source(config)
     if updates:
-        own_layer = source is not None and source.is_policy_layer
+        own_layer = config.speculation.draft_method.is_policy_layer
         arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
-    if longest and source is not None:
+    if longest:
         arguments["speculative_config"] = {
             "num_speculative_tokens": longest,
             # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
             "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
-            **source.arguments(config, drafter_dir or policy_dir if source.is_policy_layer else drafter_dir),
+            **_proposer(config, policy_dir, drafter_dir),
         }
-        if arguments["speculative_config"]["method"] in ("mtp", "draft_model"):
-            _refuse_misleading_path(arguments["speculative_config"]["model"])
     return arguments
+
+
+def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
+    """Return what vLLM drafts with, as part of its `speculative_config`.
+
+    Raises:
+        ValueError: The method needs a drafter directory and there is none, or vLLM would misread its path.
+    """
+    method = config.speculation.draft_method
+    if method.vllm is None:
+        return {"method": "custom_class", "model": NO_DRAFTER}
+    if method.model is None:
+        return dict(method.vllm)
+    # vLLM would look for the policy's own layer in the policy's directory too, but expect it in the policy's precision.
+    directories = {
+        "drafter": drafter_dir,
+        "policy_layer": drafter_dir or policy_dir,
+        "draft_model": config.speculation.draft_model,
+    }
+    directory = directories[method.model]
+    if directory is None:
+        raise ValueError(f'speculation.method = "{method.name}" needs a drafter directory; pass one or speculate=False')
+    if method.vllm["method"] not in NEVER_GUESSED:
+        _refuse_misleading_path(str(directory))
+    return {
+        **method.vllm,
+        "model": str(directory),
+        "draft_tensor_parallel_size": config.engine.tensor_parallel,
+    }
 
 
 def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:

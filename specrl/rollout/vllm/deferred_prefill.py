@@ -30,7 +30,7 @@ class Unread(NamedTuple):
     """[len(tokens), features], what the policy gave the drafter to read."""
 
 
-class Backlog:
+class DeferredPrefill:
     """Defers the drafter's reading. `arguments` are those of the runner's `propose_draft_token_ids`, less the first."""
 
     def __init__(self, runner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
-from specrl.rollout.drafts.replay import ReplayCursor
 from specrl.rollout.drafts.text_acceptance import Kind
+from specrl.rollout.drafts.text_sources import TextCursor
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
 
 SEED = "specrl_seed"
@@ -53,11 +54,11 @@ class RequestRecord:
     """One per response token so far."""
     draft: Kind = NO_TEXT
     """Source of the draft that is verified next and, where that is text, its agreement with the response before it."""
-    cursors: dict[str, ReplayCursor] = field(default_factory=dict)
+    cursors: Mapping[str, TextCursor] = field(default_factory=dict)
     """Where it is in text, by source."""
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
     unread: list[Any] = field(default_factory=list)
-    """What the drafter has yet to read of it, see `Backlog`."""
+    """What the drafter has yet to read of it, see `DeferredPrefill`."""
     unread_bytes: int = 0
 
     def verified(self, drafted: int, accepted: int) -> DraftOutcome:

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from specrl.config import Config
-from specrl.config.methods import drafts_with_policy_layer
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout
 from specrl.training.drafter.mtp import Mtp
@@ -22,7 +21,7 @@ def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], 
     Args:
         responses: the policy's own, from which EAGLE-3's draft vocabulary is chosen.
     """
-    if drafts_with_policy_layer(config):
+    if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
     draft_tokens = choose_draft_vocabulary(
         [response.response_tokens for response in responses],
@@ -34,7 +33,7 @@ def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], 
 
 def load_drafter(config: Config, drafter_dir: Path, policy_dir: Path, ranks: Ranks) -> Drafter:
     """The drafter that `save_drafter` wrote."""
-    if drafts_with_policy_layer(config):
+    if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(drafter_dir, config.drafter, ranks, config.seed)
     return Drafter.load(drafter_dir, policy_dir, config.drafter, ranks, config.seed)
 

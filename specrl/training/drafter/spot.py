@@ -94,7 +94,7 @@ class SpotTraining:
     def _reset(self) -> None:
         self.micro_steps = 0
         self._loss, self._norm = 0.0, 0.0
-        self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 4, dtype=torch.float64)
+        self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 3, dtype=torch.float64)
 
     def _micro_batches(self) -> list[list[Features]]:
         """The buffer, longest sequences first up to `drafter.max_tokens_per_step`, in micro-batches of similar length

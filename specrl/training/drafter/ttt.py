@@ -169,26 +169,24 @@ class Tally:
         self._batch = batch
         self._draft_tokens = draft_tokens
         steps, device = len(batch.alive), draft_tokens.device
-        self._sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
         self._matches = torch.zeros(len(batch.starts), steps, dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
         """What chains `alive` draft at a step, and the policy's distribution there: `[alive, draft_vocab]` each."""
         batch, target = self._batch, alive + step
-        q = logits.float().softmax(-1)
-        drafted = q.argmax(-1)
+        drafted = logits.argmax(-1)
         drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
         self._matches[alive, step] = drafts == batch.truth[target]
         self._sums[step, 0] += len(alive)
         self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
-        self._sums[step, 3] += (torch.minimum(p, q).sum(-1) * counted).sum()
 
     def sums(self) -> Tensor:
-        """float64 `[steps + 1, 4]`, to be summed over batches and ranks; read by `metrics_from_sums`.
+        """float64 `[steps + 1, 3]`, to be summed over batches and ranks; read by `metrics_from_sums`.
 
-        Per step: chains, draft = policy's top-1, p(draft), sum of min(p, q). Last row: drafts and accepted tokens when
+        Per step: chains, draft = policy's top-1, p(draft). Last row: drafts and accepted tokens when
         the responses are decoded speculatively with k = steps; the sampler is drafter-invariant, so the stored response
         is what would be sampled again and a draft is accepted when it is the stored token.
         """
@@ -210,9 +208,9 @@ def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
 
 
 def metrics_from_sums(sums: Tensor) -> dict[str, float]:
-    """`top1_match` (first step), `overlap_pos_i`, `expected_acceptance_pos_i`, `acceptance_length` at k = steps.
+    """`top1_match` (first step), `expected_acceptance_pos_i`, `acceptance_length` at k = steps.
 
-    Overlap and expected acceptance are means over chains that live at position i, p on the draft vocabulary, and 0
+    The expected acceptance is the mean over chains that live at position i, p on the draft vocabulary, and 0
     where the policy's top-1 is outside it. Zero everywhere when there was nothing to draft.
     """
     steps = sums[:-1] / sums[:-1, :1].clamp(min=1)
@@ -220,5 +218,4 @@ def metrics_from_sums(sums: Tensor) -> dict[str, float]:
     metrics = {"top1_match": steps[0, 1].item(), "acceptance_length": 1 + accepted / max(drafts, 1)}
     for position, row in enumerate(steps.tolist()):
         metrics[f"expected_acceptance_pos_{position}"] = row[2]
-        metrics[f"overlap_pos_{position}"] = row[3]
     return metrics
