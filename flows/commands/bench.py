@@ -1,4 +1,8 @@
-"""`specrl bench`: measure a finished run's policy and drafter on this machine."""
+"""`specrl bench`: measure a finished run's policy and drafter on this machine.
+
+Every benchmark is one row of `BENCHMARKS`: its sub-command has an option for each field of its settings, beside those
+that all benchmarks share.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from flows.folder import find_run
 from slurm.backend import JobError
@@ -20,151 +28,67 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import default_page
 from specrl.bench.settings import (
     AgreementSettings,
+    BenchSettings,
     BubbleSettings,
     DrafterSettings,
     PrecisionSettings,
     RolloutSettings,
-    methods_of,
 )
 from specrl.bench.subject import find_subject
-from specrl.config import ConfigError, Section
+from specrl.config import ConfigError
 from specrl.config.errors import explain
 
-S = TypeVar("S", bound=Section)
-RunName = Annotated[str, typer.Option("--run", help="Name of a finished run, or its folder.")]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")]
-PagePath = Annotated[Path | None, typer.Option("--page", help="Markdown page; benchmarks/DATE-NAME.md by default.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; resources.cpus_per_rank by default.")]
-Batches = Annotated[str | None, typer.Option(help="Batch sizes, such as 1,4,16.")]
-Repeats = Annotated[int | None, typer.Option(help="Rounds; each runs every side once.")]
+BENCHMARKS: Mapping[str, type[BenchSettings]] = {
+    "rollouts": RolloutSettings,
+    "drafter": DrafterSettings,
+    "bubbles": BubbleSettings,
+    "agreement": AgreementSettings,
+    "precision": PrecisionSettings,
+}
+"""The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
+THREADS = Annotated[int | None, typer.Option(min=1, help="CPU threads; resources.cpus_per_rank by default.")]
+SHARED = {
+    "run": Annotated[str, typer.Option("--run", help="Name of a finished run, or its folder.")],
+    "json_path": Annotated[Path | None, typer.Option("--json", help="Also write the rows to this JSON file.")],
+    "page": Annotated[Path | None, typer.Option("--page", help="Markdown page; benchmarks/DATE-NAME.md by default.")],
+    "runs_dir": Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")],
+}
+DEFAULTS = {"run": Parameter.empty, "json_path": None, "page": None, "runs_dir": Path("runs")}
 
-group = typer.Typer(help="Measure a finished run's policy and drafter: tables, a plot, a dated page.")
+group = typer.Typer(help="Measure a finished run's policy and drafter: tables, charts, a dated page.")
 
 
 def register(app: typer.Typer) -> None:
+    for name, kind in BENCHMARKS.items():
+        group.command(name)(make_command(name, kind))
     app.add_typer(group, name="bench")
 
 
-@group.command()
-def rollouts(
-    run: RunName,
-    methods: Annotated[str | None, typer.Option(help="Draft sources, such as eagle3,ngram.")] = None,
-    ks: Annotated[str | None, typer.Option(help="Draft lengths, such as 1,3,adaptive.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Batch sizes, such as 1,4,tail64.")] = None,
-    repeats: Repeats = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest response at a fixed batch size.")] = None,
-    compile_: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Try compiled engines.")] = None,
-    json_path: JsonPath = None,
-    page: PagePath = None,
-    threads: Threads = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """Speculative against plain generation of the same tokens, interleaved; what limits it, beside it."""
-    given = {
-        **_lists(methods=methods, ks=ks, batches=batches),
-        **{"repeats": repeats, "max_tokens": max_tokens, "compile": compile_},
-    }
-    settings = _settings(RolloutSettings, given)
-    methods_of(settings, find_subject(find_run(run, runs_dir)).config)  # a mistake shows before anything starts
-    execute("rollouts", run, runs_dir, settings, json_path, page, threads)
+def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
+    """Return the function behind `specrl bench NAME`, with a signature from which Typer makes its options."""
 
+    def measure(**given: Any) -> None:
+        shared = {key: given.pop(key) for key in SHARED}
+        threads = 1 if "threads" in kind.model_fields else given.pop("threads")
+        execute(name, settings=parse_settings(kind, given), threads=threads, **shared)
 
-@group.command()
-def drafter(
-    run: RunName,
-    num_steps: Annotated[int | None, typer.Option(help="RL steps.")] = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Prompts that each drafter is pretrained on.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of the pretraining.")] = None,
-    batches: Batches = None,
-    repeats: Repeats = None,
-    json_path: JsonPath = None,
-    page: PagePath = None,
-    threads: Threads = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """EAGLE-3 drafters pretrained on and off the task, frozen and trained online, over the same RL steps."""
-    given = {
-        **_lists(batches=batches),
-        **{"num_steps": num_steps, "prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt},
-        **{"num_prompts": num_prompts, "epochs": epochs, "repeats": repeats},
-    }
-    execute("drafter", run, runs_dir, _settings(DrafterSettings, given), json_path, page, threads)
-
-
-@group.command()
-def bubbles(
-    run: RunName,
-    uses: Annotated[str | None, typer.Option(help="Uses of idle time, such as none,both; all by default.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Drafter to begin with; the run's own by default.")] = None,
-    num_steps: Annotated[int | None, typer.Option(help="RL steps of each setting.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Of pre-generated text: same or other.")] = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt.")] = None,
-    max_response_tokens: Annotated[int | None, typer.Option(help="Longest response; the run's own by default.")] = None,
-    json_path: JsonPath = None,
-    page: PagePath = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a rank; 1 by default.")] = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """The same RL steps with every use of idle time, against plain synchronous decoding; who waited, and what for."""
-    given = {
-        **_lists(uses=uses),
-        **{"drafter": drafter, "num_steps": num_steps, "ranks": ranks, "seeds": seeds, "threads": threads},
-        **{"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt},
-        **{"max_response_tokens": max_response_tokens},
-    }
-    execute("bubbles", run, runs_dir, _settings(BubbleSettings, given), json_path, page, 1)
-
-
-@group.command()
-def agreement(
-    run: RunName,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 1,2,3.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts; 64 by default.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt; 4 by default.")] = None,
-    json_path: JsonPath = None,
-    page: PagePath = None,
-    threads: Threads = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """How far engine and trainer agree about the same tokens, each in BF16 and in FP8; nothing is trained."""
-    given = {**_lists(seeds=seeds), "num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt}
-    execute("agreement", run, runs_dir, _settings(AgreementSettings, given), json_path, page, threads)
-
-
-@group.command()
-def precision(
-    run: RunName,
-    num_steps: Annotated[int | None, typer.Option(help="RL steps of each setting and seed.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 1,2,3.")] = None,
-    correction: Annotated[str | None, typer.Option(help="Of the corrected setting: tis, icepop, seq-mask.")] = None,
-    kv_cache: Annotated[str | None, typer.Option(help="Of engines with FP8 weights: bf16, fp8.")] = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts of a step; 8 by default.")] = None,
-    samples_per_prompt: Annotated[int | None, typer.Option(help="Responses to a prompt; 4 by default.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts for the accuracy; 64 by default.")] = None,
-    json_path: JsonPath = None,
-    page: PagePath = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the one rank; 2 by default.")] = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """The same RL steps in BF16, with FP8 in generation, in both engines, and corrected: agreement and accuracy."""
-    given = {
-        **_lists(seeds=seeds),
-        **{"num_steps": num_steps, "correction": correction, "kv_cache": kv_cache, "num_prompts": num_prompts},
-        **{"prompts_per_step": prompts_per_step, "samples_per_prompt": samples_per_prompt, "threads": threads},
-    }
-    execute("precision", run, runs_dir, _settings(PrecisionSettings, given), json_path, page, 1)
+    options = {key: _option(key, field) for key, field in kind.model_fields.items()}
+    annotations: dict[str, Any] = {**SHARED, "threads": THREADS, **options}
+    measure.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(key, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(key), annotation=annotation)
+            for key, annotation in annotations.items()
+        ]
+    )
+    measure.__doc__ = kind.__doc__
+    return measure
 
 
 def execute(
     name: str,
     run: str,
     runs_dir: Path,
-    settings: Section,
+    settings: BenchSettings,
     json_path: Path | None,
     page: Path | None,
     threads: int | None,
@@ -172,17 +96,19 @@ def execute(
     """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, until it ends.
 
     Raises:
-        ConfigError: the run is not there or has not finished training.
+        ConfigError: the run is not there or has not finished training, or the settings do not fit it.
         JobError: the benchmark failed.
     """
     run_dir = find_run(run, runs_dir)
-    resources = find_subject(run_dir).config.resources_of("validate")
+    config = find_subject(run_dir).config
+    settings.check(config)  # a mistake shows before anything starts
+    resources = config.resources_of("validate")
     page = (page or default_page(name)).absolute()
     job = BenchJob(
         entry=f"specrl.bench.{name}.main:main",
         run_dir=run_dir,
         settings=settings.model_dump(mode="json"),
-        command=_command(name, run, settings),
+        command=_command_line(name, run, settings),
         page=page,
         json_path=json_path.absolute() if json_path else None,
     )
@@ -201,28 +127,65 @@ def execute(
     print(f"page: {page}")
 
 
-def _lists(**values: str | None) -> dict[str, list[str] | None]:
-    return {key: None if text is None else [part for part in text.split(",") if part] for key, text in values.items()}
+def parse_settings(kind: type[BenchSettings], given: Mapping[str, Any]) -> BenchSettings:
+    """Return the settings that the options ask for; an option that is None was not given.
 
-
-def _settings(kind: type[S], given: dict[str, Any]) -> S:
-    """
     Raises:
-        ConfigError: a value that is not allowed, one line each.
+        ConfigError: a value is not allowed; one line for each.
     """
+    values = {key: value for key, value in given.items() if value is not None}
+    for key, value in values.items():
+        if _is_list(kind.model_fields[key]):
+            values[key] = [part for part in value.split(",") if part]
     try:
-        return kind.model_validate({key: value for key, value in given.items() if value is not None})
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, kind)) from error
 
 
-def _command(name: str, run: str, settings: Section) -> str:
-    """The command line that asks for these settings."""
+def _option(key: str, field: FieldInfo) -> Any:
+    """Return a settings field as the annotation of a Typer option, which is None where it is not given."""
+    name = key.replace("_", "-")
+    kind = _type_of(field.annotation)
+    names = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    return Annotated[kind | None, typer.Option(names, help=_help(field))]
+
+
+def _type_of(annotation: Any) -> type:
+    """Return the type that Typer checks; everything else arrives as text, which the settings check."""
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = [part for part in get_args(annotation) if part is not NoneType]
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation if annotation in (bool, int, Path) else str
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
+
+
+def _help(field: FieldInfo) -> str:
+    """Return a field's docstring with its default, as one line."""
+    text = " ".join((field.description or "").split())
+    if field.default in (None, ()):
+        return text
+    return f"{text} By default {_word(field.default)}."
+
+
+def _word(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _command_line(name: str, run: str, settings: BenchSettings) -> str:
+    """Return the command that asks for these settings."""
     words = ["specrl", "bench", name, "--run", run]
     for key, value in settings.model_dump(mode="json", exclude_defaults=True).items():
         option = key.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
-            words += [f"--{option}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            words += [f"--{option}", _word(value)]
     return shlex.join(words)

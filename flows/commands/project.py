@@ -1,4 +1,4 @@
-"""`specrl project`: what idle time costs a run, and what its uses would save on more ranks."""
+"""`specrl project`: simulate what idle time costs a run, and what its uses would save on more ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def project(
 ) -> None:
     """Simulate the generation of a run's steps on more ranks, with the uses of idle time."""
     from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS, read_run
-    from specrl.projection.outlook import agreement, outlook
+    from specrl.projection.projected import agreement, project_uses
     from specrl.projection.tail import USES
 
     if not all(part.isdigit() and int(part) > 0 for part in ranks.split(",")):
@@ -53,10 +53,15 @@ def project(
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
     rows = [
         (
-            *(str(item.ranks), item.use, f"{item.generation_s:.2f}", f"{item.generation_ratio:.2f}"),
-            *(f"{item.decode_step_ratio:.2f}", f"{item.idle_share:.0%}", f"{item.used_share:.0%}"),
+            str(item.ranks),
+            item.use,
+            f"{item.generation_s:.2f}",
+            f"{item.generation_ratio:.2f}",
+            f"{item.decode_step_ratio:.2f}",
+            f"{item.idle_share:.0%}",
+            f"{item.used_share:.0%}",
         )
-        for item in outlook(dict.fromkeys(simulated, run), most_running, [int(part) for part in ranks.split(",")])
+        for item in project_uses(dict.fromkeys(simulated, run), most_running, [int(part) for part in ranks.split(",")])
     ]
     columns = (">ranks", "bubbles", ">generation, s", ">of none", ">decoding steps, of none", ">idle", ">of it used")
     print_table(console, f"Generation of a step of {run_dir.name}, simulated", columns, rows)

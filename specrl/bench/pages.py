@@ -1,29 +1,29 @@
-"""A benchmark's dated page: what was run, on what, its tables and its plot; and the same rows as JSON."""
+"""A benchmark's dated page, with command, machine, tables and charts; and the same rows as JSON."""
 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import write_json, write_text
+from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
 PACKAGES = ("vllm", "torch", "megatron-core")
 
 
 @dataclass
 class Page:
-    """Sections in the order they are added; plots become files beside the page."""
+    """A Markdown page: sections in the order they are added, and charts that become files beside it."""
 
     path: Path
     sections: list[str] = field(default_factory=list)
     plots: dict[str, str] = field(default_factory=dict)
-    """File name: SVG."""
+    """The SVG text by file name."""
 
     def text(self, paragraph: str) -> None:
         self.sections.append(paragraph.strip())
@@ -40,37 +40,31 @@ class Page:
 
 
 def default_page(name: str, folder: Path = Path("benchmarks")) -> Path:
-    """`benchmarks/DATE-NAME.md`."""
+    """Return `benchmarks/DATE-NAME.md` for today."""
     return folder / f"{date.today().isoformat()}-{name}.md"
 
 
 def heading(title: str, command: str, threads: int) -> str:
-    """Title, date, command and hardware."""
+    """Return the beginning of a page: title, date, command and hardware."""
     return f"# {date.today().isoformat()}: {title}\n\nCommand: `{command}`. Hardware: {hardware(threads)}."
 
 
 def hardware(threads: int) -> str:
+    """Return the machine and the versions that were measured, in words."""
     cores = len(os.sched_getaffinity(0))
     packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{_processor()}, {cores} cores usable, {threads} threads, {memory:.0f} GiB{_gpu()}; {packages}"
+    processor = f"{cpu_name()} ({bf16_support(cpu_flags())})"
+    return f"{processor}, {cores} cores usable, {threads} threads, {memory:.0f} GiB{_gpu()}; {packages}"
 
 
 def _version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError
-
     for distribution in (name, f"{name}-cpu"):
         try:
             return version(distribution)
         except PackageNotFoundError:
             continue
     return None
-
-
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _gpu() -> str:
@@ -80,6 +74,6 @@ def _gpu() -> str:
 
 
 def write_rows(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows as a JSON list, where one was asked for."""
+    """Write the rows as a JSON list, if a path was asked for."""
     if path is not None:
         write_json(path, list(rows))

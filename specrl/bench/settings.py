@@ -1,4 +1,4 @@
-"""What a benchmark can be asked for: one small model per sub-command of `specrl bench`. Imports nothing heavy."""
+"""The settings of the benchmarks: one small model for each sub-command of `specrl bench`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ TAIL = "tail64"
 TAIL_SIZE = 64
 
 
+class BenchSettings(Section):
+    """The settings of a benchmark: its docstring is the help of the sub-command, each field's that of an option."""
+
+    def check(self, config: Config) -> None:
+        """Raise a ConfigError where the settings ask for something that this run does not have."""
+
+
 def _number_or(word: str) -> AfterValidator:
-    """A positive number, which may come as text, or the word."""
+    """Return a check that a value is a positive number, which may come as text, or the word."""
 
     def check(value: int | str) -> int | str:
         if value == word or (str(value).isdigit() and int(value) > 0):
@@ -33,19 +40,24 @@ K = Annotated[int | str, _number_or(ADAPTIVE)]
 Batch = Annotated[int | str, _number_or(TAIL)]
 
 
-class RolloutSettings(Section):
-    """`specrl bench rollouts`."""
+class RolloutSettings(BenchSettings):
+    """Compare speculative with plain generation of the same tokens, interleaved, and show what limits it."""
 
     methods: tuple[str, ...] = ()
-    """Draft sources; none given: all that the run's drafter allows."""
+    """Draft methods, such as eagle3,ngram; all that the run's drafter allows where none is given."""
     ks: tuple[K, ...] = (1, 3, 5, ADAPTIVE)
+    """Longest drafts in tokens; `adaptive` leaves them to the controller."""
     batches: tuple[Batch, ...] = (1, 2, 4, 8, 16, 32, TAIL)
+    """Batch sizes; `tail64` is 64 requests of natural length on one rank."""
     repeats: PositiveInt = 5
-    """Rounds; each runs every side once."""
+    """Number of rounds; each runs every variant once."""
     max_tokens: PositiveInt = 32
-    """Longest response at a fixed batch size; the long-tailed batch goes to the run's own limit."""
+    """Longest response at a fixed batch size, in tokens; `tail64` goes to the run's own limit."""
     compile: bool = True
-    """Also start compiled engines, plain and with EAGLE-3, and take the faster."""
+    """Also start compiled engines, for plain decoding and the first draft method, and take the faster."""
+
+    def check(self, config: Config) -> None:
+        methods_of(self, config)
 
     @field_validator("methods")
     @classmethod
@@ -66,7 +78,7 @@ class RolloutSettings(Section):
 
 
 def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
-    """The draft sources to measure on a run.
+    """Return the draft methods to measure on a run.
 
     Raises:
         ConfigError: one needs a drafter that the run does not have.
@@ -81,74 +93,83 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
 
 
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
-    """The run's speculation with another draft source and longest draft."""
+    """Return the run's speculation settings with another draft method and longest draft."""
     draft_model = run.draft_model if METHODS[method].model == "draft_model" else None
     changed = {"method": method, "k": k, "draft_model": draft_model}
     return SpeculationConfig.model_validate(run.model_dump() | changed)
 
 
-class DrafterSettings(Section):
-    """`specrl bench drafter`."""
+class DrafterSettings(BenchSettings):
+    """Compare EAGLE-3 drafters pretrained on and off the task, frozen and trained online, over the same RL steps."""
 
     num_steps: PositiveInt = 10
-    """RL steps."""
+    """Number of RL steps."""
     prompts_per_step: PositiveInt = 8
+    """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    """Number of responses to a prompt."""
     num_prompts: PositiveInt = 96
-    """Prompts answered to pretrain each of the two drafters."""
+    """Number of prompts whose responses each of the two drafters is pretrained on."""
     epochs: PositiveInt = 6
-    """Of the pretraining."""
+    """Epochs of the pretraining."""
     batches: tuple[PositiveInt, ...] = (1, 4)
     """Batch sizes of the matched pairs at the end."""
     repeats: PositiveInt = 3
+    """Number of rounds of the matched pairs."""
 
 
-class BubbleSettings(Section):
-    """`specrl bench bubbles`."""
+class BubbleSettings(BenchSettings):
+    """Run the same RL steps with every use of idle time and with plain synchronous decoding, and show who waited."""
 
     uses: Annotated[tuple[BubbleUse | Literal["recent"], ...], Field(min_length=1)] = get_args(BubbleUse)
-    """Beside plain decoding, which all are compared with; `recent`: none, and no drafts but from recent rollouts."""
+    """Uses of idle time, beside plain decoding, which all are compared with; `recent` has no use of it and drafts from
+    recent rollouts alone."""
     drafter: Path | None = None
-    """Directory of an EAGLE-3 drafter to begin with; the run's own, before RL, by default."""
+    """Directory of an EAGLE-3 drafter to begin with; the run's own, as it was before RL, by default."""
     num_steps: Annotated[int, Field(ge=2)] = 12
-    """RL steps of each setting."""
+    """Number of RL steps of each setting."""
     ranks: Annotated[int, Field(ge=2)] = 2
-    """On this machine."""
+    """Number of ranks on this machine."""
     threads: PositiveInt = 1
-    """Of a rank."""
+    """CPU threads of a rank."""
     seeds: Literal["same", "other"] = "same"
-    """Of pre-generated text, as `bubbles.seeds`."""
+    """Seeds of pre-generated text, `same` or `other`, as `bubbles.seeds`."""
     prompts_per_step: PositiveInt | None = None
-    """The run's own by default; so is the next."""
+    """Number of prompts in a step; the run's own by default."""
     samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    """Number of responses to a prompt; the run's own by default."""
     max_response_tokens: PositiveInt | None = None
-    """Longest response; the run's own by default. Where every rank has a response that is cut off there, none waits."""
+    """Longest response in tokens; the run's own by default. Where every rank has a response that is cut off there, none
+    waits."""
 
 
-class AgreementSettings(Section):
-    """`specrl bench agreement`."""
+class AgreementSettings(BenchSettings):
+    """Measure how far engine and trainer agree about the same tokens, each in BF16 and in FP8, without training."""
 
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (1, 2, 3)
-    """Of the sampling."""
+    """Seeds of the sampling."""
     num_prompts: PositiveInt = 64
-    """Held-out prompts."""
+    """Number of held-out prompts."""
     samples_per_prompt: PositiveInt = 4
+    """Number of responses to a prompt."""
 
 
-class PrecisionSettings(Section):
-    """`specrl bench precision`."""
+class PrecisionSettings(BenchSettings):
+    """Run the same RL steps in BF16, with FP8 in generation, with FP8 in both engines, and corrected, and compare."""
 
     num_steps: Annotated[int, Field(ge=2)] = 10
-    """RL steps of each setting and seed."""
+    """Number of RL steps of each setting and seed."""
     seeds: tuple[NonNegativeInt, ...] = (1, 2, 3)
-    """Of prompts and sampling; the policy before RL is the run's own."""
+    """Seeds of prompts and sampling; the policy before RL is the run's own."""
     correction: Literal["tis", "icepop", "seq-mask"] = "tis"
-    """Of the setting with one; the others have none."""
+    """Importance correction of the corrected setting: tis, icepop or seq-mask; the other settings have none."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """Of the engines with FP8 weights."""
+    """KV cache of the engines with FP8 weights: bf16 or fp8."""
     prompts_per_step: PositiveInt = 8
-    """This and the next are small, for twelve runs on two cores."""
+    """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    """Number of responses to a prompt."""
     num_prompts: PositiveInt = 64
-    """Held-out prompts for the accuracy."""
+    """Number of held-out prompts for the accuracy."""
     threads: PositiveInt = 2
+    """CPU threads of the one rank."""

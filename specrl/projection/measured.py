@@ -1,4 +1,4 @@
-"""What the tail simulator needs of a finished run: its response lengths and how fast its ranks decoded."""
+"""A finished run as the tail simulator reads it: its response lengths and how fast its ranks decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specrl.projection.tail import Curve, Response, Speed
+from specrl.projection.tail import DecodingSpeed, IterationCurve, SimulatedResponse
 from specrl.schemas import Rollout, read_rollouts
 
 ASSUMED_REPLAYED_TOKENS = 5.0
@@ -22,22 +22,26 @@ TELLING = 0.25
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    steps: list[list[list[Response]]]
-    """Per step each rank's responses, as they were dealt."""
-    speed: Speed
+    """What was measured of a run's generation."""
+
+    steps: list[list[list[SimulatedResponse]]]
+    """The responses of each rank by step, as they were dealt."""
+    speed: DecodingSpeed
     has_replayed: bool
     """Whether `speed.replayed_tokens` is measured."""
     generation_s: list[float]
-    """Per step, of the slowest rank."""
+    """Seconds that the slowest rank took in each step."""
     iterations: list[float]
-    """Decoding steps per step, of the rank that needed most."""
+    """Decoding steps of the rank that needed most in each step."""
     idle_s: list[float]
+    """Seconds that ranks waited in each step, summed over ranks."""
 
 
 def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
-    """
+    """Read a run from the records of its steps and its rollouts.
+
     Raises:
-        ValueError: the folder has no steps with timelines.
+        ValueError: the folder has no steps.
     """
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
     if not records:
@@ -54,16 +58,16 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
     )
 
 
-def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
-    """Seconds per iteration by running requests, and tokens per request and iteration along stored text."""
+def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[DecodingSpeed, bool]:
+    """Return how fast the run decoded, and whether any stored text was followed, so that its speed is measured."""
     by_batch: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in records:
         for batch, iterations, seconds in (row for rank in record["ranks"] for row in rank["bubble"]["pace"]):
             by_batch[batch][0] += iterations
             by_batch[batch][1] += seconds
-    curve = Curve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
+    curve = IterationCurve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
     drafts, accepted = (sum(column) for column in zip(*map(replayed, records), strict=True))
-    speed = Speed(curve, 1 + accepted / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
+    speed = DecodingSpeed(curve, 1 + accepted / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
     shares = [record["metrics"].get("bubble/pregeneration_share") for record in records]
     known = [share for share in shares if share is not None]
     return replace(speed, pregeneration_share=fmean(known)) if known else speed, bool(drafts)
@@ -71,8 +75,8 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[Speed, bool]:
 
 def responses(
     rollouts_dir: Path, records: Sequence[dict[str, Any]], replayed_tokens: float
-) -> list[list[list[Response]]]:
-    """Per step and rank; a length is expected to be the mean of those to prompts of the same number of tokens."""
+) -> list[list[list[SimulatedResponse]]]:
+    """Return the responses by step and rank; the expected length is the mean over prompts of as many tokens."""
     folders = [rollouts_dir / f"step={record['step']:06d}" for record in records]
     tables = [[list(read_rollouts(path)) for path in sorted(folder.glob("rank-*.arrow"))] for folder in folders]
     sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -89,22 +93,24 @@ def responses(
     if usual is None:
         usual = other_following(records)
 
-    def response(row: Rollout) -> Response:
+    def response(row: Rollout) -> SimulatedResponse:
         expected = means[len(row.prompt_tokens)]
         pace, follows = growth(row, replayed_tokens, paces[row.step])
-        return Response(row.prompt_id, len(row.response_tokens), expected, pace, usual if follows is None else follows)
+        return SimulatedResponse(
+            row.prompt_id, len(row.response_tokens), expected, pace, usual if follows is None else follows
+        )
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 
 
 def replayed(record: dict[str, Any]) -> tuple[int, int]:
-    """Drafts of a step that were text stored for the prompt, and their accepted tokens."""
+    """Return how many drafts of a step were text stored for the prompt, and how many of their tokens were accepted."""
     drafts, _, accepted = record["by_source"].get("replay", [0, 0, 0])
     return drafts, accepted
 
 
 def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> float:
-    """Tokens per iteration of a step's responses where they follow no text stored for their prompt.
+    """Return the tokens per iteration of a step's responses where they follow no text stored for their prompt.
 
     Args:
         followed: the step's `replayed`; an iteration that verifies such a draft yields its accepted tokens and one.
@@ -116,7 +122,7 @@ def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> floa
 
 
 def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: Mapping[int, float]) -> float | None:
-    """Share of stored text of their own seed that responses followed; none where none had any.
+    """Return the share of stored text of their own seed that responses followed; None if none of them had any.
 
     Args:
         paces: `typical_pace` by step.
@@ -128,16 +134,20 @@ def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: 
 
 
 def other_following(records: Sequence[dict[str, Any]]) -> float:
-    """The same of text of other seeds, which stands for that of one's own: tokens that responses got along text stored
-    for their prompt, of those that were pre-generated in the step before; 1 where none were."""
+    """Return the share of pre-generated text that responses followed where all of it was of other seeds.
+
+    It stands for the share of text of their own seed: the tokens that responses got along text stored for their prompt,
+    of those that were pre-generated in the step before. It is 1 if none were.
+    """
     stored = [sum(rank["bubble"]["pregenerated_tokens"] for rank in record["ranks"]) for record in records[:-1]]
     followed = [sum(replayed(record)) for record in records[1:]]
     return min(1.0, sum(followed) / sum(stored)) if sum(stored) else 1.0
 
 
 def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float | None]:
-    """Tokens per iteration of this very response where it followed no stored text, and the share of its own stored text
-    that it followed, if it had any.
+    """Return a response's tokens per iteration where it followed no stored text, and the share that it followed.
+
+    The share is that of the stored text of its own seed; it is None if there was none.
 
     What is known is how many iterations it took (its tokens less the accepted drafts). A response that needed more than
     its stored text and the typical pace explain has left that text; one that left it at once, or never, had a pace of

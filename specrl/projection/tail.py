@@ -1,9 +1,9 @@
-"""A step's generation on R simulated ranks, from measured response lengths and the measured time of an iteration.
+"""A simulator of a step's generation on any number of ranks, from measured response lengths and iteration times.
 
-Each rank decodes its responses together; an iteration takes `seconds(running)` and gives every response some tokens,
-more of them where stored text is followed. Ranks that are done pre-generate for the next step as real ones do: the same
-claims, longest expected first. Nothing is fitted: lengths, iterations and seconds are those of a run, response by
-response.
+Each rank decodes its responses together; an iteration takes a time that depends on how many are running and gives every
+response some tokens, more of them where stored text is followed. Ranks that are done pre-generate for the next step as
+real ones do: the same claims, longest expected first. Nothing is fitted: lengths, iterations and seconds are those of a
+run, response by response.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, get_args
+from typing import get_args
 
 from specrl.config.rollout import BubbleUse
+from specrl.dealing import deal_longest_first
 from specrl.rollout.bubbles.balance import piece
 
-Use: TypeAlias = BubbleUse
-USES: tuple[Use, ...] = get_args(BubbleUse)
+USES: tuple[BubbleUse, ...] = get_args(BubbleUse)
 
 
 @dataclass(frozen=True)
-class Curve:
-    """tau(batch): seconds of an engine iteration by running requests, at the draft lengths the controller chose."""
+class IterationCurve:
+    """The time of an engine iteration by the number of running requests, at the draft lengths the controller chose."""
 
     points: tuple[tuple[int, float], ...]
-    """Ascending in the number of requests."""
+    """Pairs of running requests and seconds, ascending in the requests."""
 
     def at(self, running: int) -> float:
-        """Straight lines between the points, the nearest point outside of them."""
+        """Return the seconds of an iteration, on straight lines between the points and flat outside of them."""
         batches = [batch for batch, _ in self.points]
         right = bisect_left(batches, running)
         if right == 0 or right == len(batches):
@@ -40,30 +40,32 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DecodingSpeed:
     """How fast a run's responses grow, and how it shares its bubbles out."""
 
-    curve: Curve
+    curve: IterationCurve
     replayed_tokens: float
-    """Per request and iteration along stored text."""
+    """Tokens per request and iteration along stored text."""
     pregeneration_share: float = 0.9
-    """Of a bubble's time, in `both`: what it begins with where none is measured."""
+    """Share of a bubble's time that `both` gives to pre-generation; the default is what it begins with."""
 
 
 @dataclass(frozen=True)
-class Response:
+class SimulatedResponse:
+    """A response as the simulator decodes it."""
+
     prompt: int
     length: int
-    """Tokens."""
+    """Number of tokens."""
     expected: float
-    """What its length is expected to be when prompts are dealt."""
+    """The length that is expected when prompts are dealt."""
     pace: float
     """Tokens per iteration where no stored text is followed: 1 plain, more with a drafter; least where text rambles."""
     follows: float = 1.0
     """Share of its stored text that is what it samples: the rest comes after it went another way."""
 
     def iterations(self, stored: float, replayed_tokens: float) -> float:
-        """It takes, with so many tokens of stored text to follow."""
+        """Return how many iterations it takes with `stored` tokens of stored text to follow."""
         followed = self.follows * min(stored, self.length)
         return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
 
@@ -73,30 +75,35 @@ class StepTimes:
     """Seconds of one simulated step's generation."""
 
     generation_s: float
-    """Of the slowest rank."""
+    """Time until the slowest rank is done."""
     idle_s: float
-    """Summed over ranks."""
+    """Time that ranks wait for the slowest one, summed over ranks."""
     used_s: float
+    """The part of `idle_s` that is put to use."""
     iterations: float
-    """Of the rank that needed most."""
+    """Decoding steps of the rank that needs most."""
     stored: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Tokens of the next step's responses that exist afterwards, by (prompt, sample)."""
+    """Number of pre-generated tokens of each of the next step's responses, by (prompt, sample)."""
 
 
 @dataclass
 class _Work:
-    """Responses that run together on one rank."""
+    """The decoding of responses that run together on one rank."""
 
     seconds: float
     iterations: float
     tokens: list[float]
-    """Of each response, when time was up or it was finished."""
+    """Number of tokens of each response when time was up or it was finished."""
 
 
 def decode(
-    responses: Sequence[Response], stored: Sequence[float], speed: Speed, most_running: int, limit: float = float("inf")
+    responses: Sequence[SimulatedResponse],
+    stored: Sequence[float],
+    speed: DecodingSpeed,
+    most_running: int,
+    limit: float = float("inf"),
 ) -> _Work:
-    """Decode responses, `stored` tokens of which are followed in stored text, at most `limit` seconds."""
+    """Decode responses for at most `limit` seconds, with `stored` tokens of stored text for each to follow."""
     needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which it is finished, response)
@@ -120,19 +127,20 @@ def decode(
 
 
 def simulate_step(
-    shares: Sequence[Sequence[Response]],
-    following: Sequence[Response],
+    shares: Sequence[Sequence[SimulatedResponse]],
+    following: Sequence[SimulatedResponse],
     stored: dict[tuple[int, int], float],
-    speed: Speed,
-    use: Use,
+    speed: DecodingSpeed,
+    use: BubbleUse,
     most_running: int,
 ) -> StepTimes:
-    """One step.
+    """Simulate one step.
 
     Args:
-        shares: each rank's responses, groups together.
-        following: the next step's responses of all ranks, groups together, in the order they are pre-generated.
-        stored: tokens of this step's responses that were pre-generated.
+        shares: each rank's responses; those to the same prompt lie together.
+        following: the next step's responses of all ranks in the order they are pre-generated; those to the same prompt
+            lie together.
+        stored: the number of pre-generated tokens of this step's responses, by (prompt, sample).
     """
     works = []
     for share in shares:
@@ -154,11 +162,15 @@ def simulate_step(
 def _pregenerate(
     result: StepTimes,
     times: Sequence[tuple[float, float]],
-    following: Sequence[Response],
-    speed: Speed,
+    following: Sequence[SimulatedResponse],
+    speed: DecodingSpeed,
     most_running: int,
 ) -> None:
-    """Idle ranks claim responses of the next step in the pieces of `BubbleCoordinator.claim`, each within its times."""
+    """Let idle ranks claim responses of the next step, as the bubble coordinator hands them out.
+
+    Args:
+        times: for each rank, from when and until when it may pre-generate.
+    """
     ready = [(start, end) for start, end in times if start < end]
     heapq.heapify(ready)
     keys, first = _keys(following), 0
@@ -178,13 +190,9 @@ def _pregenerate(
 
 
 def simulate(
-    steps: Sequence[Sequence[Sequence[Response]]], speed: Speed, use: Use, most_running: int
+    steps: Sequence[Sequence[Sequence[SimulatedResponse]]], speed: DecodingSpeed, use: BubbleUse, most_running: int
 ) -> list[StepTimes]:
-    """All steps of a run.
-
-    Args:
-        steps: per step each rank's responses.
-    """
+    """Simulate all steps of a run; `steps` holds each rank's responses by step."""
     times: list[StepTimes] = []
     stored: dict[tuple[int, int], float] = {}
     for number, shares in enumerate(steps):
@@ -196,11 +204,13 @@ def simulate(
     return times
 
 
-def scaled(steps: Sequence[Sequence[Sequence[Response]]], ranks: int, seed: int = 0) -> list[list[list[Response]]]:
-    """The same run on more ranks: as many prompts for each as there were, drawn anew from all measured groups.
+def scaled(
+    steps: Sequence[Sequence[Sequence[SimulatedResponse]]], ranks: int, seed: int = 0
+) -> list[list[list[SimulatedResponse]]]:
+    """Return the same run on more ranks, with as many prompts for each, drawn anew from all measured groups.
 
-    Dealt by expected length, longest first, to the rank with the least to do that has room. Runs on the same prompts
-    are drawn from alike, however they were dealt.
+    Groups are dealt by expected length, the longest first. Runs on the same prompts are drawn from alike, however their
+    prompts were dealt.
     """
     generator = random.Random(seed)
     groups = [group for shares in steps for group in _by_prompt(shares)]
@@ -208,33 +218,26 @@ def scaled(steps: Sequence[Sequence[Sequence[Response]]], ranks: int, seed: int 
     return [_deal([generator.choice(groups) for _ in range(per_rank * ranks)], ranks) for _ in steps]
 
 
-def _deal(groups: Sequence[Sequence[Response]], ranks: int) -> list[list[Response]]:
-    room = len(groups) // ranks
-    queue = [(0.0, rank, 0) for rank in range(ranks)]
-    shares: list[list[Response]] = [[] for _ in range(ranks)]
-    order = sorted(range(len(groups)), key=lambda index: -groups[index][0].expected)
-    for prompt in order:
-        load, rank, count = heapq.heappop(queue)
-        shares[rank] += [replace(item, prompt=prompt) for item in groups[prompt]]
-        if count + 1 < room:
-            heapq.heappush(queue, (load + groups[prompt][0].expected, rank, count + 1))
-    return shares
+def _deal(groups: Sequence[Sequence[SimulatedResponse]], ranks: int) -> list[list[SimulatedResponse]]:
+    expected = [group[0].expected for group in groups]
+    shares = deal_longest_first(expected, ranks, room=len(groups) // ranks)
+    return [[replace(item, prompt=prompt) for prompt in share for item in groups[prompt]] for share in shares]
 
 
-def _by_prompt(shares: Sequence[Sequence[Response]]) -> list[list[Response]]:
-    """A step's groups."""
+def _by_prompt(shares: Sequence[Sequence[SimulatedResponse]]) -> list[list[SimulatedResponse]]:
+    """Return a step's responses grouped by prompt, in the order of the prompts."""
     return sorted((group for share in shares for group in _groups(share)), key=lambda group: group[0].prompt)
 
 
-def _groups(share: Sequence[Response]) -> list[list[Response]]:
-    found: dict[int, list[Response]] = {}
+def _groups(share: Sequence[SimulatedResponse]) -> list[list[SimulatedResponse]]:
+    found: dict[int, list[SimulatedResponse]] = {}
     for response in share:
         found.setdefault(response.prompt, []).append(response)
     return list(found.values())
 
 
-def _keys(responses: Sequence[Response]) -> list[tuple[int, int]]:
-    """(prompt, sample) of each, samples counted in order."""
+def _keys(responses: Sequence[SimulatedResponse]) -> list[tuple[int, int]]:
+    """Return (prompt, sample) of each response, with the samples of a prompt counted in order."""
     counts: dict[int, int] = {}
     keys = []
     for response in responses:

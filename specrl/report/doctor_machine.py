@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from specrl.report.check import Check
+from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16
@@ -60,21 +61,14 @@ def check_disk(runs_dir: Path) -> Check:
     return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", mend)
 
 
-def check_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
     """AVX-512 BF16 is what makes bfloat16 fast on a CPU; AMX tiles do it faster still."""
-    flags = _cpu_flags(cpuinfo)
+    flags = cpu_flags(cpuinfo)
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
     if fast:
         return Check("CPU bfloat16", "ok", ", ".join(fast))
     mend = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
     return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", mend)
-
-
-def _cpu_flags(cpuinfo: Path) -> set[str]:
-    if not cpuinfo.is_file():
-        return set()
-    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    return set(next(lines, "").partition(":")[2].split())
 
 
 def has_gpu() -> bool:

@@ -12,6 +12,7 @@ from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
+from specrl.dealing import deal_longest_first
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
@@ -23,7 +24,6 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.drafter.drafters import new_drafter, save_drafter
 from specrl.training.drafter.pretraining import pretrain
 from specrl.training.megatron.policy import Policy
-from specrl.training.update import share_of
 
 
 def main(context: StageContext) -> None:
@@ -105,7 +105,7 @@ def pretrain_drafter(
         TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
         for index, rollout in enumerate(everyone)
     ]
-    own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
+    own = deal_longest_first([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
     with logs.phase("training of the drafter"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from specrl.algorithms.losses import TokenTargets, policy_loss
 from specrl.config import Config
+from specrl.dealing import deal_longest_first
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec
@@ -53,17 +52,6 @@ def update_policy(
     return {**metrics, "num_tokens": float(num_tokens)}, features
 
 
-def share_of(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Deal items to ranks so that summed lengths come out nearly equal: longest first, to the least loaded."""
-    loads = [0] * size
-    shares: list[list[int]] = [[] for _ in range(size)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = loads.index(min(loads))
-        shares[rank].append(index)
-        loads[rank] += lengths[index]
-    return shares
-
-
 def align(rows: list[list[float]], mask: Tensor) -> Tensor:
     """Per-token values of each sequence, laid out at the True places of `mask` [batch, seq]; zero elsewhere."""
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
@@ -90,7 +78,7 @@ def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> l
 
 def _own_micro_batches(policy: Policy, rollouts: list[Rollout], part: list[int], config: Config) -> list[MicroBatch]:
     sequences = [TokenSequence.of(rollouts[i].prompt_tokens, rollouts[i].response_tokens, i) for i in part]
-    own = share_of([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
+    own = deal_longest_first([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch, policy.pad_multiple)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from specrl.projection.measured import read_run
-from specrl.projection.outlook import agreement
+from specrl.projection.projected import agreement
 from tests.integration.loop_plan import LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
 

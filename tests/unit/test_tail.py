@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from specrl.projection.measured import growth, other_following, responses, typical_pace, usual_following
-from specrl.projection.tail import Curve, Response, Speed, decode, scaled, simulate
+from specrl.projection.tail import DecodingSpeed, IterationCurve, SimulatedResponse, decode, scaled, simulate
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
-CURVE = Curve(((1, 1.0), (3, 2.0)))
-SPEED = Speed(CURVE, 8.0)
+CURVE = IterationCurve(((1, 1.0), (3, 2.0)))
+SPEED = DecodingSpeed(CURVE, 8.0)
 
 
-def make(*lengths: int, pace: float = 1.0) -> list[Response]:
-    return [Response(prompt, length, length, pace) for prompt, length in enumerate(lengths)]
+def make(*lengths: int, pace: float = 1.0) -> list[SimulatedResponse]:
+    return [SimulatedResponse(prompt, length, length, pace) for prompt, length in enumerate(lengths)]
 
 
 def test_the_curve_is_straight_between_points_and_flat_outside() -> None:
@@ -41,9 +41,9 @@ def test_a_limit_leaves_responses_unfinished() -> None:
     assert work.tokens == pytest.approx([4, 4])
 
 
-def make_steps(count: int) -> list[list[list[Response]]]:
-    long = [Response(0, 100, 100, 1.0), Response(0, 90, 100, 1.0)]
-    short = [Response(1, 10, 12, 1.0), Response(1, 14, 12, 1.0)]
+def make_steps(count: int) -> list[list[list[SimulatedResponse]]]:
+    long = [SimulatedResponse(0, 100, 100, 1.0), SimulatedResponse(0, 90, 100, 1.0)]
+    short = [SimulatedResponse(1, 10, 12, 1.0), SimulatedResponse(1, 14, 12, 1.0)]
     return [[long, short] for _ in range(count)]
 
 
@@ -65,7 +65,7 @@ def test_more_ranks_get_as_much_work_each_and_wait_longer() -> None:
     assert len(wide) == 12 and all(len(share) == 2 for share in wide[0])
     assert wide == scaled(steps, 16)
 
-    def idle_share(run: list[list[list[Response]]]) -> float:
+    def idle_share(run: list[list[list[SimulatedResponse]]]) -> float:
         times = simulate(run, SPEED, "none", 8)
         return sum(step.idle_s for step in times) / sum(step.generation_s * len(run[0]) for step in times)
 
@@ -73,7 +73,7 @@ def test_more_ranks_get_as_much_work_each_and_wait_longer() -> None:
 
 
 def test_both_pregenerates_for_its_share_of_a_bubble() -> None:
-    steps = [[[Response(0, 100, 100, 1.0)], [Response(1, 20, 20, 1.0)]] for _ in range(2)]
+    steps = [[[SimulatedResponse(0, 100, 100, 1.0)], [SimulatedResponse(1, 20, 20, 1.0)]] for _ in range(2)]
 
     def stored(share: float) -> float:
         return sum(simulate(steps, replace(SPEED, pregeneration_share=share), "both", 8)[0].stored.values())
@@ -86,7 +86,11 @@ def test_both_pregenerates_for_its_share_of_a_bubble() -> None:
 @pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
 def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
     work = decode(
-        make(10, 20, 30, pace=1.1), [0, 0, 0], Speed(Curve(((1, 0.1 / 3), (3, 0.7 / 9))), 8.0), 8, limit=limit
+        make(10, 20, 30, pace=1.1),
+        [0, 0, 0],
+        DecodingSpeed(IterationCurve(((1, 0.1 / 3), (3, 0.7 / 9))), 8.0),
+        8,
+        limit=limit,
     )
     assert work.seconds == limit
 
@@ -113,7 +117,7 @@ def test_a_response_grows_as_it_did_beside_its_stored_text(
     rollout = make_rollout(accepted, own_stored)
     pace, follows = growth(rollout, 5.0, typical=2.0)
     assert (pace, follows) == (pytest.approx(expected[0]), pytest.approx(expected[1]))
-    response = Response(0, 20, 20.0, pace, follows or 0.0)
+    response = SimulatedResponse(0, 20, 20.0, pace, follows or 0.0)
     assert response.iterations(own_stored, 5.0) == pytest.approx(20 - accepted)
 
 

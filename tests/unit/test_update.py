@@ -5,20 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specrl.config import Config
 from specrl.schemas import Rollout
-from specrl.training.update import _own_micro_batches, align, share_of
-
-
-@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 8))
-def test_every_item_is_dealt_once_and_no_rank_is_overloaded(lengths: list[int], size: int) -> None:
-    shares = share_of(lengths, size)
-    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+from specrl.training.update import _own_micro_batches, align
 
 
 def test_align_puts_values_where_the_mask_is_true() -> None:

@@ -12,7 +12,7 @@ from specrl.bench.pages import Page, heading
 from specrl.bench.settings import BubbleSettings
 from specrl.bench.tables import markdown_table
 from specrl.projection.measured import read_run
-from specrl.projection.outlook import agreement, outlook
+from specrl.projection.projected import agreement, project_uses
 from specrl.projection.tail import USES
 from specrl.report.gantt import gantt
 from specrl.report.plots import dot_chart, line_chart
@@ -199,7 +199,7 @@ def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
             f"{item.idle_share:.0%}",
             f"{item.used_share:.0%}",
         ]
-        for item in outlook(by_use, runs["none"].most_running)
+        for item in project_uses(by_use, runs["none"].most_running)
     ]
     columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
     page.text(markdown_table(columns, lines))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from specrl.data.prompts import Prompt
+from specrl.dealing import deal_longest_first
 
 WINDOW = 8
 """Steps whose responses count: old enough to have seen every difficulty, young enough to follow the policy."""
@@ -57,14 +58,8 @@ def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: 
     A prompt's responses stay together. Within a share the prompts keep the order of `prompts`.
     """
     assert len(prompts) % engines == 0
-    room = len(prompts) // engines
     lengths = [expected.of(prompt) for prompt in prompts]
-    loads = [0.0] * engines
-    shares: list[list[int]] = [[] for _ in range(engines)]
-    for index in sorted(range(len(prompts)), key=lambda i: (-lengths[i], i)):
-        engine = min((e for e in range(engines) if len(shares[e]) < room), key=lambda e: (loads[e], e))
-        shares[engine].append(index)
-        loads[engine] += lengths[index]
+    shares = deal_longest_first(lengths, engines, room=len(prompts) // engines)
     return [[prompts[index] for index in sorted(share)] for share in shares]
 
 

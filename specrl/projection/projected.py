@@ -1,30 +1,31 @@
-"""What idle time costs and what its uses save, on as many ranks as measured and on more."""
+"""Projections of what idle time costs and what its uses save, on as many ranks as measured and on more."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from specrl.config.rollout import BubbleUse
 from specrl.projection.measured import MeasuredRun
-from specrl.projection.tail import StepTimes, Use, scaled, simulate
+from specrl.projection.tail import StepTimes, scaled, simulate
 
 RANKS = (8, 32, 128)
 
 
 @dataclass(frozen=True)
-class Prospect:
-    """One use of idle time on so many ranks, simulated; ratios against `none` on as many."""
+class Projection:
+    """One use of idle time, simulated on a number of ranks; ratios are against `none` on as many ranks."""
 
     ranks: int
-    use: Use
+    use: BubbleUse
     generation_s: float
-    """Mean of a step."""
+    """Mean time of a step's generation, seconds."""
     generation_ratio: float
     decode_step_ratio: float
     idle_share: float
-    """Of the ranks' time until the slowest is done."""
+    """Share of the ranks' time until the slowest is done in which they wait."""
     used_share: float
-    """Of the idle time."""
+    """Share of the idle time that is put to use."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Agreement:
     """The simulated run beside the measured one."""
 
     generation_s: tuple[float, float]
-    """Simulated, measured; summed over steps."""
+    """Simulated and measured time, summed over steps."""
     iterations: tuple[float, float]
+    """Simulated and measured decoding steps, summed over steps."""
 
     @property
     def generation_error(self) -> float:
@@ -41,8 +43,8 @@ class Agreement:
         return simulated / measured - 1
 
 
-def agreement(run: MeasuredRun, use: Use, most_running: int) -> Agreement:
-    """The run as it was dealt, with the use of bubbles it had."""
+def agreement(run: MeasuredRun, use: BubbleUse, most_running: int) -> Agreement:
+    """Simulate the run as it was dealt, with the use of bubbles that it had, and compare."""
     times = simulate(run.steps, run.speed, use, most_running)
     return Agreement(
         (sum(step.generation_s for step in times), sum(run.generation_s)),
@@ -50,25 +52,27 @@ def agreement(run: MeasuredRun, use: Use, most_running: int) -> Agreement:
     )
 
 
-def outlook(runs: Mapping[Use, MeasuredRun], most_running: int, ranks: Sequence[int] = RANKS) -> list[Prospect]:
-    """The uses on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured.
+def project_uses(
+    runs: Mapping[BubbleUse, MeasuredRun], most_running: int, ranks: Sequence[int] = RANKS
+) -> list[Projection]:
+    """Project the uses on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured.
 
     Args:
         runs: for each use, `none` among them, the run whose responses and speeds it has: one of its own, on the same
             seeds as the others, or the same for all.
     """
-    found: list[Prospect] = []
+    found: list[Projection] = []
     measured = len(runs["none"].steps[0])
     for count in sorted({measured, *ranks}):
         steps = {use: run.steps if count == measured else scaled(run.steps, count) for use, run in runs.items()}
         times = {use: simulate(steps[use], run.speed, use, most_running) for use, run in runs.items()}
-        found += [_prospect(count, use, times["none"], times[use]) for use in runs]
+        found += [_projection(count, use, times["none"], times[use]) for use in runs]
     return found
 
 
-def _prospect(ranks: int, use: Use, without: Sequence[StepTimes], times: Sequence[StepTimes]) -> Prospect:
+def _projection(ranks: int, use: BubbleUse, without: Sequence[StepTimes], times: Sequence[StepTimes]) -> Projection:
     seconds, idle = sum(step.generation_s for step in times), sum(step.idle_s for step in times)
-    return Prospect(
+    return Projection(
         ranks=ranks,
         use=use,
         generation_s=seconds / len(times),

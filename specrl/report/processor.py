@@ -1,0 +1,30 @@
+"""The processor of this machine: its name, and what it has for matrix products in bfloat16."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+    """Return the processor's name as Linux reports it, or the architecture where it reports none."""
+    return _field("model name", cpuinfo) or platform.processor() or platform.machine()
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Return the instruction sets that Linux reports; empty where it reports none."""
+    return frozenset(_field("flags", cpuinfo).split())
+
+
+def bf16_support(flags: frozenset[str]) -> str:
+    """Return what makes bfloat16 fast on a processor with these flags, in words; AMX tiles are fastest."""
+    if "amx_bf16" in flags:
+        return "AMX BF16"
+    return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "no AMX, bfloat16 emulated"
+
+
+def _field(name: str, cpuinfo: Path) -> str:
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

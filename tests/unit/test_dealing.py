@@ -1,0 +1,21 @@
+"""Work dealt out in shares of nearly equal size."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl.dealing import deal_longest_first
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 8))
+def test_every_item_is_dealt_once_and_no_rank_is_overloaded(lengths: list[int], size: int) -> None:
+    shares = deal_longest_first(lengths, size)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_a_full_share_gets_no_more() -> None:
+    assert deal_longest_first([9, 1, 1, 1], 2, room=2) == [[0, 3], [1, 2]]
+    assert deal_longest_first([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
