@@ -21,7 +21,7 @@ from specrl.rollout.drafts.replay import ReplayIndex
 from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
-from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, stop_tokens
+from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, generation_params, scoring_params, stop_tokens
 from specrl.rollout.vllm.drafting import Drafting, agreed, draft_model, pick_drafts_faster, refuse_shared_head
 from specrl.rollout.vllm.lifecycle import model_runner, output_tokens, require_version, sleep, start, stop, wake
 from specrl.rollout.vllm.load import (
@@ -36,7 +36,6 @@ from specrl.rollout.vllm.load import (
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.recorder import Recorder
 from specrl.rollout.vllm.sampler import InvariantSampler
-from specrl.rollout.vllm.sampling_params import generation_params, scoring_params
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.timing import IterationTimes, iteration_times
 

@@ -18,8 +18,8 @@ from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
+from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import matched_pair
-from specrl.rollout.sampling.exactness import measure_exactness
 from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
 

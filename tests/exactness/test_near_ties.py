@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.rollout.sampling.exactness import ExactnessError, measure_exactness, traces
+from specrl.rollout.exactness import ExactnessError, measure_exactness, traces
 from specrl.rollout.sampling.near_ties import compare, measure_noise
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
@@ -64,6 +64,6 @@ def test_a_corrupted_distribution_fails_the_chi_squared_gate(engine: Engine, mon
     def skewed(*_: object) -> dict[tuple[int, ...], float]:
         return {(token,) * 4: 0.01 for token in likely_tokens()}
 
-    monkeypatch.setattr("specrl.rollout.sampling.exactness.exact_probabilities", skewed)
+    monkeypatch.setattr("specrl.rollout.exactness.exact_probabilities", skewed)
     with pytest.raises(ExactnessError, match="do not follow the policy"):
         measure_exactness(engine, REQUESTS[:2], FIRST, engine.longest_k).check()

@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.exactness import Exactness, ExactnessError, Parity, at_high_temperature
 from specrl.rollout.requests import Request
 from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
-from specrl.rollout.sampling.exactness import Exactness, ExactnessError, Parity, heated
 from specrl.rollout.sampling.near_ties import Noise, Pick, compare, measure_noise, worst
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
@@ -101,7 +101,7 @@ def test_a_failed_gate_is_an_error_with_its_figures(broken: dict[str, object], m
 
 def test_every_second_prompt_is_tested_at_a_higher_temperature() -> None:
     requests = [Request([prompt], seed, 4, 0.7) for prompt in (5, 6) for seed in (1, 2)]
-    assert [(request.temperature, request.top_p) for request in heated(requests)] == [(0.7, 1.0)] * 2 + [
+    assert [(request.temperature, request.top_p) for request in at_high_temperature(requests)] == [(0.7, 1.0)] * 2 + [
         (1.4, 0.95)
     ] * 2
 

@@ -7,30 +7,34 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
+from scipy import stats
 
 Cell = TypeVar("Cell", bound=Hashable)
 MIN_EXPECTED = 5.0
-"""Cells expected less often are pooled."""
+"""Cells that are expected less often than this are pooled."""
 
 
 @dataclass(frozen=True)
 class ChiSquared:
+    """The result of one test, or of several independent ones together."""
+
     statistic: float
     degrees_of_freedom: int
     num_samples: int
 
     @property
     def p_value(self) -> float:
-        """Upper tail of the chi-squared distribution; 1 where there is nothing to choose between."""
-        if self.degrees_of_freedom == 0:
-            return 1.0
-        half = torch.tensor([self.degrees_of_freedom / 2, self.statistic / 2], dtype=torch.float64)
-        return float(torch.special.gammaincc(half[0], half[1]))
+        """The upper tail of the chi-squared distribution; 1 if there was nothing to choose between."""
+        return float(stats.chi2.sf(self.statistic, self.degrees_of_freedom)) if self.degrees_of_freedom else 1.0
 
 
 def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSquared:
-    """Test samples of one distribution, `exact` where it is given; what it leaves out of the mass of 1 is pooled."""
+    """Test samples of one distribution.
+
+    Args:
+        samples: What was drawn.
+        exact: Probabilities, in any part of the distribution; what they leave out of the mass of 1 is one pooled cell.
+    """
     total, counts = len(samples), Counter(samples)
     cells = [cell for cell, probability in exact.items() if probability * total >= MIN_EXPECTED]
     expected = [exact[cell] * total for cell in cells]
@@ -43,12 +47,11 @@ def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSqua
         smallest = expected.index(min(expected))
         expected[smallest] += rest_expected
         observed[smallest] += rest_observed
-    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True) if e > 0)
-    return ChiSquared(statistic, len(expected) - 1, total)
+    return ChiSquared(float(stats.chisquare(observed, expected).statistic), len(expected) - 1, total)
 
 
 def combined(tests: Sequence[ChiSquared]) -> ChiSquared:
-    """Independent tests as one: statistics and degrees of freedom add up."""
+    """Return independent tests as one: statistics and degrees of freedom add up."""
     return ChiSquared(
         sum(test.statistic for test in tests),
         sum(test.degrees_of_freedom for test in tests),

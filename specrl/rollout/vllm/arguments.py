@@ -1,4 +1,4 @@
-"""What vLLM is started with."""
+"""What vLLM is told: the arguments it is started with, and the parameters of each request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
+from specrl.rollout.vllm.sampler import seed_argument
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -111,6 +113,48 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
         "model": str(directory),
         "draft_tensor_parallel_size": config.engine.tensor_parallel,
     }
+
+
+def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
+    """Return vLLM's `SamplingParams` for a request; the seed travels to the project's sampler in them.
+
+    Raises:
+        ValueError: The prompt leaves no room for a token within `max_length`.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    room = max_length - len(request.prompt_tokens)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(request.prompt_tokens)} tokens leaves no room for a response within "
+            f"model.max_length = {max_length}; raise it or leave the prompt out"
+        )
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        **seed_argument(request.seed),
+        max_tokens=min(request.max_tokens, room),
+        stop_token_ids=stop_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> Any:
+    """Return vLLM's `SamplingParams` for scoring a sequence given as a prompt; its one new token is thrown away."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **seed_argument(0),
+    )
 
 
 def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:

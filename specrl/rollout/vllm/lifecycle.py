@@ -37,7 +37,7 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    _mend_kernel_registration()
+    _fix_kernel_registration()
     _count_ranks_without_compiling()
     set_num_threads = torch.set_num_threads
     try:
@@ -66,7 +66,7 @@ def stop(llm_engine: Any) -> None:
     gc.collect()
 
 
-def _mend_kernel_registration() -> None:
+def _fix_kernel_registration() -> None:
     """Let engines start after llvmlite was imported (numba does, as vLLM itself), and more than one in a process.
 
     On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which

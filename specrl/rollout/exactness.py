@@ -1,7 +1,6 @@
 """Exactness on the real policy, as `validate` tests it: distribution of first tokens, and plain against speculative.
 
-All of it goes through the engine that made the rollouts, at the run's own sampling settings. False-alarm rate of the
-chi-squared gate: `P_VALUE`.
+All of it goes through the engine that made the rollouts, at the run's own sampling settings.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
-HOT = (2.0, 0.95)
-"""Factor on the temperature, and top_p, of every second prompt of the chi-squared test: a trained policy is so sure of
-its first tokens that at its own temperature the test may have nothing to tell apart."""
+HIGH_TEMPERATURE = 2.0
+"""The factor on the temperature of every second prompt of the chi-squared test: a trained policy is so sure of its
+first tokens that at its own temperature the test may have nothing to tell apart."""
+HIGH_TEMPERATURE_TOP_P = 0.95
+"""The `top_p` of these prompts."""
 P_VALUE = 1e-6
-"""Of the chi-squared gate: a run of an exact engine fails this often."""
+"""The p-value below which the chi-squared gate fails; a run of an exact engine fails this often."""
 FIRST_TOKENS = 4
 """Tokens of a response that the chi-squared test looks at; the first is never drafted, the others are."""
 SMALL_BATCH = 4
@@ -35,7 +36,7 @@ class ExactnessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parity:
-    """Plain against speculative generation of the same requests."""
+    """The comparison of plain with speculative generation of the same requests."""
 
     comparison: Comparison
     noise: Noise
@@ -54,9 +55,10 @@ class Parity:
 @dataclass(frozen=True)
 class Exactness:
     first_tokens: ChiSquared | None
-    """None for greedy runs, which leave nothing to chance."""
+    """The chi-squared test; None for greedy runs, which leave nothing to chance."""
     drafts: SpeculationStats
-    """Of the samples of first tokens: without accepted and rejected drafts the test says nothing about them."""
+    """What became of the drafts while first tokens were sampled: the test says nothing about drafts unless some were
+    accepted and some rejected."""
     sampled: Parity
     greedy: Parity
 
@@ -74,7 +76,7 @@ class Exactness:
         )
 
     def metrics(self) -> dict[str, float]:
-        """MLflow names, see `specrl/metrics.py`."""
+        """Return the figures under their names in MLflow, which `specrl/metrics.py` defines."""
         parities = (self.sampled.comparison, self.greedy.comparison)
         metrics = {
             "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
@@ -86,7 +88,7 @@ class Exactness:
         return metrics | ({"validate/chi_squared_p_value": self.first_tokens.p_value} if self.first_tokens else {})
 
     def check(self) -> None:
-        """Raises ExactnessError, naming the gate, the figure and its limit."""
+        """Raise ExactnessError if a gate fails, naming the gate, the figure and its limit."""
         if self.first_tokens is not None and self.first_tokens.p_value < P_VALUE:
             test = self.first_tokens
             raise ExactnessError(
@@ -103,11 +105,11 @@ class Exactness:
 
 
 def measure_exactness(engine: Engine, requests: list[Request], first: list[Request], k: int) -> Exactness:
-    """Compare with `k` draft tokens and without.
+    """Compare speculative generation, with drafts of up to `k` tokens, with plain generation.
 
     Args:
-        requests: held-out prompts at the run's settings, for plain against speculative generation.
-        first: requests whose first tokens are tested, several of each prompt, every seed another.
+        requests: Held-out prompts at the run's settings, which are generated both ways.
+        first: Requests whose first tokens are tested, several of each prompt, each with a seed of its own.
     """
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
     stochastic = any(request.temperature > 0 for request in first)
@@ -115,7 +117,9 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
     noise = noise_of_shapes(engine, requests, plain, k)
     if engine.replays:
         engine.set_replay(texts_to_replay(engine, requests, plain, first))
-    test, drafts = first_tokens_test(engine, heated(first), k) if stochastic else (None, SpeculationStats())
+    test, drafts = (
+        first_tokens_test(engine, at_high_temperature(first), k) if stochastic else (None, SpeculationStats())
+    )
     measured = Exactness(
         first_tokens=test,
         drafts=drafts,
@@ -128,7 +132,7 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
-    """Of plain decoding in batches of other sizes, one of them as large as the verification of `requests`."""
+    """Measure how far plain decoding differs between batch sizes, one of them as large as verifying `requests`."""
     few = requests[:NOISE_REQUESTS]
     small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
     rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
@@ -143,7 +147,8 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
 def texts_to_replay(
     engine: Engine, requests: list[Request], plain: list[Trace], first: list[Request]
 ) -> dict[Tokens, list[list[int]]]:
-    """Stored text that is right, and wrong at one place for every second prompt; one plain sample for `first`."""
+    """Return text to replay, by prompt: what plain decoding gave, for every second prompt with one wrong token, and one
+    plain sample for each prompt of `first`."""
     texts: dict[Tokens, list[list[int]]] = {}
     for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
         text = [trace[position].token for position in sorted(trace)]
@@ -158,17 +163,16 @@ def texts_to_replay(
 
 
 def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
-    """Plain against speculative, in the same batches; everything prefilled anew each time."""
+    """Generate plainly and speculatively in the same batches, all prompts prefilled anew each time, and compare."""
     plain, speculative = (traces(engine, requests, len(requests), length) for length in (0, k))
     return Parity(compare(plain, speculative, noise), noise)
 
 
-def heated(requests: list[Request]) -> list[Request]:
-    """The requests of every second prompt with `HOT` settings."""
+def at_high_temperature(requests: list[Request]) -> list[Request]:
+    """Return the requests, those of every second prompt at a high temperature."""
     prompts = list(dict.fromkeys(tuple(request.prompt_tokens) for request in requests))
-    factor, top_p = HOT
     return [
-        replace(request, temperature=factor * request.temperature, top_p=top_p)
+        replace(request, temperature=HIGH_TEMPERATURE * request.temperature, top_p=HIGH_TEMPERATURE_TOP_P)
         if prompts.index(tuple(request.prompt_tokens)) % 2
         else request
         for request in requests
@@ -176,7 +180,7 @@ def heated(requests: list[Request]) -> list[Request]:
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:
-    """What was picked for each request, `batch` at a time, with k draft tokens."""
+    """Return what was picked for each request, generated `batch` at a time with drafts of up to `k` tokens."""
     engine.reset_prefix_cache()
     engine.set_k(k)
     with engine.recorder() as recorder:
@@ -194,7 +198,11 @@ def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[
 
 
 def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[ChiSquared, SpeculationStats]:
-    """Chi-squared of speculative samples of the first tokens, against the engine's own plain distributions."""
+    """Test speculative samples of the first tokens against the engine's own plain distributions.
+
+    Returns:
+        The chi-squared test of all prompts together, and what became of the drafts.
+    """
     engine.set_k(k)
     # The last token of a response comes without a draft: one more than is looked at.
     generation = engine.generate([replace(request, max_tokens=FIRST_TOKENS + 1) for request in requests])
@@ -215,7 +223,7 @@ def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[
 
 
 def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> dict[Tokens, float]:
-    """Probabilities of the likely beginnings of a response, from plain prefills; the unlikely ones are left out."""
+    """Return the probabilities of the likely beginnings of a response, measured by plain prefills."""
     least = 1.0 / num_samples
     level: dict[Tokens, float] = {(): 1.0}
     ended: dict[Tokens, float] = {}
@@ -233,7 +241,7 @@ def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> d
 
 
 def next_token_distributions(engine: Engine, request: Request, prefixes: Sequence[Tokens]) -> list[dict[int, float]]:
-    """Likely next tokens after the request's prompt and each prefix, with their probabilities."""
+    """Return, for each prefix, the likely next tokens after the request's prompt and it, with their probabilities."""
     asked = [
         replace(request, prompt_tokens=[*request.prompt_tokens, *prefix], seed=seed, max_tokens=1)
         for seed, prefix in enumerate(prefixes)

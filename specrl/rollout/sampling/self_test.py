@@ -1,0 +1,110 @@
+"""What a sampler must give for crafted logits: the reference of the engine's start-up test.
+
+It shares no code with the sampler that it judges: Python integers instead of tensors for the random numbers, FP64,
+whole sorts and cumulative sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NUM_TOKENS = 20
+"""The number of tokens generated per request."""
+PERIOD = 3
+"""The period with which crafted logits repeat along positions, so that n-gram drafting finds something to propose."""
+SUPPORT = 16
+"""The number of tokens with crafted logits; all others are impossible but for rounding."""
+ELSEWHERE = -40.0
+"""The logit of the other tokens."""
+NEAR_TIE = 1e-6
+"""How far the FP32 softmax may be from the FP64 one, in CDF units."""
+LOGPROB_TOLERANCE = 1e-3
+"""How far a log-prob may be from the reference, in nats."""
+SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8, 0.8), (0.5, 0, 1.0))
+"""Temperature, top-k and top-p of each request."""
+
+
+class SamplerError(RuntimeError):
+    """What samples inside the engine is not the drafter-invariant sampler; its rollouts would not be the policy's."""
+
+
+@dataclass(frozen=True)
+class CraftedRequest:
+    """A request whose every token is known beforehand."""
+
+    prompt_tokens: list[int]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+def crafted_requests(support: list[int]) -> list[CraftedRequest]:
+    """Return one request for each of `SETTINGS`, with prompts of tokens in the support."""
+    return [
+        CraftedRequest(support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, *settings)
+        for index, settings in enumerate(SETTINGS)
+    ]
+
+
+def crafted_logits(position: int) -> list[float]:
+    """Return the logits of the support at a position: eighths, which BF16 represents exactly."""
+    return [((37 * token + 61 * (position % PERIOD) + 11 * token * token) % 48) / 8 for token in range(SUPPORT)]
+
+
+def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
+    """Return the indices into the support that may be picked: one, or the two beside a near-tie."""
+    kept, cdf, _ = reference_distribution(position, temperature, top_k, top_p)
+    u = reference_uniform(seed, position)
+    around = [int(np.searchsorted(cdf, value, side="right")) for value in (u - NEAR_TIE, u, u + NEAR_TIE)]
+    return sorted({kept[min(index, len(kept) - 1)] for index in around})
+
+
+def check_logprobs(request: CraftedRequest, picks: list[int], logprobs: list[float]) -> None:
+    """Compare the log-probs of a response with the reference.
+
+    Args:
+        picks: The response, as indices into the support.
+
+    Raises:
+        SamplerError: One is wrong.
+    """
+    for index, (pick, logprob) in enumerate(zip(picks, logprobs, strict=True)):
+        position = len(request.prompt_tokens) + index
+        kept, _, probs = reference_distribution(position, request.temperature, request.top_k, request.top_p)
+        right = math.log(probs[kept.index(pick)])
+        if not abs(logprob - right) <= LOGPROB_TOLERANCE:
+            raise SamplerError(f"the sampler's log-prob of token {index} of a response is {logprob}, not {right}")
+
+
+def reference_uniform(seed: int, position: int) -> float:
+    """Return u(seed, position) by Philox4x32-10, in Python integers."""
+    low = 2**32 - 1
+    c0, c1, c2, c3, k0, k1 = position & low, 0, 0, 0, seed & low, seed >> 32
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & low, (product0 >> 32) ^ c3 ^ k1, product0 & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return float((c1 << 32 | c0) >> 11) * 2.0**-53
+
+
+def reference_distribution(
+    position: int, temperature: float, top_k: int, top_p: float
+) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the indices into the support that top-k and top-p keep, ascending, with their CDF and probabilities."""
+    values = np.array(crafted_logits(position))
+    if temperature == 0:
+        return [int(values.argmax())], np.ones(1), np.ones(1)
+    probs = np.exp((values - values.max()) / temperature)
+    order = sorted(range(SUPPORT), key=lambda token: -probs[token])
+    least = probs[order[top_k - 1]] if 0 < top_k < SUPPORT else 0.0
+    order = [token for token in order if probs[token] >= least]
+    mass = np.cumsum(probs[order])
+    last = int(np.searchsorted(mass, top_p * mass[-1])) if top_p < 1 else len(order) - 1
+    kept = [token for token in range(SUPPORT) if token in order and probs[token] >= probs[order[last]]]
+    return kept, np.cumsum(probs[kept]) / probs[kept].sum(), probs[kept] / probs[kept].sum()
