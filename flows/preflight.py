@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 from slurm.registry import backend_of
 from specrl.config import Config, ConfigError
 from specrl.keys import reward_source
-from specrl.models.sources import check_directory, check_method, check_source
+from specrl.models.directory import check_directory
+from specrl.models.shapes import KNOWN_SHAPES, model_shape
+from specrl.models.sources import check_method, check_source
 from specrl.projection.plan import plan
-from specrl.projection.shapes import KNOWN_SHAPES, model_shape
 
 GIB = 2**30
 ANSWER_SECONDS = 10

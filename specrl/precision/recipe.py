@@ -1,4 +1,4 @@
-"""What FP8 means in a run, told once to trainer, engine and exported checkpoint: which layers, which scales.
+"""The FP8 recipe of a policy: which layers compute in FP8 and with which scales, in trainer, engine and export alike.
 
 A recipe belongs to one policy, by the digest of its weights and configuration; `train` takes the one that `calibrate`
 left and writes it, with the newest KV-cache scales, into the policy's directory. Imports neither Megatron nor vLLM.
@@ -14,22 +14,15 @@ from typing import Any, Literal
 
 from specrl.artifacts import atomic_path
 from specrl.keys import files_digest
+from specrl.models.directory import read_config
+from specrl.models.families import Family, family_of, head_dim
 from specrl.precision.blocks import BLOCK
 
 Mode = Literal["native", "emulated", "off"]
 """How an engine computes FP8: by the device's own kernels, by rounding in the compute type, or not at all."""
 
 RECIPE_FILE = "precision.json"
-"""In a policy's directory."""
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The linear layers of a transformer layer, as Megatron fuses them: q/k/v and gate/up are one each."""
-ENGINE_LINEARS = {
-    "linear_qkv": "self_attn.qkv_proj",
-    "linear_proj": "self_attn.o_proj",
-    "linear_fc1": "mlp.gate_up_proj",
-    "linear_fc2": "mlp.down_proj",
-}
-"""The engine's names of the same layers: it fuses the same matrices, with their rows in another order."""
+"""The recipe's file in a policy's directory."""
 
 
 class NotQuantisedError(RuntimeError):
@@ -38,7 +31,7 @@ class NotQuantisedError(RuntimeError):
 
 @dataclass(frozen=True)
 class KvScales:
-    """Per layer, what FP8 queries, keys and values are multiplied by: value = e4m3 x scale."""
+    """By layer, the factors of FP8 queries, keys and values: value = e4m3 x scale."""
 
     q: list[float]
     k: list[float]
@@ -47,62 +40,73 @@ class KvScales:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All linear layers of the transformer layers compute in FP8, but for `bf16_layers`; nothing else does."""
+    """All linear layers of the transformer layers compute in FP8, except `bf16_layers`; nothing else does."""
 
+    family: Family
     num_layers: int
     bf16_layers: frozenset[str] = frozenset()
-    """Trainer's names, such as `layers.3.linear_fc2`."""
+    """The trainer's names of the layers that stay in BF16, such as `layers.3.linear_fc2`."""
     power_of_two: bool = False
-    """Scales rounded up to powers of two."""
+    """Whether scales are rounded up to powers of two."""
     kv_scales: KvScales | None = None
+    """The scales of an FP8 KV cache; none where they were not calibrated."""
+
+    @property
+    def kept_layers(self) -> list[str]:
+        """`bf16_layers` in the order of the model."""
+        return [name for name in layer_names(self.family, self.num_layers) if name in self.bf16_layers]
 
     @property
     def fp8_layers(self) -> list[str]:
-        return [name for name in layer_names(self.num_layers) if name not in self.bf16_layers]
+        """The trainer's names of the layers that compute in FP8."""
+        return [name for name in layer_names(self.family, self.num_layers) if name not in self.bf16_layers]
 
     @property
     def engine_layers(self) -> list[str]:
-        """The engine's names of `fp8_layers`."""
-        return [engine_name(name) for name in self.fp8_layers]
+        """The engine's names of the layers that compute in FP8."""
+        return [engine_name(self.family, name) for name in self.fp8_layers]
 
     def with_kv_scales(self, scales: KvScales | None) -> Recipe:
+        """Return this recipe with new scales of the KV cache, or with its own where there are no new ones."""
         return replace(self, kv_scales=scales or self.kv_scales)
 
 
-def layer_names(num_layers: int) -> list[str]:
-    return [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS]
+def layer_names(family: Family, num_layers: int) -> list[str]:
+    """Return the trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
+    return [f"layers.{layer}.{linear.name}" for layer in range(num_layers) for linear in family.linears]
 
 
-def edge_layers(num_layers: int, first: int, last: int) -> list[str]:
-    """Names of all linear layers in the first and last transformer layers."""
+def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
+    """Return the names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
-    return [f"layers.{layer}.{linear}" for layer in kept for linear in LINEARS]
+    return [f"layers.{layer}.{linear.name}" for layer in kept for linear in family.linears]
 
 
-def engine_name(name: str) -> str:
-    """`layers.3.linear_qkv` as the engine names it, `model.layers.3.self_attn.qkv_proj`."""
-    layers, index, linear = name.split(".")
-    return f"model.{layers}.{index}.{ENGINE_LINEARS[linear]}"
+def engine_name(family: Family, name: str) -> str:
+    """Return the engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
+    layers, index, own = name.split(".")
+    (found,) = (linear.engine for linear in family.linears if linear.name == own)
+    return f"model.{layers}.{index}.{found}"
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """Digest of the weights and the configuration: what scales belong to."""
+    """Return the digest of a policy's weights and configuration, to which scales belong."""
     paths = [*policy_dir.glob("*.safetensors"), policy_dir / "config.json"]
     return files_digest((path, path.name) for path in paths)
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
-    """JSON of a recipe for the policy in `policy_dir`.
+    """Write a recipe for the policy in `policy_dir` as JSON.
 
     Args:
-        layers: what else is known of each layer: weights' block scales, activations' maxima.
+        layers: What else is known of each layer: the block scales of its weights, the maxima of its activations.
     """
     value = {
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),
         "num_layers": recipe.num_layers,
         "power_of_two": recipe.power_of_two,
-        "bf16_layers": [name for name in layer_names(recipe.num_layers) if name in recipe.bf16_layers],
+        "bf16_layers": recipe.kept_layers,
         "kv_scales": asdict(recipe.kv_scales) if recipe.kv_scales else None,
         "layers": dict(layers or {}),
     }
@@ -111,16 +115,17 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 
 
 def load_recipe(path: Path, policy_dir: Path) -> Recipe:
-    """The recipe of the policy in `policy_dir`.
+    """Return the recipe at `path`, which must have been made for the policy in `policy_dir`.
 
     Raises:
-        ValueError: it was calibrated for another model.
+        ValueError: It was calibrated for another model.
     """
     value = json.loads(path.read_text())
     if value["policy_digest"] != policy_digest(policy_dir):
         raise ValueError(f"{path} was calibrated for another model than {policy_dir}: run the calibrate stage for it")
     scales = value["kv_scales"]
     return Recipe(
+        family=family_of(read_config(policy_dir)),
         num_layers=value["num_layers"],
         bf16_layers=frozenset(value["bf16_layers"]),
         power_of_two=value["power_of_two"],
@@ -129,27 +134,31 @@ def load_recipe(path: Path, policy_dir: Path) -> Recipe:
 
 
 def recipe_of(policy_dir: Path) -> Recipe | None:
-    """The recipe that `train` left beside the policy's weights; none where FP8 had no part in it.
+    """Return the recipe that `train` left beside the policy's weights, or none where nothing was in FP8.
 
     Raises:
-        ValueError: it belongs to another policy.
+        ValueError: It belongs to another policy.
     """
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir) if path.exists() else None
 
 
 def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
-    """Refuse tensor-parallel sizes under which trainer and engine would cut the same matrix into other blocks.
+    """Refuse tensor-parallel sizes under which trainer and engine would cut the same matrix into different blocks.
+
+    Args:
+        hf: Transformers' configuration object of the policy.
+        trainer_size: `policy.tensor_parallel`.
+        engine_size: `engine.tensor_parallel`.
 
     Raises:
-        ValueError: the sizes differ and a shard's boundary falls inside a block.
+        ValueError: The sizes differ and a shard's boundary falls inside a block.
     """
     if trainer_size == engine_size:
         return
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     sizes = {
-        "query": hf.num_attention_heads * head_dim,
-        "key and value": hf.num_key_value_heads * head_dim,
+        "query": hf.num_attention_heads * head_dim(hf),
+        "key and value": hf.num_key_value_heads * head_dim(hf),
         "MLP": hf.intermediate_size,
     }
     for name, rows in sizes.items():

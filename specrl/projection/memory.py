@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specrl.config import Config
-from specrl.projection.shapes import ModelShape
+from specrl.models.shapes import ModelShape
 
 GIB = 2**30
 FP32 = 4
@@ -121,13 +121,13 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """Activations of one micro-batch of `longest_micro_batch` tokens.
 
     Saved per token and layer: 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and, divided
-    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with the QK norm of Qwen3),
+    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with a QK norm),
     3 F for the SwiGLU, and on a CPU, which has no fused backward pass of attention, heads x longest sequence for the
     softmax. Recompute saves H per layer and one whole layer. Pipeline stages hold as many micro-batches as there are
     stages, so the pipeline size cancels; without a backward pass one layer is alive.
     """
     shape, config = rank.shape, rank.config
-    split = (4 if shape.family == "qwen3" else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
+    split = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
     if not rank.gpu:
         split += shape.num_heads * config.model.max_length
     layer = (4 * shape.hidden_size + split / config.policy.tensor_parallel) * rank.dtype_bytes

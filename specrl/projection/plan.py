@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.memory import Rank
-from specrl.projection.shapes import ModelShape, model_shape
 from specrl.report.tables import print_line, print_table
 
 

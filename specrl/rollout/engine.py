@@ -13,6 +13,8 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed import join
+from specrl.models.directory import read_config
+from specrl.models.families import family_of
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.controller import Controller
@@ -108,6 +110,7 @@ class Engine:
         self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
         """Whether this rank holds all of its engine's weights."""
+        self._family = family_of(read_config(policy_dir))
         self._policy_names = policy_weight_names(policy_dir)
         self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
         self._num_requests = 0
@@ -321,7 +324,7 @@ class Engine:
         Raises:
             PolicyParityError: names the tensors that differ.
         """
-        assert_policy_is(self._runner.model, weights)
+        assert_policy_is(self._runner.model, weights, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
@@ -331,7 +334,7 @@ class Engine:
         """
         if self._drafter is None:
             raise RefitError("there is a drafter to compare with, but the engine has none")
-        assert_drafter_is(self._drafter, weights, self._runner.model)
+        assert_drafter_is(self._drafter, weights, self._runner.model, self._family)
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of `tokens[1:]` of each sequence at temperature 1, from prefills without cached prefixes."""

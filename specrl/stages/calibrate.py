@@ -49,7 +49,9 @@ def main(context: StageContext) -> None:
             )
         data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size)
         num_layers = policy.hf_config.num_hidden_layers
-        edges = edge_layers(num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers)
+        edges = edge_layers(
+            policy.family, num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers
+        )
         with logs.phase("calibration"):
             found = calibrate(
                 policy,
@@ -61,7 +63,7 @@ def main(context: StageContext) -> None:
                 always_bf16=edges,
             )
         if ranks.is_first:
-            recipe = recipe_from(found, num_layers, power_of_two=switch.power_of_two)
+            recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
             _leave_behind(context, tracker, found, started)
     leave()

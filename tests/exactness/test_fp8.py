@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import join
+from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, NotQuantisedError, Recipe, engine_name
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.errors import PolicyParityError
@@ -38,7 +39,9 @@ from tests.exactness.toy import (
 from tests.integration.test_refit import SEQUENCES, trainer_logprobs
 
 KEPT = "layers.2.linear_fc2"
-RECIPE = Recipe(LAYERS, frozenset([KEPT]), kv_scales=KvScales([0.02] * LAYERS, [0.01] * LAYERS, [0.005] * LAYERS))
+RECIPE = Recipe(
+    LLAMA, LAYERS, frozenset([KEPT]), kv_scales=KvScales([0.02] * LAYERS, [0.01] * LAYERS, [0.005] * LAYERS)
+)
 REQUESTS = mixed_requests(42)
 
 
@@ -82,7 +85,7 @@ def test_every_linear_layer_computes_what_the_trainers_does(pair: Pair) -> None:
     assert pair.engine.mode == pair.precision.mode == "emulated"
     generator = torch.Generator().manual_seed(3)
     for name, linear in pair.precision.linears.items():
-        layer: Any = pair.engine._runner.model.get_submodule(engine_name(name))
+        layer: Any = pair.engine._runner.model.get_submodule(engine_name(LLAMA, name))
         x = torch.randn(9, linear.module.weight.shape[1], generator=generator) * 3
         with torch.inference_mode():
             engine = layer.quant_method.apply(layer, x)
@@ -135,7 +138,7 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
     policy = {name for name, module in engine._runner.model.named_modules() if "Fp8" in method_name(module)}
     assert not drafter
     assert policy == set(RECIPE.engine_layers)
-    assert engine_name(KEPT) not in policy
+    assert engine_name(LLAMA, KEPT) not in policy
 
 
 @pytest.mark.engine
@@ -178,7 +181,7 @@ def test_a_layer_in_the_wrong_precision_or_a_missed_load_is_an_error_with_its_na
     with pytest.raises(NotQuantisedError, match="holds weights that were not quantised"):
         engine.assert_quantised()
     engine.precision.num_loads -= 1
-    recipe, engine.precision.recipe = engine.precision.recipe, Recipe(LAYERS)
+    recipe, engine.precision.recipe = engine.precision.recipe, Recipe(LLAMA, LAYERS)
     with pytest.raises(NotQuantisedError, match=r"layers\.2\.mlp\.down_proj of the engine computes in BF16"):
         engine.assert_quantised()
     engine.precision.recipe = recipe
@@ -216,7 +219,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ValueError, match=r'precision\.hardware = "native": vLLM has no native FP8'):
             EnginePrecision(PrecisionConfig(generation="fp8", hardware="native"), RECIPE)
     with pytest.raises(ValueError, match=r'precision\.kv_cache = "fp8" needs scales'):
-        EnginePrecision(PrecisionConfig(kv_cache="fp8"), Recipe(LAYERS)).loaded(torch.nn.Module(), None)
+        EnginePrecision(PrecisionConfig(kv_cache="fp8"), Recipe(LLAMA, LAYERS)).loaded(torch.nn.Module(), None)
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -231,7 +234,7 @@ def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: t
     from specrl.rollout.vllm import fp8 as vllm_fp8
 
     method = type("Fp8PerBlockOnlineLinearMethod", (), {"fp8_linear": type(kernel, (), {})()})()
-    model, recipe = torch.nn.Module(), Recipe(1)
+    model, recipe = torch.nn.Module(), Recipe(LLAMA, 1)
     for name in recipe.engine_layers:
         *parents, leaf = name.split(".")
         parent = model

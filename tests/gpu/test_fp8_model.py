@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join
+from specrl.models.families import FAMILIES
 from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
@@ -133,7 +134,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
             "precision": {"generation": "fp8", "hardware": "native"},
         }
     )
-    engine = Engine(model_dir, None, config=config, seed=0, recipe=Recipe(1))
+    engine = Engine(model_dir, None, config=config, seed=0, recipe=Recipe(FAMILIES["qwen3"], 1))
     assert engine.mode == "native"
     engine.assert_quantised()
     weights = load_file(model_dir / "model.safetensors", device="cuda")
@@ -144,7 +145,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
         x = torch.randn(num_tokens, weight.shape[1], device="cuda", generator=generator)
         x[:, ::97] *= 50
         x = x.bfloat16()
-        layer = engine._runner.model.get_submodule(engine_name(f"layers.0.{linear}"))
+        layer = engine._runner.model.get_submodule(engine_name(FAMILIES["qwen3"], f"layers.0.{linear}"))
         found = linear_output(layer, x).float()
         expected = fake_quantise(x, ALONG_ROWS).float() @ fake_quantise(weight, SQUARE).float().t()
         assert float((found - expected).norm() / expected.norm()) < PRODUCT_ERROR

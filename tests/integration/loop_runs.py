@@ -31,6 +31,7 @@ from specrl.config import DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.loop import run_loop
+from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
@@ -84,7 +85,7 @@ def write_inputs(folder: Path) -> None:
     write_rollouts(rollout_path(folder / "rollouts", 0, 0), rows)
     write_result(folder / "prepare", PrepareResult(policy_dir=folder / "policy", seconds=1))
     far_too_large = KvScales(*[[KV_SCALE] * LAYERS] * 3)  # so that it shows which step has measured its own
-    write_recipe(folder / "scales.json", Recipe(LAYERS, kv_scales=far_too_large), folder / "policy")
+    write_recipe(folder / "scales.json", Recipe(LLAMA, LAYERS, kv_scales=far_too_large), folder / "policy")
     calibrated = CalibrateResult(
         scales_path=folder / "scales.json", layers_path=folder, bf16_layers=[], kl_all_fp8=0, kl_chosen=0, seconds=1
     )

@@ -17,6 +17,7 @@ from specrl.artifacts import (
     write_text,
 )
 from specrl.config import Config, dump_config
+from specrl.models.families import LLAMA
 from specrl.precision.recipe import Recipe, write_recipe
 from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
 from tests.integration.pipeline_runs import finish, specrl
@@ -49,7 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{"refit_checks": 1, "refit_failures": 0, "refit_max_abs_logprob_diff": 0.0},
     )
     num_layers = json.loads((policy_dir / "config.json").read_text())["num_hidden_layers"]
-    write_recipe(config.run_dir / "scales.json", Recipe(num_layers), policy_dir)
+    write_recipe(config.run_dir / "scales.json", Recipe(LLAMA, num_layers), policy_dir)
     calibrated = CalibrateResult(
         **{"scales_path": config.run_dir / "scales.json", "layers_path": config.run_dir, "bf16_layers": []},
         **{"kl_all_fp8": 0.0, "kl_chosen": 0.0, "seconds": 1.0},

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.models.families import LLAMA
 from specrl.precision.recipe import layer_names
 from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -120,7 +121,7 @@ def test_fp8_training_is_the_same_on_shards(results: dict[str, list[dict[str, An
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_every_shard_is_quantised(results: dict[str, list[dict[str, Any]]], layout: str) -> None:
     names = [set(found["linears"]) for found in results[layout]]
-    assert set.union(*names) == set(layer_names(NUM_LAYERS)) - {"layers.1.linear_fc2"}
+    assert set.union(*names) == set(layer_names(LLAMA, NUM_LAYERS)) - {"layers.1.linear_fc2"}
     if layout == "pipeline":
         assert not names[0] & names[1]
 

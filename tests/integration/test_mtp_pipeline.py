@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specrl.models.mtp import PREFIX
 from tests.integration.pipeline_runs import finish, rollouts, run_smoke
+from tests.mimo import PREFIX
 
 pytestmark = pytest.mark.pipeline
 

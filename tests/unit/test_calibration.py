@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, ModelConfig, PolicyConfig, PrecisionConfig, SamplingConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.models.families import LLAMA
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows, quantise
 from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
 from specrl.schemas import Rollout
@@ -114,7 +115,7 @@ def calibrated(model_dir: Path, ranks: Ranks) -> tuple[Calibration, Policy, Swit
     switch = SwitchableLinears()
     policy = make_policy(model_dir, ranks, switch)
     data = calibration_data(make_rollouts(), CONFIG, 0, 1)
-    reference = Divergence(policy, switch, data.held_out, ranks).kl(layer_names(4))
+    reference = Divergence(policy, switch, data.held_out, ranks).kl(layer_names(LLAMA, 4))
     return calibrate(policy, switch, data, 0.3 * reference, ranks), policy, switch
 
 
@@ -130,15 +131,15 @@ def test_the_choice_holds_the_budget_on_held_out_prompts(
     assert 0 < len(found.bf16_layers) < 16
     assert 0 < found.bf16_flop_fraction < 1
     data = calibration_data(make_rollouts(), CONFIG, 0, 1)
-    fp8 = [name for name in layer_names(4) if name not in found.bf16_layers]
+    fp8 = [name for name in layer_names(LLAMA, 4) if name not in found.bf16_layers]
     assert Divergence(policy, switch, data.held_out, ranks).kl(fp8) == pytest.approx(found.kl_chosen, rel=1e-6)
 
 
 def test_layers_that_must_stay_in_bf16_do(model_dir: Path, ranks: Ranks) -> None:
     switch = SwitchableLinears()
     policy = make_policy(model_dir, ranks, switch)
-    edges = edge_layers(4, 1, 1)
-    assert edges == [name for name in layer_names(4) if name.split(".")[1] in "03"]
+    edges = edge_layers(LLAMA, 4, 1, 1)
+    assert edges == [name for name in layer_names(LLAMA, 4) if name.split(".")[1] in "03"]
     data = calibration_data(make_rollouts(6, 1), CONFIG, 0, 1)
     found = calibrate(policy, switch, data, 100.0, ranks, always_bf16=edges)
     assert set(found.bf16_layers) == set(edges)
@@ -169,7 +170,7 @@ def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
 
 def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, SwitchableLinears]) -> None:
     found, _, _ = calibrated
-    assert {row.name for row in found.rows} == set(layer_names(4))
+    assert {row.name for row in found.rows} == set(layer_names(LLAMA, 4))
     assert all(0.005 < row.relative_error < 0.1 for row in found.rows)
     assert all(row.activation_amax_median <= row.activation_amax_p999 <= row.activation_amax_max for row in found.rows)
     ratio = {row.name: row.outlier_ratio for row in found.rows}
@@ -185,7 +186,7 @@ def test_divergence_is_zero_in_bf16_and_grows_with_fp8_layers(
     _, policy, switch = calibrated
     divergence = Divergence(policy, switch, calibration_data(make_rollouts(), CONFIG, 0, 1).selection, ranks)
     assert divergence.kl([]) == 0.0
-    one, some, every = (divergence.kl(layer_names(layers)) for layers in (1, 2, 4))
+    one, some, every = (divergence.kl(layer_names(LLAMA, layers)) for layers in (1, 2, 4))
     assert 0 < min(one, some) < every
 
 
@@ -204,13 +205,13 @@ def test_divergence_is_the_kl_of_the_output_distributions(
         changed = type(batch)(tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
         changed.mask[0, at] = True
         found = []
-        for names in ([], layer_names(4)):
+        for names in ([], layer_names(LLAMA, 4)):
             switch.set_fp8(names)
             found.append(float(policy.logprobs([changed])[0][0, at]))
         expected += 2.718281828459045 ** found[0] * (found[0] - found[1])
     only = type(batch)(batch.tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
     only.mask[0, at] = True
-    assert Divergence(policy, switch, [only], ranks).kl(layer_names(4)) == pytest.approx(expected, rel=1e-3)
+    assert Divergence(policy, switch, [only], ranks).kl(layer_names(LLAMA, 4)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_layer_error_is_that_of_the_product_by_hand(
@@ -314,7 +315,7 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
 ) -> None:
     found, _, switch = calibrated
     path = tmp_path / "scales.json"
-    recipe = recipe_from(found, 4, power_of_two=False)
+    recipe = recipe_from(found, LLAMA, 4, power_of_two=False)
     write_recipe(path, recipe, model_dir, layer_details(found))
     value = json.loads(path.read_text())
     weight = switch.linears["layers.3.linear_fc2"].module.weight

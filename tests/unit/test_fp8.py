@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.models.families import LLAMA
 from specrl.precision import native
 from specrl.precision.blocks import (
     ALONG_ROWS,
@@ -126,8 +127,8 @@ def test_shards_that_cut_blocks_are_refused_only_where_the_engines_differ() -> N
 
 
 def test_the_engine_knows_the_layers_by_its_own_names() -> None:
-    recipe = Recipe(2, frozenset(["layers.1.linear_fc1"]))
-    assert engine_name("layers.1.linear_qkv") == "model.layers.1.self_attn.qkv_proj"
+    recipe = Recipe(LLAMA, 2, frozenset(["layers.1.linear_fc1"]))
+    assert engine_name(LLAMA, "layers.1.linear_qkv") == "model.layers.1.self_attn.qkv_proj"
     assert len(recipe.engine_layers) == 7
     assert "model.layers.1.mlp.gate_up_proj" not in recipe.engine_layers
 
@@ -195,7 +196,7 @@ def test_an_fp8_policy_quantises_every_linear_layer(model_dir: Path, ranks: Rank
     policy = make_policy(model_dir, ranks, precision)
     assert policy.pad_multiple == 1  # nothing but native FP8 needs padding
     assert precision.mode == "emulated"
-    assert set(precision.linears) == set(layer_names(3))
+    assert set(precision.linears) == set(layer_names(LLAMA, 3))
     batches = make_batches()
     quantised = policy.logprobs(batches)
     precision.assert_quantised()
@@ -215,7 +216,7 @@ def test_the_output_is_that_of_layers_computed_by_hand(model_dir: Path, ranks: R
             )
         )
     policy.logprobs(make_batches())
-    assert set(seen) == set(layer_names(3))
+    assert set(seen) == set(layer_names(LLAMA, 3))
     for name, (x, y) in seen.items():
         weight = by_hand(name, precision.linears[name].module.weight)
         inputs, input_scales = quantise(x, ALONG_ROWS)
@@ -241,7 +242,7 @@ def by_hand(name: str, weight: Tensor) -> Tensor:
 def test_layers_kept_in_bf16_compute_as_before(model_dir: Path, ranks: Ranks) -> None:
     batches = make_batches()
     plain = make_policy(model_dir, ranks, None, trainable=False).logprobs(batches)
-    precision = LinearPrecision(layer_names(3))
+    precision = LinearPrecision(layer_names(LLAMA, 3))
     kept = make_policy(model_dir, ranks, precision, trainable=False).logprobs(batches)
     assert precision.mode == "off"
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
@@ -366,7 +367,7 @@ def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*this one has 8\.9; set precision.training'):
         native.check_training(aligned, PrecisionConfig(training="fp8"))
     with pytest.raises(ValueError, match=r'^precision\.generation = "fp8": .*set precision\.generation = "bf16"$'):
-        EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(2))
+        EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LLAMA, 2))
 
 
 def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:

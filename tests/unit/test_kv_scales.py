@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl import loop
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.models.families import LLAMA
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
@@ -102,7 +103,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
 
     def trainer() -> Any:
         """What a process has when it starts."""
-        precision = EnginePrecision(config.precision, Recipe(LAYERS, kv_scales=CALIBRATED))
+        precision = EnginePrecision(config.precision, Recipe(LLAMA, LAYERS, kv_scales=CALIBRATED))
         return SimpleNamespace(
             config=config,
             ranks=ranks,
@@ -142,5 +143,8 @@ def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:
 
 
 def test_an_engine_without_an_fp8_kv_cache_has_no_scales_to_store() -> None:
-    assert EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LAYERS, kv_scales=CALIBRATED)).kv_scales is None
+    assert (
+        EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LLAMA, LAYERS, kv_scales=CALIBRATED)).kv_scales
+        is None
+    )
     assert EnginePrecision(PrecisionConfig(), None).kv_scales is None

@@ -18,9 +18,9 @@ from flows.preflight import check_model
 from specrl.config import Config, ConfigError, DrafterConfig, ModelConfig, PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.export.card import serve_command
+from specrl.models.shapes import model_shape
 from specrl.models.sources import check_source, load_tokenizer, materialise_model
 from specrl.projection.memory import Rank
-from specrl.projection.shapes import model_shape
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
 from specrl.training.drafter.spot import SpotTraining
@@ -274,4 +274,4 @@ def without_layer(policy_dir: Path, tmp_path: Path) -> Path:
 
 def test_a_tied_tiny_mimo_is_refused() -> None:
     with pytest.raises(ValueError, match="tie_embeddings"):
-        ModelConfig.model_validate({"source": "tiny", "tiny": {"family": "mimo", "tie_embeddings": True}})
+        check_source(ModelConfig.model_validate({"source": "tiny", "tiny": {"family": "mimo", "tie_embeddings": True}}))

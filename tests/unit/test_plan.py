@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specrl.config import Config, ConfigError, load_config, parse_config
+from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, peak_gib
 from specrl.projection.plan import Plan, plan, render
-from specrl.projection.shapes import KNOWN_SHAPES, model_shape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

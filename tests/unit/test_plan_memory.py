@@ -18,10 +18,11 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, parse_config
 from specrl.distributed import Ranks, join, leave
-from specrl.models.tiny import VOCAB_SIZE, write_tiny_model
+from specrl.models.families import LLAMA
+from specrl.models.shapes import ModelShape, model_shape
+from specrl.models.tiny import write_tiny_model
 from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
-from specrl.projection.shapes import TINY_VOCAB_SIZE, ModelShape, model_shape
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter import chains
 from specrl.training.drafter import layers as draft_layers
@@ -171,7 +172,7 @@ def test_planned_drafter_activations_are_what_training_allocates(
     monkeypatch.setattr(memory, "DRAFTER_CHAINS", length // parts)
     monkeypatch.setattr(draft_layers, "MAX_SCORES", scores)
     monkeypatch.setattr(memory, "DRAFTER_SCORES", scores)
-    shape = ModelShape("llama", 4, hidden, 2 * hidden, 4, 2, hidden // 4, 5000, False, length)
+    shape = ModelShape(LLAMA, 4, hidden, 2 * hidden, 4, 2, hidden // 4, 5000, False, length)
     config = parse_config(
         {
             "name": "run",
@@ -192,7 +193,3 @@ def test_planned_drafter_activations_are_what_training_allocates(
 def test_the_plan_and_the_drafters_training_have_the_same_bounds() -> None:
     assert memory.DRAFTER_CHAINS == chains.MAX_CHAINS
     assert memory.DRAFTER_SCORES == draft_layers.MAX_SCORES
-
-
-def test_the_tiny_vocabulary_is_the_tokenizers() -> None:
-    assert VOCAB_SIZE == TINY_VOCAB_SIZE

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from specrl.training.megatron.model import check_supported
-from specrl.training.megatron.weights import WeightMap, shard, unshard, weight_map
+from specrl.training.megatron.weights import Parameter, WeightMap, part_of, unshard, weight_map
 
 SMALL = {
     "vocab_size": 97,
@@ -59,6 +59,12 @@ def make_map(hf: object, tensor: int, pipeline: int) -> WeightMap:
     return weight_map(hf, tensor_parallel=tensor, pipeline_parallel=pipeline, fused_norms=False)
 
 
+def parts(parameter: Parameter, tensors: list[torch.Tensor], rank: int, size: int) -> list[torch.Tensor]:
+    """What a tensor-parallel rank reads of the tensors on disk."""
+    found = [part_of(parameter, tensor.shape, rank, size) for tensor in tensors]
+    return [tensor.narrow(dim, start, stop - start) for tensor, (dim, start, stop) in zip(tensors, found, strict=True)]
+
+
 @given(st.sampled_from(MODELS), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_merge_shard_unshard_unmerge_gives_the_same_bits(
     hf: LlamaConfig | Qwen2Config | Qwen3Config, tensor: int, pipeline: int
@@ -66,9 +72,8 @@ def test_merge_shard_unshard_unmerge_gives_the_same_bits(
     weights = make_map(hf, tensor, pipeline)
     for parameter in weights.parameters:
         originals = [torch.randn(shape).bfloat16() for shape in shapes_on_disk(hf, parameter.hf)]
-        merged = weights.merge(parameter, originals)
-        assert tuple(merged.shape) == parameter.shape
-        shards = [shard(parameter, merged, rank, tensor) for rank in range(tensor)]
+        assert tuple(weights.merge(parameter, originals).shape) == parameter.shape
+        shards = [weights.merge(parameter, parts(parameter, originals, rank, tensor), tensor) for rank in range(tensor)]
         again = weights.unmerge(parameter, unshard(parameter, shards))
         assert all(torch.equal(a, b) for a, b in zip(originals, again, strict=True)), parameter.name
 
@@ -87,7 +92,7 @@ def test_the_gate_and_up_rows_of_a_rank_belong_together() -> None:
     weights = make_map(MODELS[0], 2, 1)
     fc1 = next(p for p in weights.parameters if p.split == "gate_up")
     gate, up = torch.zeros(96, 64), torch.ones(96, 64)
-    first = shard(fc1, weights.merge(fc1, [gate, up]), 0, 2)
+    first = weights.merge(fc1, parts(fc1, [gate, up], 0, 2), 2)
     assert torch.equal(first.mean(1), torch.cat((torch.zeros(48), torch.ones(48))))
 
 

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_rows
-from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name, layer_names
+from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name
 
 EMULATION = "specrl_fp8"
 NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
@@ -33,7 +33,7 @@ NATIVE = "fp8_per_block"
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` by which the recipe's layers compute in FP8, as the device has it."""
     if torch.cuda.is_available():
-        kept = [engine_name(name) for name in layer_names(recipe.num_layers) if name in recipe.bf16_layers]
+        kept = [engine_name(recipe.family, name) for name in recipe.kept_layers]
         return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "ignore": kept}}
     return {"quantization": EMULATION}
 

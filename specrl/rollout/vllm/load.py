@@ -7,70 +7,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from specrl.models import mtp
+from specrl.models.families import FAMILIES, LLAMA, Family
+from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-"""Layers that the engine holds as one, in the order of their outputs."""
 NOT_LOADED = frozenset({"t2d"})
-"""Drafter tensors that are derived from others."""
+"""The drafter's tensors that the engine derives from others."""
 MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-"""Parts of a multi-token-prediction layer that the engine keeps one level deeper."""
+"""The parts of a multi-token-prediction layer that the engine keeps one level deeper."""
 PROBE_ROWS = 4
 READ_BACK_TOLERANCE = 0.02
 """Of an output's own size and of its row's root mean square; BF16 rounds to 2^-9."""
 
 
-def weight_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in a directory's safetensors files."""
-    names: set[str] = set()
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    if not names:
-        raise ValueError(f"no safetensors files in {directory}")
-    return frozenset(names)
-
-
 def policy_weight_names(directory: Path) -> frozenset[str]:
-    """Names of the policy's tensors in its directory: a multi-token-prediction layer is a drafter's."""
-    names = weight_names(directory)
+    """Return the names of the policy's tensors in its directory; a multi-token-prediction layer is a drafter's."""
+    names = TensorReader(directory).names
     return names - _mtp_names(names)
 
 
 def drafter_weight_names(directory: Path) -> frozenset[str]:
-    """Names of the drafter's tensors in an EAGLE-3 directory, or in a policy's with a multi-token-prediction layer."""
-    names = weight_names(directory)
+    """Return the names of the drafter's tensors: of a policy's multi-token-prediction layer, or all of an EAGLE-3's."""
+    names = TensorReader(directory).names
     return _mtp_names(names) or names
 
 
 def _mtp_names(names: frozenset[str]) -> frozenset[str]:
-    return frozenset(name for name in names if name.startswith(mtp.PREFIX))
+    prefixes = tuple(family.mtp.prefix for family in FAMILIES.values() if family.mtp is not None)
+    return frozenset(name for name in names if name.startswith(prefixes))
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the policy in a directory, and the head of a tied model, as a refit wants them."""
-    names = policy_weight_names(directory)
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                if name not in names:
-                    continue
-                tensor = file.get_tensor(name)
-                yield name, tensor
-                if name == EMBEDDINGS and HEAD not in names:
-                    yield HEAD, tensor
+    """Yield every tensor of the policy in a directory, and the head of a tied model, as a refit wants them."""
+    reader, names = TensorReader(directory), policy_weight_names(directory)
+    for name in sorted(names):
+        tensor = reader.read(name)
+        yield name, tensor
+        if name == EMBEDDINGS and HEAD not in names:
+            yield HEAD, tensor
 
 
 def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: frozenset[str], tied: bool) -> None:
@@ -128,16 +106,23 @@ class Delivery:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
-def assert_policy_is(model: nn.Module, weights: Weights) -> None:
-    """Raises PolicyParityError where the policy inside the engine is not these tensors; names those that differ."""
-    if wrong := differing_tensors(model, weights, drafter=False):
+def assert_policy_is(model: nn.Module, weights: Weights, family: Family) -> None:
+    """Check that the policy inside the engine is these tensors.
+
+    Raises:
+        PolicyParityError: Some differ; the line names them.
+    """
+    if wrong := differing_tensors(model, weights, family, drafter=False):
         raise PolicyParityError(f"the engine's policy differs from the trainer's in {', '.join(wrong)}")
 
 
-def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module) -> None:
-    """Raises DrafterCollapseError where the drafter inside the engine is not these tensors on the policy's embeddings;
-    names those that differ."""
-    wrong = differing_tensors(drafter, weights, drafter=True)
+def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, family: Family) -> None:
+    """Check that the drafter inside the engine is these tensors, on the embeddings of the policy there.
+
+    Raises:
+        DrafterCollapseError: Some differ; the line names them.
+    """
+    wrong = differing_tensors(drafter, weights, family, drafter=True)
     own: Any = drafter.get_submodule("model.embed_tokens")
     shared: Any = policy.get_submodule("model.embed_tokens")
     if not torch.equal(own.weight, shared.weight):
@@ -146,36 +131,52 @@ def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module) -
         raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {', '.join(wrong)}")
 
 
-def differing_tensors(model: nn.Module, weights: Weights, *, drafter: bool) -> list[str]:
-    """Names of the tensors in `weights` that `model`, inside the engine, does not compute with.
+def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, drafter: bool) -> list[str]:
+    """Return the names of those of `weights` that `model`, inside the engine, does not compute with.
 
     Linear layers are compared by their output on a fixed random input, because CPU engines keep their weights packed
-    only; everything else by value. For engines without tensor parallelism.
+    only; everything else is compared by value. It works for engines without tensor parallelism only.
+
+    Args:
+        family: The policy's row, which says what the engine holds fused. An EAGLE-3 drafter is a Llama beside any.
+        drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
     """
+    prefix = family.mtp.prefix if family.mtp is not None else None
     groups: dict[str, dict[str, Tensor]] = {}
+    order: dict[str, int] = {}
     for name, tensor in weights:
         if name in NOT_LOADED:
             continue
-        path, _, kind = _engine_name(model, name, drafter).rpartition(".")
+        if prefix is not None and name.startswith(prefix):
+            engine_name, fused = _mtp_engine_name(model, name, prefix), family.fused
+        elif drafter:
+            engine_name, fused = _eagle3_engine_name(name), LLAMA.fused
+        else:
+            engine_name, fused = name, family.fused
+        path, _, kind = engine_name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
-        groups.setdefault(f"{parent}.{STACKED.get(leaf, leaf)}.{kind}".lstrip("."), {})[name] = tensor
+        order[name] = list(fused).index(leaf) if leaf in fused else 0
+        groups.setdefault(f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), {})[name] = tensor
     wrong: list[str] = []
     for path, parts in groups.items():
         module_path, _, kind = path.rpartition(".")
         module = model.get_submodule(module_path)
-        ordered = sorted(parts, key=lambda name: list(STACKED).index(name.split(".")[-2]) if len(parts) > 1 else 0)
+        ordered = sorted(parts, key=order.__getitem__)
         if not _matches(module, kind, torch.cat([parts[name] for name in ordered])):
             wrong.extend(ordered)
     return wrong
 
 
-def _engine_name(model: nn.Module, name: str, drafter: bool) -> str:
-    if name.startswith(mtp.PREFIX):
-        layers: Any = model.get_submodule("model.mtp_layers")
-        rest = name.removeprefix(mtp.PREFIX)
-        # The engine counts on from the policy's layers.
-        return f"model.mtp_layers.{next(iter(layers))}.{'mtp_block.' if rest.startswith(MTP_BLOCK) else ''}{rest}"
-    if not drafter or name == HEAD:
+def _mtp_engine_name(model: nn.Module, name: str, prefix: str) -> str:
+    container = prefix.removesuffix(".").rpartition(".")[0]  # such as `model.mtp_layers`
+    layers: Any = model.get_submodule(container)
+    rest = name.removeprefix(prefix)
+    # The engine counts on from the policy's layers.
+    return f"{container}.{next(iter(layers))}.{'mtp_block.' if rest.startswith(MTP_BLOCK) else ''}{rest}"
+
+
+def _eagle3_engine_name(name: str) -> str:
+    if name == HEAD:
         return name
     if name == "d2t":
         return "draft_id_to_target_id"

@@ -17,6 +17,7 @@ import torch
 
 from specrl.artifacts import atomic_path
 from specrl.distributed import Ranks
+from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.training.batches import MicroBatch
@@ -225,8 +226,15 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
     )
 
 
-def recipe_from(calibration: Calibration, num_layers: int, *, power_of_two: bool) -> Recipe:
-    return Recipe(num_layers, frozenset(calibration.bf16_layers), power_of_two, calibration.kv_scales)
+def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
+    """Return the recipe of the policy that was calibrated, of this family and with so many transformer layers."""
+    return Recipe(
+        family=family,
+        num_layers=num_layers,
+        bf16_layers=frozenset(calibration.bf16_layers),
+        power_of_two=power_of_two,
+        kv_scales=calibration.kv_scales,
+    )
 
 
 def layer_details(calibration: Calibration) -> dict[str, Any]:

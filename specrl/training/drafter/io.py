@@ -7,21 +7,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specrl.artifacts import atomic_path, write_json
+from specrl.artifacts import write_json
+from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.hf_io import TensorReader, write_tensors
 from specrl.training.drafter.layers import DraftShape
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MAPPINGS = ("d2t", "t2d")
 
@@ -82,9 +79,7 @@ def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tup
     """Write an EAGLE-3 directory; `config.json` comes last, so a directory that has one is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).unlink(missing_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
-    with atomic_path(directory / WEIGHTS_FILE) as temporary:
-        save_file(tensors, os.fspath(temporary), metadata={"format": "pt"})
+    write_tensors(directory / WEIGHTS_FILE, dict(weights))
     write_json(directory / CONFIG_FILE, config)
 
 
@@ -103,8 +98,7 @@ def read_drafter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], Te
     for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "attention_bias"):
         if config.get(flag) is not False:
             raise ValueError(f"{path}: {flag} must be false, written out; found {config.get(flag)}")
-    with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    tensors = dict(TensorReader(directory).items())
     missing = [name for name in MAPPINGS if name not in tensors]
     if missing:
         raise ValueError(f"{directory / WEIGHTS_FILE} lacks {', '.join(missing)}: drafts could not be mapped to tokens")
@@ -112,18 +106,3 @@ def read_drafter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], Te
     if not torch.equal(tensors.pop("t2d").nonzero()[:, 0], draft_tokens):
         raise ValueError(f"{directory / WEIGHTS_FILE}: d2t and t2d disagree; d2t must hold offsets, not ids")
     return config, tensors, draft_tokens
-
-
-def read_tensor(model_dir: Path, *names: str) -> Tensor:
-    """The first of `names` that a Hugging Face safetensors directory has.
-
-    Raises:
-        ValueError: it has none of them.
-    """
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in names:
-                if name in file.keys():  # noqa: SIM118 (not a dict)
-                    tensor: Tensor = file.get_tensor(name)
-                    return tensor
-    raise ValueError(f"no safetensors file in {model_dir} has {' or '.join(names)}")

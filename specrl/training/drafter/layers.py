@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from specrl.models.families import head_dim
+
 MAX_SCORES = 1 << 26
 """Attention scores kept at once; beyond it queries go in chunks that the backward pass recomputes."""
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -51,7 +53,7 @@ class DraftShape:
             intermediate_size=intermediate_size or hf_config.intermediate_size,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            head_dim=head_dim(hf_config),
             rms_norm_eps=hf_config.rms_norm_eps,
             rope_theta=float(hf_config.rope_parameters["rope_theta"]),
             max_position_embeddings=hf_config.max_position_embeddings,

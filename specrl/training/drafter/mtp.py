@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specrl.models.mtp import PREFIX
+from specrl.models.families import MIMO_LAYER
 from specrl.training.drafter.layers import EMBEDDINGS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -32,7 +32,7 @@ def mtp_shape(hf_config: Any) -> DraftShape:
 
 
 class Mtp(DraftModule):
-    PREFIX: ClassVar[str] = PREFIX
+    PREFIX: ClassVar[str] = MIMO_LAYER.prefix
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", NORM: "norm", HEAD: "head"}
 
     embeddings: Tensor

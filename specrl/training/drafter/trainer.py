@@ -20,9 +20,11 @@ from transformers import AutoConfig
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
+from specrl.models.families import family_of_model
+from specrl.models.hf_io import TensorReader
 from specrl.training.drafter.chains import ChainBatch, pack_chains
 from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
-from specrl.training.drafter.io import config_dict, read_drafter, read_tensor, vocabulary_tensors, write_drafter
+from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_tensors, write_drafter
 from specrl.training.drafter.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.mtp import HEAD, Mtp, mtp_shape
 from specrl.training.drafter.ttt import Tally, metrics_from_sums, train_chains
@@ -61,9 +63,10 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
     policy_config = AutoConfig.from_pretrained(policy_dir)
     attention, last = model.midlayer.self_attn, f"model.layers.{policy_config.num_hidden_layers - 1}."
     # Projections made for QK norm would saturate attention without it.
-    with_qk_norm = policy_config.model_type == "qwen3"
+    with_qk_norm = family_of_model(policy_config).qk_norm
+    policy = TensorReader(policy_dir)
     for name in ("v_proj",) if with_qk_norm else ("q_proj", "k_proj", "v_proj"):
-        weight = read_tensor(policy_dir, f"{last}self_attn.{name}.weight")
+        weight = policy.read(f"{last}self_attn.{name}.weight")
         attention.get_parameter(f"{name}.weight")[:, model.shape.hidden_size :] = weight
     sources = {
         "midlayer.self_attn.o_proj": f"{last}self_attn.o_proj",
@@ -74,8 +77,9 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
     if model.shape.intermediate_size == policy_config.intermediate_size:
         sources |= {f"midlayer.mlp.{name}_proj": f"{last}mlp.{name}_proj" for name in ("gate", "up", "down")}
     for name, source in sources.items():
-        model.get_parameter(f"{name}.weight").copy_(read_tensor(policy_dir, f"{source}.weight"))
-    model.lm_head.weight.copy_(read_tensor(policy_dir, HEAD, EMBEDDINGS)[draft_tokens])
+        model.get_parameter(f"{name}.weight").copy_(policy.read(f"{source}.weight"))
+    head = HEAD if HEAD in policy.names else EMBEDDINGS
+    model.lm_head.weight.copy_(policy.read(head)[draft_tokens])
 
 
 class Drafter:
@@ -102,8 +106,9 @@ class Drafter:
         self._policy_config = AutoConfig.from_pretrained(policy_dir)
         self._seed = seed
         self._updates = 0
+        policy = TensorReader(policy_dir)
         for name in model.SHARED:
-            model.share(name, read_tensor(policy_dir, name))
+            model.share(name, policy.read(name))
         self._parameters = list(self.model.parameters())
         # One flat buffer: gradients are views of it, so that the all-reduce, the clip and the reset are one call each.
         self._gradient = torch.zeros(sum(p.numel() for p in self._parameters), device=ranks.device)
@@ -163,7 +168,8 @@ class Drafter:
         """
         shape = mtp_shape(AutoConfig.from_pretrained(policy_dir))
         model = Mtp(shape)
-        model.load_state_dict({name: read_tensor(policy_dir, Mtp.PREFIX + name) for name in model.state_dict()})
+        policy = TensorReader(policy_dir)
+        model.load_state_dict({name: policy.read(Mtp.PREFIX + name) for name in model.state_dict()})
         return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
 
     @property

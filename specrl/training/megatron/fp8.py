@@ -26,26 +26,33 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from specrl.models.families import Layout, Linear
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fake_quantise_rows, row_scales
-from specrl.precision.recipe import LINEARS, Mode, NotQuantisedError, layer_names
+from specrl.precision.recipe import Mode, NotQuantisedError, layer_names
 
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Where the matrices lie that one weight of this tensor-parallel rank holds."""
+    """Where the matrices lie in one weight of this tensor-parallel rank that holds several of them."""
 
     sizes: tuple[int, ...]
-    """Rows of each matrix, in the engine's order."""
+    """The number of rows of each matrix, in the engine's order."""
     order: Tensor | None = None
-    """Row of the weight at each place of the engine's order; none where the two orders are the same."""
+    """The row of the weight that stands at each place of the engine's order; none where the two orders are equal."""
 
 
-def fused_rows(linear: str, rows: int, config: Any) -> FusedRows:
-    """Of a weight with `rows` rows. Megatron keeps queries group by group, each followed by its key and its value."""
-    if linear == "linear_fc1":
+def fused_rows(layout: Layout, rows: int, config: Any) -> FusedRows:
+    """Return where the matrices lie in a weight with `rows` rows.
+
+    Megatron keeps queries group by group, each followed by its key and its value.
+
+    Args:
+        config: Megatron's configuration of the model.
+    """
+    if layout == "gate_up":
         return FusedRows((rows // 2, rows // 2))
-    if linear != "linear_qkv":
+    if layout == "columns":
         return FusedRows((rows,))
     width = config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups * width
@@ -55,7 +62,7 @@ def fused_rows(linear: str, rows: int, config: Any) -> FusedRows:
 
 
 class EmulatedLinear:
-    """Stands in for `_forward_impl` of one Megatron linear layer: forward, dgrad and wgrad on quantised operands."""
+    """Takes the place of `_forward_impl` of one Megatron linear layer: all three products on quantised operands."""
 
     def __init__(self, name: str, module: Any, rows: FusedRows, *, power_of_two: bool) -> None:
         self.name = name
@@ -63,7 +70,7 @@ class EmulatedLinear:
         self.rows = rows
         self.power_of_two = power_of_two
         self.active = True
-        """Without it the layer computes as if it had never been touched."""
+        """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
         self.num_forwards = 0
         self.num_backwards = 0
         self.num_weight_quantisations = 0
@@ -81,7 +88,7 @@ class EmulatedLinear:
         tp_group: dist.ProcessGroup | None = None,
         **others: Any,
     ) -> Tensor:
-        """[..., in] -> [..., out], of this tensor-parallel rank."""
+        """Return this tensor-parallel rank's output [..., out] for the input [..., in]."""
         if not self.active:
             plain: Tensor = self._plain(
                 input, weight, bias=bias, allreduce_dgrad=allreduce_dgrad, tp_group=tp_group, **others
@@ -94,7 +101,7 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """Dequantised values [out, in], recomputed when the weight has changed: once per optimizer update.
+        """Return the dequantised weight [out, in], recomputed when the weight has changed: once per optimizer update.
 
         The weight itself is compared: Megatron's distributed optimizer writes it through a flat buffer, which neither
         moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
@@ -109,7 +116,7 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def quantise_weight(self) -> Tensor:
-        """What `quantised_weight` must be now."""
+        """Quantise the weight anew and return its dequantised values [out, in]."""
         quantised = fake_quantise_rows(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
         if self.rows.order is None:
             return quantised
@@ -117,7 +124,7 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def weight_scales(self) -> Tensor:
-        """float32 [row blocks, column blocks], the matrices below each other as the engine has them."""
+        """Return the scales, float32 [row blocks, column blocks], the matrices stacked as the engine has them."""
         return row_scales(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
 
     def _in_engine_order(self) -> Tensor:
@@ -156,46 +163,50 @@ class _QuantisedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def linear_layers(model: Any) -> dict[str, Any]:
-    """The linear layers of this rank's transformer layers, such as `layers.3.linear_fc2`, numbered over all stages."""
-    found = {}
-    for layer in model.decoder.layers:
-        parts = (
-            layer.self_attention.linear_qkv,
-            layer.self_attention.linear_proj,
-            layer.mlp.linear_fc1,
-            layer.mlp.linear_fc2,
-        )
-        for linear, module in zip(LINEARS, parts, strict=True):
-            found[f"layers.{layer.layer_number - 1}.{linear}"] = module
-    return found
+def linear_layers(model: Any) -> dict[str, tuple[Linear, Any]]:
+    """Return the linear layers of this rank's transformer layers: what the family says of each, and its module.
+
+    Names such as `layers.3.linear_fc2` count the layers of all pipeline stages.
+    """
+    return {
+        f"layers.{layer.layer_number - 1}.{linear.name}": (linear, layer.get_submodule(linear.megatron))
+        for layer in model.decoder.layers
+        for linear in model.family.linears
+    }
 
 
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a Megatron `GPTModel` compute in emulated FP8, except those named in `exclude`.
+    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those named in `exclude`.
+
+    Args:
+        power_of_two: Whether scales are rounded up to powers of two.
+
+    Returns:
+        The layers of this rank that now compute in emulated FP8, by name.
 
     Raises:
-        ValueError: a layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names no layer.
+        ValueError: A layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names a layer
+            that the model does not have.
     """
-    unknown = sorted(set(exclude) - set(layer_names(model.config.num_layers)))
+    unknown = sorted(set(exclude) - set(layer_names(model.family, model.config.num_layers)))
     if unknown:
         raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
     installed = {}
-    for name, module in linear_layers(model).items():
+    for name, (linear, module) in linear_layers(model).items():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.sequence_parallel:
             raise ValueError(
                 f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers "
                 'without sequence parallelism; set precision.training = "bf16"'
             )
         if name not in exclude:
-            rows = fused_rows(name.rpartition(".")[2], module.weight.shape[0], model.config)
+            rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
             installed[name] = EmulatedLinear(name, module, rows, power_of_two=power_of_two)
             module._forward_impl = installed[name]
     return installed
 
 
 class LinearPrecision:
-    """Which linear layers of a policy compute in FP8: all but `bf16_layers`. One object per policy.
+    """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
 
     `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so.
     """
@@ -206,20 +217,20 @@ class LinearPrecision:
         self.is_native = torch.cuda.is_available()
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
-        """All linear layers of this rank, where Transformer Engine computes them."""
+        """All linear layers of this rank by name, where Transformer Engine computes them."""
         self._expected: frozenset[str] | None = None
 
     @property
     def mode(self) -> Mode:
-        """What the trainer does; `off` where every layer stays in BF16 or there is no policy yet."""
+        """How the trainer computes FP8; `off` where every layer stays in BF16 or there is no policy yet."""
         if self._native and self._expected:
             return "native"
         return "emulated" if self.linears else "off"
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Called by the policy, before it is used."""
+        """Change the policy's linear layers; the policy calls it once, before it is used."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
-        layers = linear_layers(model)
+        layers = {name: module for name, (_, module) in linear_layers(model).items()}
         self._expected = frozenset(layers) - self.bf16_layers
         if self.is_native:
             self._native = layers
@@ -228,12 +239,12 @@ class LinearPrecision:
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
 
     def assert_quantised(self, *, trained: bool = False) -> None:
-        """Every layer that should has computed in FP8, with the quantised form of the weight it has now.
+        """Check that every layer that should has computed in FP8, with the quantised form of its present weight.
 
         Call it after a forward pass, with `trained` after a training step.
 
         Raises:
-            NotQuantisedError: naming the first layer that did not.
+            NotQuantisedError: A layer has not; the line names the first.
         """
         if self._expected is None:
             raise NotQuantisedError("no policy has taken this LinearPrecision: nothing was quantised")
@@ -255,7 +266,7 @@ class LinearPrecision:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers, the widest that fit: compared faster, and NaN equals itself."""
+    """View a tensor as integers, the widest that fit: they compare faster, and NaN equals itself."""
     flat = tensor.reshape(-1)
     fits = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
     return flat.view(torch.int64 if fits else torch.int16)

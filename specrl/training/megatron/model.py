@@ -26,10 +26,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from specrl.models.families import Family, family_of_model, head_dim
 from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, RotaryCausalAttention, SwiGLU
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -63,8 +63,9 @@ class HeadOutput:
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns scores of chosen positions instead of all logits."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, family: Family, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.family = family
         self.true_vocab_size = true_vocab_size
 
     def forward(self, tokens: Tensor, head: HeadInput) -> Tensor | HeadOutput:
@@ -107,13 +108,14 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> No
     Raises:
         ValueError: naming what the model's configuration asks for and what is supported.
     """
-    if hf.model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {hf.model_type!r} is not supported: the policy must be one of {', '.join(FAMILIES)}"
-        )
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(hf, key, False):
-            raise ValueError(f"{hf.model_type} with {key} = true is not supported: use a checkpoint without it")
+    family = family_of_model(hf)
+    allowed = {"attention_bias": family.qkv_bias, "attention_out_bias": False, "mlp_bias": False}
+    for key, value in allowed.items():
+        if getattr(hf, key, value) != value:
+            raise ValueError(
+                f"{family.architecture} with {key} = {str(not value).lower()} is not supported: use a checkpoint with "
+                f"{key} = {str(value).lower()}"
+            )
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act = {hf.hidden_act!r} is not supported: only silu (SwiGLU) is")
     if getattr(hf, "use_sliding_window", False):
@@ -159,6 +161,7 @@ def transformer_config(
     Args:
         native_fp8: blockwise, by Transformer Engine.
     """
+    family = family_of_model(hf)
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -167,14 +170,14 @@ def transformer_config(
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        kv_channels=head_dim(hf),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type == "qwen3",
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -212,6 +215,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
     return PolicyModel(
         config,
         _cuda_layers(config) if cuda else _cpu_layers(config, rope),
+        family=family_of_model(hf),
         true_vocab_size=hf.vocab_size,
         vocab_size=-(-hf.vocab_size // tensor) * tensor,
         max_sequence_length=hf.max_position_embeddings,

@@ -29,7 +29,8 @@ from transformers import AutoConfig
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
-from specrl.models import mtp
+from specrl.models.families import family_of_model
+from specrl.models.hf_io import TensorReader, write_model
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron import parallel, weights
@@ -44,7 +45,6 @@ from specrl.training.megatron.model import (
     transformer_config,
 )
 from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
-from specrl.training.megatron.pretrained import write_pretrained
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(log-probs, entropy, micro-batch) -> (loss, metrics).
@@ -118,6 +118,7 @@ class Policy:
         self.model_dir = model_dir
         self.config = config
         self.hf_config: Any = AutoConfig.from_pretrained(model_dir)
+        self.family = family_of_model(self.hf_config)
         self.vocab_size: int = self.hf_config.vocab_size
         self.dtype = DTYPES[dtype]
         self.ranks = ranks
@@ -259,7 +260,7 @@ class Policy:
                 was loaded with, if any, goes along unchanged.
         """
         tensors = chain(self._named_for_disk(), self._mtp_layer_as_loaded() if mtp_layer is None else mtp_layer)
-        write_pretrained(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
+        write_model(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
     def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
@@ -268,8 +269,10 @@ class Policy:
                 yield name, tensor
 
     def _mtp_layer_as_loaded(self) -> Iterator[tuple[str, Tensor]]:
-        reader = weights.HuggingFaceReader(self.model_dir)
-        for name in reader.names(mtp.PREFIX):
+        if self.family.mtp is None:
+            return
+        reader = TensorReader(self.model_dir)
+        for name in sorted(name for name in reader.names if name.startswith(self.family.mtp.prefix)):
             yield name, reader.read(name).to(self.dtype)
 
     @contextmanager

@@ -1,13 +1,13 @@
 """Weights between Hugging Face names and Megatron's shards, both ways, tensor by tensor, bit by bit.
 
-A `Parameter` names one Megatron parameter, the Hugging Face tensors it is made of, and how tensor parallelism splits
-it. The list of them is the same on every rank, so that collectives match while weights stream.
+A `Parameter` names one Megatron parameter, the Hugging Face tensors that it is made of, and how tensor parallelism
+splits it. The list of them follows from the model's `Family` row and is the same on every rank, so that collectives
+match while weights stream.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,28 +18,32 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
+from specrl.models.families import Family, Layout, family_of_model, head_dim
+from specrl.models.hf_io import TensorReader
 from specrl.training.megatron.parallel import from_stage
 
-Split = Literal["none", "rows", "columns", "gate_up", "qkv", "vocabulary"]
-INDEX_FILE = "model.safetensors.index.json"
+Split = Layout | Literal["none", "vocabulary"]
+"""How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Parameter:
+    """One parameter of Megatron's model, on whichever pipeline stage holds it."""
+
     name: str
-    """Megatron's, counting layers from 0 in each pipeline stage."""
+    """Megatron's name, which counts layers from 0 in each pipeline stage."""
     stage: int
-    """Pipeline stage that holds it."""
+    """The pipeline stage that holds it."""
     split: Split
     hf: tuple[str, ...]
-    """Hugging Face tensors, in the order they are merged."""
+    """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
     shape: tuple[int, ...]
-    """Merged over the tensor-parallel ranks."""
+    """Its shape when merged over the tensor-parallel ranks."""
     is_copy: bool = False
-    """The last stage's copy of a tied embedding: loaded, never exported."""
+    """Whether it is the last stage's copy of a tied embedding, which is loaded but never exported."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +52,35 @@ class WeightMap:
 
     parameters: tuple[Parameter, ...]
     num_groups: int
-    """Key-value heads. Megatron stores queries group by group, each followed by its key and its value."""
+    """The number of key-value heads. Megatron stores queries group by group, each followed by its key and value."""
     head_dim: int
     vocab_size: int
     tied: bool
+    """Whether the output layer is the embeddings' matrix."""
 
-    def merge(self, parameter: Parameter, tensors: list[Tensor]) -> Tensor:
-        """Hugging Face tensors -> the whole Megatron parameter."""
+    def shape_on_disk(self, parameter: Parameter) -> tuple[int, ...]:
+        """Return the shape of the parameter's Hugging Face tensors stacked below each other."""
+        return (self.vocab_size, *parameter.shape[1:]) if parameter.split == "vocabulary" else parameter.shape
+
+    def merge(self, parameter: Parameter, tensors: Sequence[Tensor], size: int = 1) -> Tensor:
+        """Return what one tensor-parallel rank holds of a parameter, made of its parts of the Hugging Face tensors.
+
+        Args:
+            tensors: The rank's part of each tensor, as `part_of` has it; whole tensors where `size` is 1.
+            size: The number of tensor-parallel ranks.
+        """
         if parameter.split == "qkv":
-            return torch.cat([self._groups(tensor) for tensor in tensors], 1).flatten(0, 1)
+            groups = self.num_groups // size
+            return torch.cat([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)
         if parameter.split == "vocabulary":
-            padding = parameter.shape[0] - len(tensors[0])
+            padding = parameter.shape[0] // size - len(tensors[0])
             return torch.cat((tensors[0], tensors[0].new_zeros(padding, parameter.shape[1])))
-        return torch.cat(tensors)
+        return torch.cat(list(tensors))
 
     def unmerge(self, parameter: Parameter, merged: Tensor) -> list[Tensor]:
-        """Inverse of `merge`."""
+        """Return the Hugging Face tensors of a whole parameter: the inverse of `merge`."""
         if parameter.split == "qkv":
-            groups = self._groups(merged)
+            groups = merged.reshape(self.num_groups, -1, *merged.shape[1:])
             sizes = [groups.shape[1] - 2 * self.head_dim, self.head_dim, self.head_dim]
             return [part.flatten(0, 1).contiguous() for part in torch.split(groups, sizes, 1)]
         if parameter.split == "gate_up":
@@ -74,146 +89,142 @@ class WeightMap:
             return [merged[: self.vocab_size]]
         return [merged]
 
-    def _groups(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(self.num_groups, -1, *tensor.shape[1:])
 
+def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) -> tuple[int, int, int]:
+    """Return the part of one of a parameter's Hugging Face tensors that a tensor-parallel rank holds.
 
-def shard(parameter: Parameter, merged: Tensor, rank: int, size: int) -> Tensor:
-    """The part of a merged parameter that tensor-parallel rank `rank` of `size` holds."""
+    Args:
+        shape: The shape of that tensor on disk.
+        rank: The tensor-parallel rank, out of `size` of them.
+
+    Returns:
+        The dimension that is split, and the first index and the one behind the last along it.
+    """
     if parameter.split == "none":
-        return merged
-    if parameter.split == "columns":
-        return merged.chunk(size, 1)[rank]
-    if parameter.split == "gate_up":  # each rank holds its rows of the gate, then its rows of the up projection
-        return torch.cat([part.chunk(size)[rank] for part in merged.chunk(2)])
-    return merged.chunk(size)[rank]
+        return 0, 0, shape[0]
+    dim = 1 if parameter.split == "columns" else 0
+    whole = parameter.shape[0] if parameter.split == "vocabulary" else shape[dim]  # the vocabulary's rows are padded
+    step = whole // size
+    return dim, min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
 
 
 def unshard(parameter: Parameter, shards: list[Tensor]) -> Tensor:
-    """Inverse of `shard`, from the shards of all tensor-parallel ranks."""
+    """Return the whole parameter, made of what the tensor-parallel ranks hold of it, in the order of ranks."""
     if parameter.split == "none" or len(shards) == 1:
         return shards[0]
     if parameter.split == "columns":
         return torch.cat(shards, 1)
-    if parameter.split == "gate_up":
+    if parameter.split == "gate_up":  # each rank holds its rows of the gate, then its rows of the up projection
         gates, ups = zip(*(part.chunk(2) for part in shards), strict=True)
         return torch.cat((*gates, *ups))
     return torch.cat(shards)
 
 
 def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_norms: bool) -> WeightMap:
-    """The parameters of the Hugging Face model `hf`.
+    """Return the parameters of the model with transformers' configuration `hf`.
 
     Args:
-        fused_norms: Transformer Engine keeps a layer's norms inside the linear that follows them.
+        fused_norms: Whether a layer's norms lie inside the linear layers that follow them, as Transformer Engine has
+            them.
     """
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     per_stage = hf.num_hidden_layers // pipeline_parallel
     last = pipeline_parallel - 1
     vocabulary = (-(-hf.vocab_size // tensor_parallel) * tensor_parallel, hf.hidden_size)
-    embedding = ("model.embed_tokens.weight",)
-    parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", embedding, vocabulary)]
+    parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", (EMBEDDINGS,), vocabulary)]
     for layer in range(hf.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
-        parameters += _layer_parameters(hf, head_dim, layer, stage, local, fused_norms)
+        parameters += _layer_parameters(hf, family_of_model(hf), layer, stage, local, fused_norms)
     parameters.append(
         Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,))
     )
     if not hf.tie_word_embeddings:
-        parameters.append(Parameter("output_layer.weight", last, "vocabulary", ("lm_head.weight",), vocabulary))
+        parameters.append(Parameter("output_layer.weight", last, "vocabulary", (HEAD,), vocabulary))
     elif last > 0:
-        parameters.append(Parameter("output_layer.weight", last, "vocabulary", embedding, vocabulary, is_copy=True))
-    return WeightMap(tuple(parameters), hf.num_key_value_heads, head_dim, hf.vocab_size, hf.tie_word_embeddings)
+        parameters.append(Parameter("output_layer.weight", last, "vocabulary", (EMBEDDINGS,), vocabulary, is_copy=True))
+    return WeightMap(tuple(parameters), hf.num_key_value_heads, head_dim(hf), hf.vocab_size, hf.tie_word_embeddings)
 
 
-def _layer_parameters(hf: Any, head_dim: int, layer: int, stage: int, local: int, fused_norms: bool) -> list[Parameter]:
+def _layer_parameters(
+    hf: Any, family: Family, layer: int, stage: int, local: int, fused_norms: bool
+) -> list[Parameter]:
     hidden, inner = hf.hidden_size, hf.intermediate_size
-    queries = hf.num_attention_heads * head_dim
-    qkv_rows = queries + 2 * hf.num_key_value_heads * head_dim
-    attention_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
+    queries = hf.num_attention_heads * head_dim(hf)
+    qkv_rows = queries + 2 * hf.num_key_value_heads * head_dim(hf)
+    attention_norm = f"{family.attention[0].megatron}.layer_norm_weight" if fused_norms else "input_layernorm.weight"
+    mlp_norm = f"{family.mlp[0].megatron}.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
 
-    def parameter(name: str, split: Split, hf_names: str, *shape: int) -> Parameter:
-        names = tuple(f"model.layers.{layer}.{hf_name}" for hf_name in hf_names.split())
+    def parameter(name: str, split: Split, hf_names: Sequence[str], *shape: int) -> Parameter:
+        names = tuple(f"model.layers.{layer}.{hf_name}" for hf_name in hf_names)
         return Parameter(f"decoder.layers.{local}.{name}", stage, split, names, shape)
 
-    q, k, v = (f"self_attn.{letter}_proj" for letter in "qkv")
     parameters = [
-        parameter(attention_norm, "none", "input_layernorm.weight", hidden),
-        parameter("self_attention.linear_qkv.weight", "qkv", f"{q}.weight {k}.weight {v}.weight", qkv_rows, hidden),
-        parameter("self_attention.linear_proj.weight", "columns", "self_attn.o_proj.weight", hidden, queries),
-        parameter(mlp_norm, "none", "post_attention_layernorm.weight", hidden),
-        parameter("mlp.linear_fc1.weight", "gate_up", "mlp.gate_proj.weight mlp.up_proj.weight", 2 * inner, hidden),
-        parameter("mlp.linear_fc2.weight", "columns", "mlp.down_proj.weight", hidden, inner),
+        parameter(attention_norm, "none", ["input_layernorm.weight"], hidden),
+        parameter(mlp_norm, "none", ["post_attention_layernorm.weight"], hidden),
     ]
-    if hf.model_type == "qwen2":
-        parameters.append(parameter("self_attention.linear_qkv.bias", "qkv", f"{q}.bias {k}.bias {v}.bias", qkv_rows))
-    if hf.model_type == "qwen3":
+    shapes = {
+        linear: (hidden, queries) if linear.layout == "columns" else (qkv_rows, hidden) for linear in family.attention
+    }
+    shapes |= {linear: (hidden, inner) if linear.layout == "columns" else (2 * inner, hidden) for linear in family.mlp}
+    for linear, shape in shapes.items():
+        weights = [f"{part}.weight" for part in linear.parts]
+        parameters.append(parameter(f"{linear.megatron}.weight", linear.layout, weights, *shape))
+        if linear.layout == "qkv" and family.qkv_bias:
+            biases = [f"{part}.bias" for part in linear.parts]
+            parameters.append(parameter(f"{linear.megatron}.bias", "qkv", biases, qkv_rows))
+    if family.qk_norm:
         parameters += [
-            parameter("self_attention.q_layernorm.weight", "none", "self_attn.q_norm.weight", head_dim),
-            parameter("self_attention.k_layernorm.weight", "none", "self_attn.k_norm.weight", head_dim),
+            parameter(
+                f"self_attention.{letter}_layernorm.weight", "none", [f"self_attn.{letter}_norm.weight"], head_dim(hf)
+            )
+            for letter in "qk"
         ]
     return parameters
-
-
-class HuggingFaceReader:
-    """Reads single tensors of a Hugging Face directory, sharded or not."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        index = directory / INDEX_FILE
-        if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (directory / "model.safetensors").exists():
-            with safe_open(directory / "model.safetensors", "pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
-            raise ValueError(f"no weights in {directory}: expected model.safetensors or {INDEX_FILE}")
-
-    def names(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._files if name.startswith(prefix))
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise ValueError(f"{self._directory} has no tensor {name!r}: its config.json describes another model")
-        with safe_open(self._directory / self._files[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type.
 
+    Of every tensor only the part is read that this rank holds.
+
     Raises:
-        ValueError: a tensor is missing or has another shape than the configuration says.
+        ValueError: A tensor is missing, or has another shape than `config.json` says.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     own = dict(model.named_parameters())
-    reader = HuggingFaceReader(directory)
+    reader = TensorReader(directory)
     for parameter in weights.parameters:
         if parameter.stage != parallel_state.get_pipeline_model_parallel_rank():
             continue
-        merged = weights.merge(parameter, [reader.read(name) for name in parameter.hf])
-        if tuple(merged.shape) != parameter.shape:
-            raise ValueError(
-                f"{', '.join(parameter.hf)} in {directory}: merged shape {tuple(merged.shape)}, "
-                f"but config.json says {parameter.shape}"
-            )
+        _check_shape(weights, parameter, reader, directory)
+        parts = []
+        for name in parameter.hf:
+            dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
+            parts.append(reader.read_slice(name, start, stop, dim=dim))
         target = own.pop(parameter.name)
-        target.copy_(shard(parameter, merged, rank, size))
+        target.copy_(weights.merge(parameter, parts, size))
         # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the
         # gradient's norm counts one rank's part only.
         target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
     assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
 
 
+def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader, directory: Path) -> None:
+    shapes = [reader.shape(name) for name in parameter.hf]
+    found, expected = (sum(shape[0] for shape in shapes), *shapes[0][1:]), weights.shape_on_disk(parameter)
+    if found != expected:
+        raise ValueError(
+            f"{', '.join(parameter.hf)} in {directory}: merged shape {found}, but config.json says {expected}"
+        )
+
+
 @torch.no_grad()
 def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, whole, on every rank; collective. A tied `lm_head.weight` comes too, at the end.
+    """Yield every Hugging Face tensor, whole, on every rank; all ranks take part.
 
-    Tensors may be views of the parameters: use or copy one before asking for the next.
+    A tied `lm_head.weight` comes too, at the end. Tensors may be views of the parameters: use or copy one before
+    asking for the next.
     """
     own = dict(model.named_parameters())
     like = next(iter(own.values()))
@@ -224,10 +235,10 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
         merged = _merged_everywhere(parameter, own.get(parameter.name), like)
         for name, tensor in zip(parameter.hf, weights.unmerge(parameter, merged), strict=True):
             yield name, tensor
-            head = tensor if name == "model.embed_tokens.weight" else head
+            head = tensor if name == EMBEDDINGS else head
     if weights.tied:
         assert head is not None
-        yield "lm_head.weight", head
+        yield HEAD, head
 
 
 def _merged_everywhere(parameter: Parameter, local: Tensor | None, like: Tensor) -> Tensor:

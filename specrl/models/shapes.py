@@ -1,4 +1,4 @@
-"""The shape of a model, known without loading it: from its directory, from the tiny section, or from a short table."""
+"""The dimensions of a model, known without loading it: from its directory, from `model.tiny`, or from a short table."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
-from specrl.models.mtp import has_mtp
-from specrl.models.sources import check_directory
+from specrl.models.directory import check_directory
+from specrl.models.families import FAMILIES, Family, family_of, ties_embeddings, tiny_family
 
 TINY_VOCAB_SIZE = 128
-"""Of the character tokenizer of `model.source = "tiny"`; `specrl/models/tiny.py` has it too, but imports torch."""
+"""The characters and special tokens of the tiny models' tokenizer, padded so that tensor parallelism divides them."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a dense decoder of the Llama, Qwen2 or Qwen3 family."""
+    """The dimensions of a decoder, from which its parameters, FLOPs and memory are counted."""
 
-    family: str
+    family: Family
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -27,51 +27,57 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied: bool
+    """Whether the output layer shares the embeddings' matrix."""
     max_positions: int
 
     @property
     def query_size(self) -> int:
+        """The channels of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """The channels of all key heads together, and also of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def linear_parameters_per_layer(self) -> int:
-        """Weights of the linear layers of one decoder layer; what FP8 applies to."""
+        """The number of weights in the linear layers of one transformer layer: what FP8 applies to."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def parameters_per_layer(self) -> int:
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.family == "qwen3" else 0)
-        bias = self.query_size + 2 * self.kv_size if self.family == "qwen2" else 0
+        """The number of parameters of one transformer layer: its linear layers, norms and biases."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.qk_norm else 0)
+        bias = self.query_size + 2 * self.kv_size if self.family.qkv_bias else 0
         return self.linear_parameters_per_layer + norms + bias
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the input embedding alone; an untied head has as many again."""
+        """The number of parameters of the input embedding; an untied output layer has as many again."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
+        """The number of parameters of the whole model, a tied matrix counted once, without a multi-token layer."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
 
 
 KNOWN_SHAPES = {
-    "smollm2-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 8192),
-    "Qwen/Qwen3-8B": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
-    "Qwen/Qwen3-8B-Base": ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
+    "smollm2-135m": ModelShape(FAMILIES["llama"], 30, 576, 1536, 9, 3, 64, 49152, True, 8192),
+    "Qwen/Qwen3-8B": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
+    "Qwen/Qwen3-8B-Base": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
 }
+"""Models that can be planned for before they are downloaded."""
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Shape of `model.source`.
+    """Return the shape of `model.source`.
 
     Raises:
-        ConfigError: a directory that is not a model this project trains, or a hub id not in the table.
+        ConfigError: The source is a directory that is not a supported model, or a hub id that is not in the table.
     """
     if model.source == "tiny":
         return _tiny_shape(model)
@@ -89,7 +95,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 def _tiny_shape(model: ModelConfig) -> ModelShape:
     tiny = model.tiny
     return ModelShape(
-        family="qwen2" if tiny.family == "mimo" else tiny.family,
+        family=tiny_family(tiny),
         num_layers=tiny.num_layers,
         hidden_size=tiny.hidden_size,
         intermediate_size=tiny.intermediate_size,
@@ -97,7 +103,7 @@ def _tiny_shape(model: ModelConfig) -> ModelShape:
         num_kv_heads=tiny.num_kv_heads,
         head_dim=tiny.hidden_size // tiny.num_heads,
         vocab_size=TINY_VOCAB_SIZE,
-        tied=tiny.tied,
+        tied=ties_embeddings(tiny),
         max_positions=model.max_length,
     )
 
@@ -105,7 +111,7 @@ def _tiny_shape(model: ModelConfig) -> ModelShape:
 def _shape_of(hf: dict[str, Any]) -> ModelShape:
     heads = hf["num_attention_heads"]
     return ModelShape(
-        family="qwen2" if has_mtp(hf) else hf["model_type"],
+        family=family_of(hf),
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         intermediate_size=hf["intermediate_size"],

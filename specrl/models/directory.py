@@ -1,0 +1,87 @@
+"""What must be true of a Hugging Face directory before a model is trained from it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specrl.config import ConfigError
+from specrl.models.families import Family, family_of
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Present where the weights are in several files: `weight_map` says which file holds each tensor."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Return the names of the files that hold the weights of a Hugging Face directory, whether they exist or not."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [WEIGHTS_FILE]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the contents of a Hugging Face directory's `config.json`.
+
+    Raises:
+        ConfigError: The directory or the file does not exist, or it is not JSON.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"model directory {directory} does not exist")
+    try:
+        config: dict[str, Any] = json.loads((directory / CONFIG_FILE).read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model directory {directory}: {CONFIG_FILE} is not JSON: {error}") from error
+    return config
+
+
+def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
+    """Check a Hugging Face directory and return the contents of its `config.json`.
+
+    Args:
+        max_length: The longest prompt plus response in tokens, `model.max_length`.
+
+    Raises:
+        ConfigError: One line that names the directory and what is missing or not supported.
+    """
+    config = read_config(directory)
+    try:
+        family = family_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"model directory {directory} is {error}") from error
+    _check_family(config, family, directory)
+    for name in weight_files(directory):
+        if not (directory / name).is_file():
+            raise ConfigError(f"model directory {directory} lacks {name}")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model directory {directory} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    longest = config.get("max_position_embeddings", max_length)
+    if max_length > longest:
+        raise ConfigError(f"model.max_length = {max_length}: the model in {directory} has {longest} positions")
+    return config
+
+
+def _check_family(config: dict[str, Any], family: Family, directory: Path) -> None:
+    """Refuse a member of the family that this project or vLLM would compute wrongly."""
+    if config.get("tie_word_embeddings", False) and not family.can_tie:
+        raise ConfigError(
+            f"{directory}: {family.architecture} with tie_word_embeddings = true is not supported: "
+            "vLLM wants its output layer in the checkpoint"
+        )
+    if family.mtp is None:
+        return
+    layers = config.get("num_nextn_predict_layers", 0)
+    if layers != 1:
+        raise ConfigError(
+            f"{directory}: num_nextn_predict_layers = {layers}: vLLM drafts with one layer, so it must be 1"
+        )
+    if (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"{directory}: {family.architecture} with scaled rotary embeddings is not supported: remove rope_scaling"
+        )

@@ -1,0 +1,194 @@
+"""The model families that can be trained: one row each, and everything in which families differ stands in the row.
+
+The loader and the exporter (`training/megatron/weights.py`), the comparison of weights inside the engine
+(`rollout/vllm/load.py`), the memory plan (`models/shapes.py`), the FP8 recipe (`precision/recipe.py`), the source check
+(`models/directory.py`) and the tiny models (`models/tiny.py`) read it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specrl.config.base import ConfigError
+from specrl.config.model import TinyModelConfig
+
+Layout = Literal["qkv", "gate_up", "columns"]
+"""How Megatron lays out the matrices of one linear layer, and how tensor parallelism splits them.
+
+- `qkv`: the queries of one key-value group, then its key, then its value, group after group; split by groups.
+- `gate_up`: the gate's rows, then the up projection's; each split by rows.
+- `columns`: a single matrix, split by columns.
+"""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of a transformer layer, which trainer and engine may each hold as several matrices fused."""
+
+    megatron: str
+    """The module inside Megatron's transformer layer, such as `self_attention.linear_qkv`."""
+    engine: str
+    """The module inside the engine's transformer layer, such as `self_attn.qkv_proj`."""
+    parts: tuple[str, ...]
+    """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows."""
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """The name by which FP8 recipes and tables call this layer, such as `linear_qkv`."""
+        return self.megatron.rpartition(".")[2]
+
+
+ATTENTION = (
+    Linear(
+        "self_attention.linear_qkv",
+        "self_attn.qkv_proj",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "qkv",
+    ),
+    Linear("self_attention.linear_proj", "self_attn.o_proj", ("self_attn.o_proj",), "columns"),
+)
+"""Grouped-query attention."""
+DENSE_MLP = (
+    Linear("mlp.linear_fc1", "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), "gate_up"),
+    Linear("mlp.linear_fc2", "mlp.down_proj", ("mlp.down_proj",), "columns"),
+)
+"""One SwiGLU in every layer, without experts."""
+
+
+@dataclass(frozen=True)
+class MtpLayer:
+    """A layer after the last one that predicts the token after the next; its tensors are part of the checkpoint."""
+
+    prefix: str
+    """What the names of its tensors begin with."""
+
+
+MIMO_LAYER = MtpLayer("model.mtp_layers.0.")
+"""The layer of MiMo (Xiaomi, 2025), which `training/drafter/mtp.py` computes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: a decoder with RMS norms, rotary embeddings and SwiGLU, and how it departs from Llama."""
+
+    name: str
+    """The value of `model.tiny.family`."""
+    architecture: str
+    """The first entry of `architectures` in `config.json`, by which a checkpoint and vLLM name the family."""
+    model_type: str
+    """The class by which transformers computes the family, named as in `transformers.AutoConfig.for_model`."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias; no other linear layer may have one."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys pass an RMS norm (`q_norm`, `k_norm`) before they are rotated."""
+    attention: tuple[Linear, ...] = ATTENTION
+    mlp: tuple[Linear, ...] = DENSE_MLP
+    """The linear layers after attention; a family with experts states their layout here."""
+    mtp: MtpLayer | None = None
+    """The multi-token-prediction layer, for `speculation.method = "mtp"`; none where the family has no such layer."""
+    can_tie: bool = True
+    """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of a published `config.json` that are left out of the one that transformers and vLLM are given."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear layers of a transformer layer: what FP8 applies to."""
+        return self.attention + self.mlp
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """The name of each matrix that the engine holds fused with others, and the fused layer's name.
+
+        Names are last parts, such as `q_proj` and `qkv_proj`, in the order in which the engine stacks the rows.
+        """
+        return {
+            part.rpartition(".")[2]: linear.engine.rpartition(".")[2]
+            for linear in self.linears
+            if len(linear.parts) > 1
+            for part in linear.parts
+        }
+
+
+FAMILIES: dict[str, Family] = {}
+"""All rows by name."""
+
+
+def register(family: Family) -> Family:
+    """Add a row to `FAMILIES` and return it."""
+    FAMILIES[family.name] = family
+    return family
+
+
+LLAMA = register(Family("llama", "LlamaForCausalLM", "llama"))
+register(Family("qwen2", "Qwen2ForCausalLM", "qwen2", qkv_bias=True))
+register(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True))
+# MiMo is a Qwen2 with one more layer, the smallest that vLLM's CPU build drafts with. Its checkpoints call themselves
+# `mimo` and bring remote code; without these keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM
+# wants an untied head in the checkpoint.
+register(
+    Family(
+        "mimo",
+        "MiMoForCausalLM",
+        "qwen2",
+        qkv_bias=True,
+        mtp=MIMO_LAYER,
+        can_tie=False,
+        ignored_keys=("auto_map", "attention_bias", "use_mrope"),
+    )
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the row of a checkpoint, given the contents of its `config.json`.
+
+    Raises:
+        ConfigError: No row has its architecture; the line names those that are supported.
+    """
+    architecture = (config.get("architectures") or ["model without an architecture"])[0]
+    for family in FAMILIES.values():
+        if family.architecture == architecture:
+            return family
+    raise ConfigError(f"a {architecture}; supported: {', '.join(row.architecture for row in FAMILIES.values())}")
+
+
+def family_of_model(hf: Any) -> Family:
+    """Return the row of a model, given transformers' configuration object.
+
+    An object that was made in code names no architecture: it is found by its `model_type`.
+
+    Raises:
+        ConfigError: No row has its architecture; the line names those that are supported.
+    """
+    found = [family for family in FAMILIES.values() if not hf.architectures and family.model_type == hf.model_type]
+    return found[0] if found else family_of({"architectures": hf.architectures or [hf.model_type]})
+
+
+def tiny_family(tiny: TinyModelConfig) -> Family:
+    """Return the row of the random model that `model.tiny` describes.
+
+    Raises:
+        ConfigError: There is no such family, or it cannot have tied embeddings.
+    """
+    if tiny.family not in FAMILIES:
+        raise ConfigError(f'model.tiny.family = "{tiny.family}": allowed are {", ".join(FAMILIES)}')
+    family = FAMILIES[tiny.family]
+    if tiny.tie_embeddings and not family.can_tie:
+        raise ConfigError(
+            f'model.tiny.tie_embeddings = true with model.tiny.family = "{family.name}": '
+            "vLLM wants this family's output layer in the checkpoint; leave tie_embeddings out"
+        )
+    return family
+
+
+def ties_embeddings(tiny: TinyModelConfig) -> bool:
+    """Return whether the random model ties its embeddings: as `model.tiny` says, else wherever its family can."""
+    return tiny_family(tiny).can_tie if tiny.tie_embeddings is None else tiny.tie_embeddings
+
+
+def head_dim(hf: Any) -> int:
+    """Return the channels of one attention head, for transformers' configuration object of a model."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)

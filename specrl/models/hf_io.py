@@ -1,0 +1,157 @@
+"""Tensors of Hugging Face directories: the one reader and the one writer of safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specrl.artifacts import atomic_path, write_json
+from specrl.models.directory import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, weight_files
+
+FILE_BYTES = 4 * 2**30
+"""A file of a written directory ends before the tensor with which it would be larger."""
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+
+
+class TensorReader:
+    """Reads names, shapes, tensors and slices of tensors of a safetensors directory, in one file or in several.
+
+    Files are mapped into memory, so that only what is asked for is read from disk.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            ValueError: A file of weights is missing.
+        """
+        self._directory = directory
+        self._files: dict[str, Any] = {}
+        """The open file of each tensor."""
+        for name in weight_files(directory):
+            if not (directory / name).is_file():
+                raise ValueError(f"no weights in {directory}: {name} is missing")
+            file: Any = safe_open(directory / name, framework="pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading the tensor.
+
+        Raises:
+            ValueError: There is no such tensor.
+        """
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, on the CPU and of the type on disk.
+
+        Raises:
+            ValueError: There is no such tensor.
+        """
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def read_slice(self, name: str, start: int, stop: int, *, dim: int = 0) -> Tensor:
+        """Return the part of a tensor from `start` to before `stop` along dimension `dim`, 0 or 1.
+
+        Raises:
+            ValueError: There is no such tensor.
+        """
+        view = self._file(name).get_slice(name)
+        part: Tensor = view[:, start:stop] if dim else view[start:stop]
+        return part
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every name with its tensor, one after the other."""
+        for name in self._files:
+            yield name, self.read(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise ValueError(f"{self._directory} has no tensor {name!r}: its {CONFIG_FILE} describes another model")
+        return self._files[name]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file under a temporary name, flush it to disk and rename it.
+
+    Tensors may be on any device and of any strides. The file gets the permissions of any other new file, where the
+    library would let only its owner read it.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_path(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(on_cpu, os.fspath(temporary), metadata={"format": "pt"})
+        temporary.chmod(mode)
+
+
+def write_model(
+    directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, writes: bool
+) -> None:
+    """Write a Hugging Face directory: weights from `tensors`, tokenizer and configuration as in `source`.
+
+    `config.json` comes last, so that a directory which has it is complete.
+
+    Args:
+        tensors: Names and tensors, which are copied one by one before the next is taken.
+        dtype: The type of the tensors, as `config.json` states it.
+        writes: Whether this rank writes; the others only take the tensors, whose iterator may be collective.
+    """
+    if not writes:
+        for _ in tensors:
+            pass
+        return
+    parts = list(_write_parts(directory, tensors))
+    final = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        final = [WEIGHTS_FILE]
+    for number, name in enumerate(final):
+        _part(directory, number).replace(directory / name)
+    if len(parts) > 1:
+        files = {name: file for names, file in zip(parts, final, strict=True) for name in names}
+        write_json(directory / INDEX_FILE, {"metadata": {}, "weight_map": files})
+    _copy_rest(directory, source, dtype)
+
+
+def _write_parts(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[str]]:
+    """Write files of at most `FILE_BYTES` under preliminary names; yield the names of the tensors in each."""
+    held: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if held and size + nbytes > FILE_BYTES:
+            write_tensors(_part(directory, number), held)
+            yield list(held)
+            held, size, number = {}, 0, number + 1
+        held[name] = tensor.to("cpu", copy=True).contiguous()
+        size += nbytes
+    write_tensors(_part(directory, number), held)
+    yield list(held)
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / f"part-{number}.safetensors"
+
+
+def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    for path in sorted(source.iterdir()):
+        if path.suffix in COPIED_SUFFIXES and path.name not in (CONFIG_FILE, INDEX_FILE):
+            with atomic_path(directory / path.name) as temporary:
+                shutil.copyfile(path, temporary)
+    config = json.loads((source / CONFIG_FILE).read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    write_json(directory / CONFIG_FILE, config)
