@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from specrl.precision.recipe import LINEARS
 from specrl.training.calibration.calibration import Calibration, LayerRow
 
 
@@ -12,7 +11,7 @@ def plot_errors(rows: list[LayerRow]) -> Figure:
     """Relative output error of each linear layer in FP8; rings are the layers kept in BF16."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for linear in LINEARS:
+    for linear in dict.fromkeys(row.name.rpartition(".")[2] for row in rows):
         own = [row for row in rows if row.name.endswith(linear)]
         layers = [int(row.name.split(".")[1]) for row in own]
         (line,) = axes.plot(layers, [100 * row.relative_error for row in own], marker=".", label=linear)
