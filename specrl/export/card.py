@@ -1,4 +1,4 @@
-"""The model card of an exported drafter, or of a policy that is its own: whose it is, how good, how to serve it."""
+"""The model card of an exported drafter, or of a policy with a layer that drafts for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from specrl.config import Config
 
 
 def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
-    """The `vllm serve` line that uses the drafter; in the policy's own directory that is its multi-token layer."""
+    """Return the `vllm serve` command that uses the drafter.
+
+    Args:
+        drafter_dir: The drafter's directory; the policy's own where its multi-token-prediction layer drafts.
+        k: The number of tokens drafted per iteration.
+    """
     if drafter_dir == policy_dir:
         speculative: dict[str, str | int] = {"method": "mtp", "num_speculative_tokens": k}
     else:
@@ -22,7 +27,14 @@ def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
 def model_card(
     config: Config, trained: TrainResult, validated: ValidateResult, acceptance_length: float, command: str
 ) -> str:
-    """Markdown; every figure in it was measured by this run."""
+    """Return the card as Markdown: what it was trained with, how good it is, and how to serve it.
+
+    Every figure in it was measured by this run.
+
+    Args:
+        acceptance_length: The acceptance length of the exported directory, loaded on its own in a fresh engine.
+        command: The command that serves it.
+    """
     speed = "\n".join(
         f"| {pair.batch} | {pair.speedup:.2f} | {pair.speedup_min:.2f} - {pair.speedup_max:.2f} |"
         for pair in validated.speed

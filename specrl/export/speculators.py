@@ -1,6 +1,6 @@
 """The drafter in the format of the `speculators` library, which vLLM serves with `vllm serve DIRECTORY` alone.
 
-Same tensors as the EAGLE-3 directory under the library's names; its config names the policy the drafter belongs to.
+It holds the tensors of the EAGLE-3 directory under the library's names, and its config names the drafter's policy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LAYER_KEYS = (
 
 
 def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) -> None:
-    """Convert an EAGLE-3 directory.
+    """Write `directory` in the format of `speculators`, converted from an EAGLE-3 directory.
 
     Args:
-        policy: directory or hub id of the policy, as the serving side will name it.
-        k: draft tokens per iteration that the config proposes.
+        policy: The directory or hub id of the policy, as the serving side will name it.
+        k: The number of draft tokens per iteration that the config proposes.
     """
     eagle3 = json.loads((eagle3_dir / CONFIG_FILE).read_text())
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) ->
 
 
 def speculators_config(eagle3: dict[str, Any], policy: str, k: int) -> dict[str, Any]:
-    """`config.json` of the library from that of the EAGLE-3 directory."""
+    """Return the contents of the library's `config.json`, given those of the EAGLE-3 directory's."""
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -17,14 +17,21 @@ from specrl.training.drafter.layers import MLP, Attention, DraftModule, DraftSha
 
 @dataclass(frozen=True)
 class Eagle3Shape(DraftShape):
+    """The shape of an EAGLE-3 drafter."""
+
     @classmethod
     def from_policy(cls, hf_config: Any, draft_vocab_size: int, intermediate_size: int | None) -> Eagle3Shape:
-        """Shape of a drafter for a policy with this Hugging Face config (Llama, Qwen2 or Qwen3 dense).
+        """Return the shape of a drafter for a policy.
 
-        The drafter is Llama-shaped whatever the policy is: no QKV bias, no QK norm, plain rotary embedding.
+        The drafter is a Llama whatever the policy's family is: no biases, no QK norm, plain rotary embedding.
+
+        Args:
+            hf_config: Transformers' configuration object of the policy.
+            draft_vocab_size: The number of tokens that can be drafted.
+            intermediate_size: The width of the drafter's MLP; the policy's where it is None.
 
         Raises:
-            ValueError: fewer than 4 layers, or a draft vocabulary that is not smaller than the policy's.
+            ValueError: The policy has fewer than 4 layers, or no more tokens than the draft vocabulary.
         """
         if draft_vocab_size >= hf_config.vocab_size:
             raise ValueError(
@@ -40,9 +47,13 @@ class Eagle3Shape(DraftShape):
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """The published default (2, n // 2, n - 3), or (1, n // 2, n - 1) where a shallow policy makes two of them equal.
+    """Return the layers of an n-layer policy whose inputs are the drafter's features.
 
-    vLLM drops repeated indices, so equal ones would change the width of the features.
+    They are the published default (2, n // 2, n - 3), or (1, n // 2, n - 1) where a shallow policy makes two of those
+    equal: vLLM drops repeated indices, so that equal ones would change the width of the features.
+
+    Raises:
+        ValueError: The policy has fewer than 4 layers.
     """
     if num_layers < 4:
         raise ValueError(f"an EAGLE-3 drafter needs a policy of at least 4 layers, this one has {num_layers}")
@@ -51,6 +62,8 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Layer(nn.Module):
+    """The drafter's one transformer layer, whose attention reads an embedding beside a feature."""
+
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -60,14 +73,14 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """From the attention's result `[n, heads, head_dim]` to the layer's output `[n, hidden]`."""
+        """Return the layer's output `[n, hidden]` for the attention's result `[n, heads, head_dim]`."""
         hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
 
 class Eagle3(DraftModule):
-    """Parameters of the drafter; embeddings are the policy's."""
+    """The drafter, with embeddings that are a copy of the policy's."""
 
     embeddings: Tensor
 
@@ -91,7 +104,7 @@ class Eagle3(DraftModule):
         return fed
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual is `hidden` before its norm: `norm_before_residual = false` in the config on disk."""
+        """Return `hidden` before its norm as the residual: `norm_before_residual = false` in the config on disk."""
         return hidden, torch.cat([embedded, self.midlayer.hidden_norm(hidden)], -1)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

@@ -24,24 +24,34 @@ MAPPINGS = ("d2t", "t2d")
 
 
 def draft_to_target_offsets(draft_tokens: Tensor) -> Tensor:
-    """int64 `[draft_vocab]` target ids to the offsets stored as `d2t`."""
+    """Return the offsets that are stored as `d2t`, given the target ids, int64 `[draft_vocab]`."""
     return draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device)
 
 
 def target_ids(offsets: Tensor) -> Tensor:
-    """The inverse of `draft_to_target_offsets`."""
+    """Return the target ids, given the offsets that are stored as `d2t`, int64 `[draft_vocab]`."""
     return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` int64 `[draft_vocab]` and `t2d` bool `[vocab]` as stored on disk."""
+    """Return `d2t`, int64 `[draft_vocab]`, and `t2d`, bool `[vocab]`, as they are stored on disk.
+
+    Args:
+        draft_tokens: The target ids, int64 `[draft_vocab]`.
+        vocab_size: The number of tokens of the policy.
+    """
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool, device=draft_tokens.device)
     is_drafted[draft_tokens] = True
     return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
 
 
 def config_dict(shape: DraftShape, policy_config: Any, policy_version: int) -> dict[str, Any]:
-    """Contents of `config.json`; `policy_config` is the policy's Hugging Face config."""
+    """Return the contents of a drafter's `config.json`.
+
+    Args:
+        policy_config: Transformers' configuration object of the policy.
+        policy_version: The version of the policy that the drafter was trained with.
+    """
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -76,7 +86,7 @@ def config_dict(shape: DraftShape, policy_config: Any, policy_version: int) -> d
 
 
 def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write an EAGLE-3 directory; `config.json` comes last, so a directory that has one is complete."""
+    """Write an EAGLE-3 directory; `config.json` comes last, so that a directory which has one is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     write_tensors(directory / WEIGHTS_FILE, dict(weights))
@@ -84,10 +94,14 @@ def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tup
 
 
 def read_drafter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
-    """Config, parameters by name, and the draft vocabulary's target ids (int64 `[draft_vocab]`).
+    """Read an EAGLE-3 directory.
+
+    Returns:
+        The contents of its `config.json`, its parameters by name, and the target ids of its draft vocabulary, int64
+        `[draft_vocab]`.
 
     Raises:
-        ValueError: not an EAGLE-3 directory, incomplete, or with a setting that this module does not compute.
+        ValueError: It is no EAGLE-3 directory, is incomplete, or has a setting that this module does not compute.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():

@@ -22,7 +22,11 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
 
 def mtp_shape(hf_config: Any) -> DraftShape:
-    """Shape of the layer of a policy with this Hugging Face config: the whole vocabulary, the last hidden state."""
+    """Return the shape of a policy's layer, which drafts over the whole vocabulary from the last hidden state.
+
+    Args:
+        hf_config: Transformers' configuration object of the policy.
+    """
     return DraftShape.of(
         hf_config,
         draft_vocab_size=hf_config.vocab_size,
@@ -32,6 +36,8 @@ def mtp_shape(hf_config: Any) -> DraftShape:
 
 
 class Mtp(DraftModule):
+    """The layer; embeddings, final norm and head are copies of the policy's."""
+
     PREFIX: ClassVar[str] = MIMO_LAYER.prefix
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", NORM: "norm", HEAD: "head"}
 

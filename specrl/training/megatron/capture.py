@@ -1,4 +1,4 @@
-"""Takes the drafter's features out of the policy's own forward pass, and brings them together over pipeline stages."""
+"""Takes the drafter's features from the policy's own forward pass and brings them together over pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specrl.training.megatron.parallel import from_stage
 
 
 class LayerInputs:
-    """Records, per micro-batch, the residual stream that enters the layers asked for and held by this stage.
+    """Records, by micro-batch, the residual stream that enters those of the wanted layers that this stage holds.
 
-    What leaves the last layer enters the final norm.
-
-    Only while a micro-batch is in its forward pass: recomputation in the backward pass runs the layers again.
+    The index behind the last layer stands for what leaves that layer, and so enters the final norm. Nothing is
+    recorded outside a micro-batch's forward pass, because recomputation in the backward pass runs the layers again.
     """
 
     def __init__(self, model: PolicyModel, layers: tuple[int, ...]) -> None:
         self.recorded: list[dict[int, Tensor]] = []
+        """By micro-batch: layer index to [batch, seq, hidden] in the compute type."""
         self._current: dict[int, Tensor] | None = None
         readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         if model.post_process:
@@ -47,12 +47,14 @@ class LayerInputs:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
+        """Record what happens inside the block as one micro-batch, appended to `recorded`."""
         self._current = {}
         yield
         self.recorded.append(self._current)
         self._current = None
 
     def remove(self) -> None:
+        """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -68,13 +70,16 @@ def assemble(
     hidden_size: int,
     dtype: torch.dtype,
 ) -> Features:
-    """One micro-batch's features, on every pipeline stage; collective over the pipeline group.
+    """Return one micro-batch's features on every pipeline stage; all ranks of the pipeline group call it.
 
     Logits and top-1 are zero where `batch.mask` is False: the output layer is not evaluated there.
 
     Args:
-        inputs: recorded layer inputs of this stage, [batch, seq, hidden] each.
-        head: the output layer's results, on the last stage.
+        inputs: The recorded layer inputs of this stage by layer index, [batch, seq, hidden] each.
+        head: The results of the output layer on the last stage; none on the others.
+        num_layers: The number of transformer layers of the whole policy.
+        hidden_size: The width of the residual stream.
+        dtype: The compute type.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     batch_shape = (batch.tokens.shape[0], batch.tokens.shape[1])

@@ -1,6 +1,6 @@
-"""The parts of a transformer layer between its matrix products, for CPUs: few passes over memory, each in float32.
+"""The parts of a transformer layer between its matrix products, for CPUs, in few passes over memory and in float32.
 
-Megatron's local layers leave these to autograd, operation by operation; on a CPU that costs as much as the matrix
+Megatron's local layers leave these to autograd, operation by operation, which on a CPU costs as much as the matrix
 products. Each function here saves what its backward pass needs and no more.
 """
 
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes rotated queries, rotated keys and values, [batch, heads, seq, width] each."""
+"""A function of rotated queries, rotated keys and values, [batch, heads, seq, width] each."""
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x / sqrt(mean(x^2) + eps), along the last dimension (Zhang and Sennrich, 2019)."""
+    """Computes y = w x / sqrt(mean(x^2) + eps) along the last dimension (Zhang and Sennrich, 2019)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,6 +43,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
+    """Megatron's norm: [..., hidden] to the same shape and type, computed in float32."""
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -54,6 +56,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """Computes silu(gate) * up and saves nothing but its input."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -72,7 +76,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(torch.nn.Module):
-    """[..., gate and up] -> silu(gate) * up (Shazeer, 2020)."""
+    """Megatron's activation: [..., gate and up] to silu(gate) * up, [..., half] (Shazeer, 2020)."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -83,20 +87,20 @@ class SwiGLU(torch.nn.Module):
 
 
 class Rotary:
-    """Cosine and sine of the rotary embedding (Su et al., 2021), halves rotated against each other."""
+    """The cosines and sines of the rotary embedding (Su et al., 2021), which rotates halves against each other."""
 
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = frequencies.float()  # [width / 2]
 
     @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
     def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
+        """Return cosines and sines, [seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
         angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, inverse: bool = False) -> Tensor:
-    """[..., seq, width] -> `out`, of the same shape and any strides."""
+    """Rotate `x` [..., seq, width] into `out`, of the same shape and any strides, and return `out`."""
     sign = -1.0 if inverse else 1.0
     (x1, x2), (out1, out2) = x.chunk(2, -1), out.chunk(2, -1)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
@@ -106,14 +110,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, inverse: bool =
 
 @lru_cache(maxsize=16)
 def _causal_mask(seq: int, queries_per_group: int, device: torch.device) -> Tensor:
-    """[1, queries_per_group x seq, seq] float32: -inf above the diagonal."""
+    """Return [1, queries_per_group x seq, seq] float32: -inf above the diagonal, zero elsewhere."""
     return torch.full((seq, seq), float("-inf"), device=device).triu_(1).repeat(queries_per_group, 1)[None]
 
 
 class _RotaryCausalAttention(torch.autograd.Function):
-    """Grouped-query attention of rotated queries and keys; scores and softmax in float32.
+    """Rotates queries and keys and computes grouped-query attention, with scores and softmax in float32.
 
-    Queries of one group stand below each other as [group's queries x seq], so that each group is one matrix product.
+    The queries of one group lie below each other as [group's queries x seq], so that a group is one matrix product.
     """
 
     @staticmethod
@@ -156,20 +160,21 @@ class _RotaryCausalAttention(torch.autograd.Function):
 
 
 class RotaryCausalAttention(torch.nn.Module):
-    """Megatron's `core_attention`, with the rotary embedding in it.
+    """Megatron's `core_attention`, which rotates queries and keys too.
 
-    Padding is on the right, so causality alone keeps it from what is read. Memory grows with seq^2.
+    Padding is on the right, so that the causal mask alone keeps it out of every result that is read. Memory grows with
+    the square of the sequence length.
     """
 
     def __init__(self, config: Any, rotary: Rotary, **_: Any) -> None:
         super().__init__()
         self.config = config
         self.observe: Observe | None = None
-        """Called in each forward pass with what the engine's KV cache would hold."""
+        """It is called in each forward pass, with rotated queries and what the engine's KV cache would hold."""
         self._rotary = rotary
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """[seq, batch, heads, width] each, fewer heads in key and value -> [seq, batch, heads x width]."""
+        """Return [seq, batch, heads x width], given [seq, batch, heads, width] with fewer heads in key and value."""
         cos, sin = self._rotary(query.shape[0], query.dtype, query.device)
         result: Tensor = _RotaryCausalAttention.apply(query, key, value, cos, sin, self.observe)  # type: ignore[no-untyped-call]
         return result

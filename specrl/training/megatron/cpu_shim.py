@@ -22,8 +22,17 @@ from typing import Any
 import torch
 
 FACTORIES = (
-    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
-    *("zeros_like", "empty_like", "ones_like"),
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "empty_like",
+    "ones_like",
 )
 
 
@@ -81,7 +90,7 @@ class _Stream:
 
 
 class _TypeName(str):
-    """Name of a tensor type; a CPU type equals its CUDA counterpart, which is what megatron's optimizer asks for."""
+    """The name of a tensor type; a CPU type equals its CUDA counterpart, which megatron's optimizer asks for."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -138,7 +147,7 @@ def _torch_for_megatron() -> _Proxy:
 
 
 def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
-    """Hand a freshly imported megatron module the proxy, and mend what goes around `torch.cuda`."""
+    """Hand a freshly imported megatron module the proxy, and fix what goes around `torch.cuda`."""
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = proxy
     if module.__name__ == "megatron.core.jit":
@@ -151,7 +160,7 @@ def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
 
 
 class _Finder:
-    """Meta-path finder that adapts each `megatron.*` module right after it ran."""
+    """A meta-path finder that adapts each `megatron.*` module right after it has run."""
 
     def __init__(self, proxy: _Proxy) -> None:
         self.proxy = proxy
@@ -179,10 +188,10 @@ class _Finder:
 
 
 def install() -> None:
-    """Make megatron-core importable and usable on the CPU; does nothing where CUDA is, or when called again.
+    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again.
 
     Raises:
-        RuntimeError: megatron-core was imported before, and holds the real `torch.cuda`.
+        RuntimeError: Megatron-core was imported before, and so holds the real `torch.cuda`.
     """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

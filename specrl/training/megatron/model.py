@@ -1,7 +1,7 @@
-"""The policy network: a Megatron-core GPTModel built from a Hugging Face configuration.
+"""The policy network: a Megatron-core GPTModel built from a Hugging Face configuration and its family's row.
 
-Llama, Qwen2 and Qwen3, dense. On GPUs the layers are Transformer Engine's; on CPUs Megatron's local ones with
-`cpu_layers` between the matrix products. The choice is made once, by the device.
+On GPUs the layers are Transformer Engine's, on CPUs they are Megatron's local ones with `cpu_layers` between the matrix
+products. The choice is made once, by the device.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Where the output layer is evaluated: only there, since most positions (prompt, padding) need no logits."""
+    """Where the output layer is evaluated: most positions (prompts, padding) need no logits."""
 
     mask: Tensor
-    """[batch, seq] bool."""
+    """[batch, seq] bool: True where the output layer is evaluated."""
     targets: Tensor
     """[n] int64: the next token at each True of `mask`, row by row."""
     temperature: float
     draft_tokens: Tensor | None = None
-    """[draft_vocab] int64; with it, the features of the output layer are returned too."""
+    """[draft_vocab] int64: with it, `HeadOutput.draft_logits` and `top1` are returned too."""
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """One entry per True of `HeadInput.mask`, row by row."""
+    """The scores of the positions where `HeadInput.mask` is True, row by row."""
 
     logprobs: Tensor
     """[n] float32, differentiable."""
     entropy: Tensor
     """[n] float32, nats, detached."""
     draft_logits: Tensor | None = None
-    """[n, draft_vocab], compute type, detached, temperature 1."""
+    """[n, draft_vocab] in the compute type, detached, at temperature 1."""
     top1: Tensor | None = None
-    """[n] int64, over the whole vocabulary."""
+    """[n] int64: the most likely token of the whole vocabulary."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage returns scores of chosen positions instead of all logits."""
+    """A GPTModel whose last pipeline stage returns the scores of chosen positions instead of all logits."""
 
     def __init__(self, *args: Any, family: Family, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,7 +69,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self.true_vocab_size = true_vocab_size
 
     def forward(self, tokens: Tensor, head: HeadInput) -> Tensor | HeadOutput:
-        """tokens [batch, seq] -> hidden states [seq, batch, hidden], on the last pipeline stage the scores."""
+        """Return this stage's hidden states [seq, batch, hidden], and on the last stage the scores.
+
+        Args:
+            tokens: [batch, seq] int64.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden: Tensor = super().forward(tokens, positions, None)
         if not self.post_process:
@@ -80,7 +84,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return hidden_states  # without the output layer, which `_score` applies to the positions that need it
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, int]:
-        """[n, hidden] -> this rank's columns [n, columns], without padding, and the first's vocabulary id."""
+        """Return the logits of this rank's part of the vocabulary and the vocabulary id of its first column.
+
+        Args:
+            hidden: [n, hidden].
+
+        Returns:
+            [n, columns] in the compute type, without padded columns, and the id.
+        """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden[:, None], weight=weight)
         logits = logits.squeeze(1)
@@ -103,10 +114,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Refuse what would silently compute something else.
+    """Refuse a model or a layout with which the policy would silently compute something else.
+
+    Args:
+        hf: Transformers' configuration object of the model.
+        tensor_parallel: `policy.tensor_parallel`.
+        pipeline_parallel: `policy.pipeline_parallel`.
 
     Raises:
-        ValueError: naming what the model's configuration asks for and what is supported.
+        ValueError: The line names what the model's configuration asks for and what is supported.
     """
     family = family_of_model(hf)
     allowed = {"attention_bias": family.qkv_bias, "attention_out_bias": False, "mlp_bias": False}
@@ -133,10 +149,10 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> No
 
 
 def rope_scaling_factor(hf: Any) -> float | None:
-    """Factor of Llama 3's rotary scaling; None without scaling.
+    """Return the factor of Llama 3's rotary scaling, or None for a model without scaling.
 
     Raises:
-        ValueError: another scaling, or other constants than the ones Megatron-core has built in.
+        ValueError: The model scales in another way, or with other constants than Megatron-core has built in.
     """
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -156,10 +172,14 @@ def rope_scaling_factor(hf: Any) -> float | None:
 def transformer_config(
     hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration of the Hugging Face model `hf`, for the parallel sizes that are set up.
+    """Return Megatron's configuration of a model, for the parallel sizes that are set up.
 
     Args:
-        native_fp8: blockwise, by Transformer Engine.
+        hf: Transformers' configuration object of the model.
+        dtype: The type of parameters and activations.
+        cuda: Whether the layers are Transformer Engine's.
+        recompute: Whether the backward pass computes activations anew instead of saving them.
+        native_fp8: Whether Transformer Engine computes in blockwise FP8.
     """
     family = family_of_model(hf)
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
@@ -193,7 +213,7 @@ def transformer_config(
         use_cpu_initialization=not cuda,
         persist_layer_norm=cuda,
         bias_activation_fusion=cuda,
-        use_te_activation_func=not cuda,  # that is: take the activation from the layer specification
+        use_te_activation_func=not cuda,  # which means: take the activation from the layer specification
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         masked_softmax_fusion=False,
@@ -204,7 +224,7 @@ def transformer_config(
 
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
-    """This rank's part of the network, parameters uninitialised."""
+    """Return this rank's part of the network; nothing has initialised its parameters."""
     scaling = rope_scaling_factor(hf)
     rope = {
         "rotary_base": hf.rope_parameters["rope_theta"],
@@ -232,7 +252,7 @@ def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
 
 
 def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
-    """Megatron's local layers, tensor parallelism and all, with `cpu_layers` between the linear ones."""
+    """Return Megatron's local layers, with its tensor parallelism, and `cpu_layers` between the linear ones."""
     frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules

@@ -1,4 +1,4 @@
-"""Megatron's process groups: set up once in a process, then shared by every policy that is built in it."""
+"""Megatron's process groups: they are set up once in a process, and every policy in it shares them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from torch import Tensor
 
 
 def set_up(tensor: int, pipeline: int, seed: int) -> None:
-    """Split the ranks into tensor x pipeline x data parallel groups; a no-op for sizes that are set up already.
+    """Split the ranks into tensor x pipeline x data parallel groups, unless these sizes are set up already.
+
+    All ranks must call it.
+
+    Args:
+        tensor: The number of tensor-parallel ranks, `policy.tensor_parallel`.
+        pipeline: The number of pipeline stages, `policy.pipeline_parallel`.
+        seed: The seed of Megatron's own random generators.
 
     Raises:
-        ValueError: the sizes do not divide the ranks, or the process already runs with others.
+        ValueError: The sizes do not divide the ranks, or the process already runs with others.
     """
     world = dist.get_world_size()
     if world % (tensor * pipeline):
@@ -40,11 +47,12 @@ def set_up(tensor: int, pipeline: int, seed: int) -> None:
 
 
 def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor that pipeline stage `stage` holds, on all stages; collective over the pipeline group.
+    """Return the tensor that pipeline stage `stage` holds, on every stage; all ranks of the pipeline group call it.
 
     Args:
-        tensor: on the owning stage the tensor, elsewhere ignored.
-        shape, dtype: of that tensor, known on every stage.
+        tensor: The tensor on the stage that owns it; ignored elsewhere.
+        shape: The shape of that tensor, known on every stage.
+        dtype: The type of that tensor, known on every stage.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:

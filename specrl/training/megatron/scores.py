@@ -1,4 +1,4 @@
-"""Log-probability, entropy and most likely token from logits, in one pass over a vocabulary split over ranks.
+"""Log-probability, entropy and most likely token from logits, in one pass over a vocabulary that ranks share.
 
 For logits x at temperature T, z = x / T:  log p(y) = z_y - log Z,  H = log Z - sum_v p_v z_v,  log Z = logsumexp(z).
 The gradient of log p(y) is (1[v = y] - p_v) / T. The entropy carries none.
@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
-"""Logits turned to float32 at a time: on a CPU so few that they stay in its cache."""
+"""The number of logits that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
 
 
 class _TokenScores(torch.autograd.Function):
-    """The forward pass leaves e^(z - max) where the logits were: rounded, it is the gradient but for a factor per row.
+    """Computes log-probabilities and entropies, and overwrites the logits with what the backward pass needs.
 
-    Nobody else reads them, so that the largest tensor of the step exists once. Only the gradient at the target, a
-    difference of nearly equal numbers where the policy is confident, is computed apart, in float32.
+    The forward pass leaves e^(z - max) where the logits were, which is the gradient up to rounding and a factor per
+    row. Nobody else reads the logits, and so the largest tensor of the step exists only once. The gradient at the
+    target is a difference of nearly equal numbers where the policy is confident: it is computed apart, in float32.
     """
 
     @staticmethod
@@ -65,10 +66,14 @@ def _chunks(logits: Tensor) -> list[slice]:
 def _local_sums(
     logits: Tensor, targets: Tensor, scale: float, *, keep_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row of this rank's columns: max z, sum e^(z - max), sum e^(z - max) z, z at the target (0 if elsewhere).
+    """Return max z, sum e^(z - max), sum e^(z - max) z and z at the target, each [n] float32, over this rank's columns.
+
+    z at the target is 0 where the target is among another rank's columns.
 
     Args:
-        keep_weights: overwrite the logits with e^(z - max).
+        targets: [n] int64, the targets' columns of this rank; outside its range for another rank's.
+        scale: What logits are multiplied by to get z.
+        keep_weights: Whether the logits are overwritten with e^(z - max).
     """
     rows, vocabulary = logits.shape
     peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
@@ -91,13 +96,16 @@ def _local_sums(
 def token_scores(
     logits: Tensor, targets: Tensor, *, temperature: float, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy, float32 [n] each; the log-probability is differentiable.
+    """Return the log-probabilities of `targets` and the entropies in nats, float32 [n] each.
+
+    The log-probabilities are differentiable, the entropies are not.
 
     Args:
-        logits: [n, columns of this tensor-parallel rank], any float; overwritten if they require a gradient.
+        logits: [n, columns of this tensor-parallel rank] of any float type; overwritten if they require a gradient.
         targets: [n] int64, ids of the whole vocabulary.
-        first: vocabulary id of this rank's first column.
-        group: tensor-parallel group, over which the vocabulary is split.
+        temperature: What logits are divided by.
+        first: The vocabulary id of this rank's first column.
+        group: The tensor-parallel group, over which the vocabulary is split.
     """
     logprobs, entropy = _TokenScores.apply(logits, targets, temperature, first, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -105,7 +113,10 @@ def token_scores(
 
 @torch.no_grad()
 def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Vocabulary id of the largest logit, the lowest id among equals: [n] int64. Arguments as in `token_scores`."""
+    """Return the vocabulary id of the largest logit, the lowest among equals: [n] int64.
+
+    Arguments are as in `token_scores`.
+    """
     value, column = logits.max(1)
     token = column + first
     if group.size() == 1:
@@ -120,7 +131,11 @@ def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def columns_of(logits: Tensor, tokens: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Logits of some vocabulary ids: [n, len(tokens)], type of `logits`. Arguments as in `token_scores`."""
+    """Return the logits of some vocabulary ids: [n, len(tokens)], in the type of `logits`.
+
+    Args:
+        tokens: [m] int64, ids of the whole vocabulary. The other arguments are as in `token_scores`.
+    """
     if group.size() == 1:
         return logits.index_select(1, tokens)
     mine = (tokens >= first) & (tokens < first + logits.shape[1])
