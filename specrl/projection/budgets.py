@@ -1,4 +1,4 @@
-"""Which memory a rank of each stage has, and what goes into it."""
+"""How much memory a rank of each stage has, and what goes into it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from specrl.config import StageName
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
 
-_TRAINER_MEND = (
+_TRAINER_FIX = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
     "set policy.recompute=true, lower engine.gpu_memory_fraction or drafter.max_tokens_per_window (pretrain)"
 )
-_ENGINE_MEND = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
+_ENGINE_FIX = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of one kind that a rank of a stage has, and what goes into it."""
+    """The memory of one kind that a rank of a stage has, and what goes into it."""
 
     stage: StageName
     place: str
+    """`host`, `GPU, engine` or `GPU, trainer`."""
     available_gib: float
     items: tuple[MemoryItem, ...]
-    mend: str
+    fix: str
     """What to change when it does not fit."""
 
     @property
     def needed_gib(self) -> float:
+        """What the items take at their peak."""
         return memory.peak_gib(self.items)
 
 
 def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
+    """Return one budget for each kind of memory that a rank of the stage uses."""
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
@@ -40,8 +43,8 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     if not rank.gpu:
         kv = [_kv_item(rank, _kv_given(stage, rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)
-        mend = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
-        return [Budget(stage, "host", asked.memory_gib_per_rank, items, mend)]
+        fix = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
+        return [Budget(stage, "host", asked.memory_gib_per_rank, items, fix)]
     share = asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction if engine else 0.0
     trainer.append(MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
     left = asked.gpu_memory_gib - share
@@ -54,17 +57,17 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
             trainer += [replace(item, phase="generation") for item in trainer if item.phase == "drafter"]
         left = asked.gpu_memory_gib
     budgets = [
-        Budget(stage, "GPU, trainer", left, tuple(trainer), _TRAINER_MEND),
+        Budget(stage, "GPU, trainer", left, tuple(trainer), _TRAINER_FIX),
         Budget(stage, "host", asked.memory_gib_per_rank, tuple(host), "raise resources.memory_gib_per_rank"),
     ]
     if engine:
         items = (*engine, _kv_item(rank, max(_kv_given(stage, rank), 0.0)))
-        budgets.insert(0, Budget(stage, "GPU, engine", share, items, _ENGINE_MEND))
+        budgets.insert(0, Budget(stage, "GPU, engine", share, items, _ENGINE_FIX))
     return budgets
 
 
 def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    """What a stage's process holds beside the engine."""
+    """Return what a stage's process holds beside the engine."""
     config = rank.config
     drafts = config.speculation.draft_method.has_weights
     if stage == "prepare":
@@ -90,7 +93,10 @@ def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
 
 
 def _kv_given(stage: StageName, rank: Rank) -> float:
-    """GiB that the engine may use for keys and values: what it is given on CPU, what is left of its share on GPU."""
+    """Return the GiB that the engine may use for keys and values.
+
+    They are given by the configuration on a CPU; on a GPU they are what the weights leave of the engine's share.
+    """
     asked = rank.config.resources_of(stage)
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
@@ -106,7 +112,11 @@ def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
 
 
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
-    """Problems (not one longest sequence fits) and notes (fewer than engine.max_num_seqs of them fit)."""
+    """Return problems and notes about the engine's KV cache.
+
+    It is a problem if not even one sequence of the greatest length fits, and worth a note if fewer than
+    `engine.max_num_seqs` of them fit.
+    """
     if not _engine_items(stage, rank):
         return [], []
     config = rank.config
@@ -125,9 +135,10 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
 
 
 def overflow(budget: Budget) -> str:
+    """Return the line that says what is too large in a budget that does not hold, and what to change."""
     largest = sorted(budget.items, key=lambda item: item.gib, reverse=True)[:3]
     names = ", ".join(f"{item.name} {item.gib:.1f}" for item in largest)
     return (
         f"{budget.stage}: a rank needs {budget.needed_gib:.1f} GiB ({budget.place}) and has "
-        f"{budget.available_gib:.1f} ({names}): {budget.mend}"
+        f"{budget.available_gib:.1f} ({names}): {budget.fix}"
     )

@@ -1,9 +1,9 @@
-"""How much memory a rank needs, item by item, from the shape of the model and the configuration alone.
+"""How much memory a rank needs, item by item, computed from the shape of the model and the configuration alone.
 
-Some items stay for the whole stage, others live in one phase of a step only; a rank needs the former and the largest
-sum of the latter. Activations follow Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", written out for a SwiGLU decoder with grouped
-queries and without dropout; nothing is credited for FP8 inputs, so the plan errs on the safe side.
+Some items stay for the whole stage, others exist in only one phase of a step; a rank needs the former and the largest
+sum of the latter. Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", written out for a SwiGLU decoder with grouped queries and without dropout. Nothing is credited for FP8 inputs,
+so that the plan errs on the safe side.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from specrl.models.shapes import ModelShape
 GIB = 2**30
 FP32 = 4
 MASTER_AND_MOMENTS = 3 * FP32
-"""Bytes per parameter of the FP32 master weight and Adam's two moments."""
+"""The bytes per parameter of the FP32 master weight and Adam's two moments."""
 HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}
-"""Python, torch, vLLM, Megatron-core and MLflow in one process; with a GPU also CUDA's libraries and pinned buffers."""
+"""Python, torch, vLLM, Megatron-core and MLflow in one process, without a GPU and with one (CUDA, pinned buffers)."""
 DEVICE_RUNTIME_GIB = 3.0
-"""CUDA context, NCCL buffers, fragments of the allocator."""
+"""The CUDA context, NCCL's buffers and the allocator's fragments."""
 ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
-"""Most tokens that one forward pass of the engine works on (vLLM's defaults), on CPU and on GPU."""
-
+"""The most tokens of one forward pass of the engine (vLLM's defaults), on a CPU and on a GPU."""
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
-"""Logits turned to float32 at a time, on CPU and on GPU (`training/scores.py`)."""
+"""The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
 DRAFTER_SCORES = 2**26
-"""Attention scores that the drafter's training keeps per step; more are recomputed (`training/draft_layers.py`)."""
+"""The attention scores kept per step of the drafter's training; more are recomputed (`training/drafter/layers.py`)."""
 DRAFTER_CHAINS = 1024
-"""Chains that the drafter's training has in memory at once (`training/chains.py`)."""
+"""The number of chains that the drafter's training has in memory at once (`training/drafter/chains.py`)."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
+    """One line of the plan."""
+
     name: str
     gib: float
     how: str
     """What was multiplied, in words."""
     phase: str | None = None
-    """The phase of a step in which it lives; none when it stays."""
+    """The phase of a step in which it exists; none when it stays."""
 
 
 def peak_gib(items: Iterable[MemoryItem]) -> float:
-    """What stays, plus the largest phase."""
+    """Return the GiB of what stays and of the largest phase together."""
     resident, phases = 0.0, {"": 0.0}
     for item in items:
         if item.phase is None:
@@ -56,25 +57,28 @@ def peak_gib(items: Iterable[MemoryItem]) -> float:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank of a stage holds of the model. `gpu` is 0 or 1; parallel sizes are those of the stage's job."""
+    """One rank of a stage, from which the size of its part of the model follows."""
 
     shape: ModelShape
     config: Config
     gpu: int
+    """1 where the rank has a GPU, otherwise 0."""
     data_parallel: int
+    """The number of data-parallel ranks in the stage's job."""
 
     @property
     def dtype_bytes(self) -> int:
+        """The bytes of one number in the compute type."""
         return 2 if self.config.model.dtype == "bfloat16" else FP32
 
     @property
     def longest_micro_batch(self) -> int:
-        """Tokens: a sequence longer than the budget is a micro-batch of its own."""
+        """The tokens of the largest micro-batch: a sequence longer than the budget is one of its own."""
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
 
     @property
     def policy_parameters(self) -> float:
-        """Parameters of the largest pipeline stage's shard of the policy."""
+        """The parameters of the policy that a rank of the largest pipeline stage holds."""
         shape, policy = self.shape, self.config.policy
         layers = -(-shape.num_layers // policy.pipeline_parallel)
         both_ends = policy.pipeline_parallel == 1 and not shape.tied
@@ -83,9 +87,10 @@ class Rank:
 
     @property
     def drafter_parameters(self) -> int:
-        """EAGLE-3: `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary.
+        """The parameters of the drafter.
 
-        A multi-token-prediction layer: a projection of 2H, one layer of the policy's, three more norms.
+        EAGLE-3 has `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary; a
+        multi-token-prediction layer has a projection of 2H, one layer like the policy's, and three more norms.
         """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
@@ -97,7 +102,12 @@ class Rank:
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
-    """The Megatron-core shard of the policy; without gradients, optimizer and saved activations if not `trainable`."""
+    """Return what the Megatron-core shard of the policy takes.
+
+    Args:
+        trainable: Whether there are gradients, an optimizer and saved activations.
+        fp8: Whether the linear layers compute in FP8.
+    """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     count, shard = rank.policy_parameters, _shard_name(config)
     items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters{shard} x {size} B")]
@@ -118,13 +128,13 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Activations of one micro-batch of `longest_micro_batch` tokens.
+    """Return what the activations of one micro-batch of `longest_micro_batch` tokens take.
 
-    Saved per token and layer: 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and, divided
-    by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with a QK norm),
-    3 F for the SwiGLU, and on a CPU, which has no fused backward pass of attention, heads x longest sequence for the
-    softmax. Recompute saves H per layer and one whole layer. Pipeline stages hold as many micro-batches as there are
-    stages, so the pipeline size cancels; without a backward pass one layer is alive.
+    Saved per token and layer are 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and,
+    divided by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with a QK norm), 3 F
+    for the SwiGLU, and on a CPU, which has no fused backward pass of attention, heads x longest sequence for the
+    softmax. Recomputation saves H per layer, and one whole layer is alive. Pipeline stages hold as many micro-batches
+    as there are stages, so that the pipeline size cancels; without a backward pass one layer is alive.
     """
     shape, config = rank.shape, rank.config
     split = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
@@ -143,7 +153,7 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
 
 def logits(rank: Rank) -> MemoryItem:
-    """Logits in the compute type, whose gradient takes their place, and two chunks of them in float32."""
+    """Return what the logits take: in the compute type, where their gradient replaces them, and two float32 chunks."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
     whole = rank.longest_micro_batch * columns
     how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
@@ -151,11 +161,11 @@ def logits(rank: Rank) -> MemoryItem:
 
 
 def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
-    """The drafter under training, whole on every rank, and the features it learns from.
+    """Return what training the drafter takes: the drafter, whole on every rank, and the features it learns from.
 
     Args:
-        responses: sampled responses of all data-parallel ranks together, of any length up to `model.max_length`.
-        pretraining: in windows of `max_tokens_per_window`, otherwise on `max_tokens_per_step` of a step.
+        responses: The number of responses of all data-parallel ranks together, of lengths up to `model.max_length`.
+        pretraining: Whether it trains in windows of `max_tokens_per_window`, or on `max_tokens_per_step` of a step.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -180,11 +190,14 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
 
 
 def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
-    """Of one micro-batch of the drafter's training, and its weights and their gradients in the compute type.
+    """Return what one micro-batch of the drafter's training takes, with weights and gradients in the compute type.
 
-    All slots have what chains read of them: features, norms, keys and values, and the gradients of these. A part of the
-    chains has, at every step, its norms in float32 and the inputs of its matrix products, two distributions in float32
-    and the attention's weights; and what one step leaves behind at once on its way there and back.
+    Every slot holds what chains read of it: features, norms, keys and values, and the gradients of these. The chains
+    that are in memory hold, for every step, norms in float32, the inputs of matrix products, two distributions in
+    float32 and the attention's weights; and one step's temporaries of the forward and the backward pass.
+
+    Args:
+        tokens: The tokens of the micro-batch.
     """
     shape, drafter, size = rank.shape, rank.config.drafter, rank.dtype_bytes
     hidden, steps, policy_layer = (
@@ -211,10 +224,10 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
 
 
 def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) -> list[MemoryItem]:
-    """What the drafter learns from: `numbers` per token.
+    """Return what the drafter's features take, `numbers` numbers per token.
 
-    The logits among them leave the policy's head packed and are then laid out, so that they are there twice. Idle ranks
-    keep what they train on from two steps back (`training/spot.py`).
+    The logits among them leave the policy's head packed and are then laid out, and so exist twice. Idle ranks keep the
+    features of two more steps to train on (`training/drafter/spot.py`).
     """
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
@@ -230,7 +243,11 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) 
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
-    """The vLLM engine without its KV cache; its head is a matrix of its own, tied or not."""
+    """Return what the vLLM engine takes without its KV cache; its head is a matrix of its own, tied or not.
+
+    Args:
+        speculate: Whether the engine drafts in this stage.
+    """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
@@ -249,20 +266,24 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
 
 
 def kv_bytes_per_token(rank: Rank) -> float:
-    """Keys and values of all layers and of the drafter's one; a rank has at least one KV head, however many ranks."""
+    """Return the bytes of one token's keys and values in all layers and the drafter's, on one rank.
+
+    A rank has at least one KV head, however many ranks there are.
+    """
     layers = rank.shape.num_layers + (1 if rank.config.speculation.draft_method.has_weights else 0)
     heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
     return 2 * layers * heads * rank.shape.head_dim * rank.dtype_bytes
 
 
 def refit_item(rank: Rank) -> MemoryItem:
+    """Return what a refit takes: the largest tensor, whole."""
     return _item(
         "refit buffer", rank.shape.embedding_parameters * rank.dtype_bytes, "the largest tensor, gathered", "refit"
     )
 
 
 def checkpoint_item(rank: Rank) -> MemoryItem:
-    """What this rank writes, on its way through host memory; on a CPU it is there already."""
+    """Return what a checkpoint takes on its way from a GPU through host memory; on a CPU it is there already."""
     size = (MASTER_AND_MOMENTS if rank.dtype_bytes < FP32 else 2 * FP32) / rank.data_parallel
     return _item("checkpoint copy", rank.policy_parameters * size, "this rank's part of the optimizer", "checkpoint")
 

@@ -1,6 +1,6 @@
-"""What a run will ask for, before anything is submitted: the jobs, and the memory that each rank needs and has.
+"""What a run will ask for, before anything is submitted: its jobs, and the memory that each rank needs and has.
 
-`plan` reads the configuration only (and config.json of a local model): it needs neither torch nor a GPU.
+`plan` reads only the configuration, and `config.json` of a local model: it needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specrl.report.tables import print_line, print_table
 
 @dataclass(frozen=True)
 class Job:
-    """One stage's job. `memory_gib` is host memory of the whole job; `minutes` is its wall-clock limit."""
+    """One stage's job; all counts are of the whole job."""
 
     stage: StageName
     nodes: int
@@ -26,19 +26,25 @@ class Job:
     gpus: int
     cpus: int
     memory_gib: float
+    """Host memory."""
     minutes: int
+    """The wall-clock limit."""
     partition: str
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The jobs and the memory of a run."""
+
     name: str
+    """The run's name."""
     model: str
+    """The model's source."""
     shape: ModelShape
     jobs: tuple[Job, ...]
     budgets: tuple[Budget, ...]
     notes: tuple[str, ...]
-    """What will run, but slower than the configuration may have meant."""
+    """Lines on what will run, but perhaps more slowly than was meant."""
 
 
 def plan(config: Config, queue: str | None = None) -> Plan:
@@ -88,7 +94,7 @@ def _rank(config: Config, stage: StageName, shape: ModelShape) -> Rank:
 
 
 def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
-    """What the configuration asks of the model that its shape does not allow."""
+    """Return a line for everything that the configuration asks of the model and its shape does not allow."""
     source = config.model.source
     problems = []
     if config.model.max_length > shape.max_positions:
@@ -113,7 +119,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
 
 
 def render(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan: a table of jobs, then one per place of memory with a column per stage, then the notes."""
+    """Print a table of the jobs, one for each kind of memory with a column for each stage, and then the notes."""
     console = console or Console()
     shape = plan.shape
     print_line(
@@ -135,7 +141,7 @@ def _job_row(job: Job) -> tuple[str, ...]:
 
 
 def _render_place(console: Console, place: str, budgets: list[Budget]) -> None:
-    """Items as rows, stages as columns; the last column explains the item where it is largest."""
+    """Print items as rows and stages as columns; the last column explains an item where it is largest."""
     by_stage = [{item.name: item for item in budget.items} for budget in budgets]
     rows = []
     for name in dict.fromkeys(name for items in by_stage for name in items):

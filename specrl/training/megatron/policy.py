@@ -1,7 +1,7 @@
 """The policy in training: a Megatron-core model, its optimizer, and what the loop asks of them.
 
-Every method marked * is collective: all ranks call it, in the same order. Ranks of one data-parallel rank (its tensor
-and pipeline shards) pass the same micro-batches; different data-parallel ranks may pass different numbers of them.
+All ranks call every method that says it is collective, in the same order. The tensor and pipeline shards of one
+data-parallel rank pass the same micro-batches; different data-parallel ranks may pass different numbers of them.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ from specrl.training.megatron.model import (
 from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probs, entropy, micro-batch) -> (loss, metrics).
+"""A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
 
-Log-probs (differentiable) and entropy (detached, nats) are [batch, seq] float32: column i is about `tokens[:, i + 1]`,
-and zero where the micro-batch's mask is False. The loss is a sum, already divided by the token count of the global
-batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it again. So are the metrics.
+Log-probs (differentiable) and entropy (detached, in nats) are [batch, seq] float32: column i is about
+`tokens[:, i + 1]`, and zero where the micro-batch's mask is False. The loss is a sum, already divided by the token
+count of the global batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it again. The
+same is true of the metrics.
 """
-
-
 FP8_TOKENS = 16
-"""Transformer Engine's FP8 products, those of weight gradients among them, want a multiple of it as token count."""
+"""Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
 
 
 class LinearPrecision(Protocol):
     """Changes the arithmetic of a model's linear layers in place."""
 
     is_native: bool
-    """On a GPU: by Transformer Engine; otherwise emulated in Megatron's local layers."""
+    """Whether Transformer Engine computes in FP8, on a GPU; otherwise Megatron's local layers emulate it."""
 
-    def attach(self, model: torch.nn.Module) -> None: ...
+    def attach(self, model: torch.nn.Module) -> None:
+        """Change the layers of this rank's part of the model; the policy calls it once, before it is used."""
 
 
 class KvObserver(Protocol):
     """Watches queries, keys and values in the forward pass."""
 
     lengths: Tensor | None
-    """[batch], without padding; none for micro-batches that it is not to see."""
+    """[batch], the sequences' lengths without padding; none for a micro-batch that it is not to see."""
     training_only: bool
-    """It is to see those of `train_step` only."""
+    """Whether it is to see only the micro-batches of `train_step`."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the last pipeline stage knows of one micro-batch."""
+    """The results of one micro-batch on the last pipeline stage."""
 
     logprobs: Tensor
-    """[batch, seq], detached."""
+    """[batch, seq] float32, detached."""
     head: HeadOutput
     loss: float
     metrics: dict[str, float]
@@ -104,16 +104,20 @@ class Policy:
         fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
     ) -> None:
-        """*Load a Hugging Face directory.
+        """Load a Hugging Face directory (collective).
 
         Args:
-            dtype: `bfloat16` or `float32`: parameters and compute; master weights, gradients and moments are float32.
-            trainable: without it there is neither gradient buffer nor optimizer.
+            model_dir: The directory, which must be the same on every rank.
+            dtype: The type of parameters and activations, `bfloat16` or `float32`; master weights, gradients and
+                moments are float32.
+            trainable: Whether there are gradient buffers and an optimizer.
             total_steps: the learning rate then falls linearly to a tenth over so many updates; constant without it.
-            keep_reference: keep a copy of the parameters as loaded, for `reference_weights`.
+            seed: The seed of Megatron's own random generators.
+            fp8: Makes linear layers compute in FP8; without it all compute in `dtype`.
+            keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
 
         Raises:
-            ValueError: a model or layout that is not supported; the line says what is.
+            ValueError: The model or the layout is not supported; the line says what is.
         """
         self.model_dir = model_dir
         self.config = config
@@ -130,7 +134,7 @@ class Policy:
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
-        """Told of every micro-batch before its forward pass."""
+        """It is told of every micro-batch before its forward pass; none where nobody watches."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
@@ -142,7 +146,7 @@ class Policy:
             self.model.eval().requires_grad_(False)
 
     def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
-        """This rank's part of the network, with the directory's weights."""
+        """Return this rank's part of the network with its weights, its weight map and Megatron's config."""
         cuda = self.ranks.device.type == "cuda"
         if fp8 is not None and not fp8.is_native:
             cuda = False  # Megatron's local layers, on whatever device
@@ -186,7 +190,7 @@ class Policy:
 
     @property
     def pad_multiple(self) -> int:
-        """The padded length of a micro-batch must be a multiple of it: pass it to `batches.pack`."""
+        """The number of which a micro-batch's padded length must be a multiple: pass it to `batches.pack`."""
         return FP8_TOKENS if self.model.config.fp8 else 1
 
     @property
@@ -205,20 +209,22 @@ class Policy:
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
-        """*One update on the micro-batches of all data-parallel ranks. Without a single token, nothing moves.
+        """Update the policy once on the micro-batches of all data-parallel ranks (collective).
+
+        Without a single token, nothing moves.
 
         Args:
-            features: what to keep for the drafter from this forward pass.
-            keep: keep them of the first so many micro-batches only; of all by default.
-            temperature: logits are divided by it, so that log-probs are those of the sampled distribution.
-            lr: learning rate of this update, instead of the schedule's.
+            features: What to keep for the drafter from this forward pass.
+            keep: The number of micro-batches, counted from the first, of which features are kept; all by default.
+            temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
+            lr: The learning rate of this update, instead of the schedule's.
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss` and
             `grad_norm` (before clipping); and one `Features` per micro-batch of this rank.
 
         Raises:
-            FloatingPointError: the loss is not finite; the weights are as before.
+            FloatingPointError: The loss is not finite; the weights are as before.
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
@@ -231,7 +237,13 @@ class Policy:
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
-        """*Per micro-batch, log-probs as a `LossFn` gets them: [batch, seq] float32, zero where the mask is False."""
+        """Return log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective).
+
+        They are [batch, seq] float32 and zero where the mask is False.
+
+        Args:
+            temperature: What logits are divided by.
+        """
         outcomes, _ = self._run(micro_batches, temperature)
         last = self.pp_size - 1
         found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
@@ -241,11 +253,11 @@ class Policy:
         ]
 
     def forward_features(self, micro_batches: list[MicroBatch], spec: FeatureSpec) -> list[Features]:
-        """*The drafter's features, without a gradient; what `train_step` gives, without the step."""
+        """Return the drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
         return self._run(micro_batches, 1.0, spec)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """*Every tensor under its Hugging Face name, whole and in the compute type, on every rank.
+        """Yield every tensor under its Hugging Face name, whole, in the compute type, on every rank (collective).
 
         `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
         view of the parameters, which the next `train_step` changes.
@@ -253,11 +265,13 @@ class Policy:
         return weights.export(self.model, self._weights)
 
     def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """*Write a Hugging Face directory that transformers and vLLM load; rank 0 writes. Tied models stay tied.
+        """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
+
+        Tied models stay tied.
 
         Args:
-            mtp_layer: the model's multi-token-prediction layer (`Drafter.named_weights`); without it, the one that it
-                was loaded with, if any, goes along unchanged.
+            mtp_layer: The tensors of the model's multi-token-prediction layer (`Drafter.named_weights`). Without it the
+                layer that the model was loaded with, if there is one, is written unchanged.
         """
         tensors = chain(self._named_for_disk(), self._mtp_layer_as_loaded() if mtp_layer is None else mtp_layer)
         write_model(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
@@ -277,7 +291,11 @@ class Policy:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside the block the parameters are those first loaded; use it around `logprobs` for the KL penalty."""
+        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty.
+
+        Raises:
+            ValueError: The policy was built without `keep_reference`.
+        """
         if self._reference is None:
             raise ValueError("no reference weights: build the policy with keep_reference=True")
         self._swap_reference()
@@ -303,7 +321,10 @@ class Policy:
         loss: LossFn | None = None,
         keep: int | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
-        """*Forward, and with a loss backward, through Megatron's schedule. Outcomes are empty but on the last stage."""
+        """Run forward passes, and with a loss backward passes, through Megatron's schedule (collective).
+
+        Outcomes are empty except on the last stage.
+        """
         device = self.ranks.device
         batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
@@ -350,7 +371,7 @@ class Policy:
         ]
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
-        """*Loss, token count and the loss function's metrics over all micro-batches of all data-parallel ranks."""
+        """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
         own: list[dict[str, float]] = []
         if self.tp_rank == 0:
@@ -362,7 +383,7 @@ class Policy:
 
 
 def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
-    """Megatron's loss function: (loss, a token count that nothing uses, what is kept)."""
+    """Return what Megatron wants of a loss function: the loss, a token count that nothing uses, what is kept."""
     logprobs, entropy = _spread(head.logprobs, batch.mask), _spread(head.entropy, batch.mask)
     value, metrics = head.logprobs.sum() * 0.0, dict[str, Tensor]()  # keeps every parameter in the graph
     if loss is not None and batch.indices:
@@ -375,7 +396,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
-    """[n] at the True of `mask` [batch, seq], zero elsewhere."""
+    """Return a [batch, seq] tensor with `values` [n] where `mask` is True and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
