@@ -343,6 +343,16 @@ def test_drafter_of_a_qwen_policy_is_llama_shaped(policy_class: Any, config_clas
         Eagle3Shape.from_policy(policy.config, draft_vocab_size=VOCAB, intermediate_size=None)
 
 
+def test_a_drafter_starts_from_the_head_of_a_policy_in_several_files(policy_dir: Path, tmp_path: Path) -> None:
+    """The embeddings, which come first, are not the head of an untied policy."""
+    model = LlamaForCausalLM.from_pretrained(policy_dir)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    drafter = make_drafter(tmp_path)
+    head = model.lm_head.weight[drafter.draft_tokens]
+    assert torch.equal(drafter.model.get_parameter("lm_head.weight"), head)
+
+
 def test_narrower_mlp_is_allowed_and_starts_random(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir, intermediate_size=16)
     assert drafter.model.midlayer.mlp.gate_proj.weight.shape == (16, HIDDEN)
