@@ -200,11 +200,8 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
         tokens: The tokens of the micro-batch.
     """
     shape, drafter, size = rank.shape, rank.config.drafter, rank.dtype_bytes
-    hidden, steps, policy_layer = (
-        shape.hidden_size,
-        drafter.ttt_steps,
-        rank.config.speculation.draft_method.is_policy_layer,
-    )
+    hidden, steps = shape.hidden_size, drafter.ttt_steps
+    policy_layer = rank.config.speculation.draft_method.is_policy_layer
     vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
     width = shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size
     slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
