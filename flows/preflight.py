@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from slurm.registry import backend_of
 from specrl.config import Config, ConfigError
-from specrl.keys import reward_source
 from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_method, check_source
@@ -23,7 +22,6 @@ GIB = 2**30
 ANSWER_SECONDS = 10
 CHECKPOINT_BYTES = 14
 """Per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
-BUILTIN_REWARDS = ("task", "math_verify", "exact_match")
 
 
 def check(config: Config) -> None:
@@ -78,10 +76,6 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 def check_data(config: Config) -> list[str]:
     named = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
     lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
-    reward = config.data.reward
-    if reward not in BUILTIN_REWARDS and reward_source(reward) is None:
-        known = ", ".join(BUILTIN_REWARDS)
-        lines.append(f'data.reward = "{reward}": not found; allowed: {known}, or package.module:function from here')
     return lines or _check_contents(config)
 
 
@@ -94,6 +88,17 @@ def _check_contents(config: Config) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def check_algorithms(config: Config) -> list[str]:
+    """The chosen loss, advantage estimator and correction exist here, with the options that are given."""
+    lines = []
+    for registry, algorithm in config.train.algorithms:
+        try:
+            registry.function(algorithm)
+        except ValueError as error:
+            lines += str(error).splitlines()
+    return lines
 
 
 def check_disk(config: Config) -> list[str]:
@@ -143,6 +148,7 @@ CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_model,
     check_draft_model,
     check_data,
+    check_algorithms,
     check_disk,
     check_tracking,
     check_cluster,

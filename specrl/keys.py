@@ -59,6 +59,9 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     values = json.loads(dump_config(config))
     sections = {section: values[section] for section in SECTIONS[stage]}
+    if "train" in sections:
+        sources = [import_source(algorithm.name) for _, algorithm in config.train.algorithms]
+        sections["train"]["sources"] = [_content(path) for path in sources]
     if "data" in sections:
         sections["data"] = _with_files(config, sections["data"])
     if "speculation" in sections and config.speculation.draft_model is not None:
@@ -94,12 +97,12 @@ def files_digest(files: Iterable[tuple[Path, str]]) -> str:
     return total.hexdigest()[:12]
 
 
-def reward_source(reward: str) -> Path | None:
-    """File behind a reward given as `package.module:function`; none for the built-in ones or where it is not found.
+def import_source(name: str) -> Path | None:
+    """Return the file of a function given as `package.module:function`; none for names, and where it is not found.
 
     Looks in the current folder, then on `sys.path`, and imports nothing.
     """
-    module, separator, _ = reward.partition(":")
+    module, separator, _ = name.partition(":")
     if not separator:
         return None
     package, *rest = module.split(".")
@@ -117,7 +120,7 @@ def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     """The data section with files replaced by what is in them: moving a file changes nothing, editing it does."""
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
     contents = {key: _content(path) for key, path in named.items()}
-    return {**data, **contents, "reward_source": _content(reward_source(config.data.reward))}
+    return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
 
 
 def _content(path: Path | None) -> str | None:

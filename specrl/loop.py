@@ -14,7 +14,6 @@ from pathlib import Path
 from torch import Tensor
 
 from specrl import logs
-from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
@@ -42,7 +41,7 @@ from specrl.training.features import Features
 from specrl.training.megatron import checkpoint
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
-from specrl.training.update import update_policy
+from specrl.training.update import assign_advantages, update_policy
 
 
 @dataclass(frozen=True)
@@ -144,19 +143,8 @@ def generate(trainer: Trainer, step: int) -> tuple[list[Rollout], SpeculationSta
         (rollout for own, *_ in parts[::size] for rollout in own), key=lambda item: (order[item.prompt_id], item.sample)
     )
     trainer.expected.learn(prompts, ((rollout.prompt_id, len(rollout.response_tokens)) for rollout in rollouts))
-    score(rollouts, config)
+    assign_advantages(rollouts, config.train)
     return rollouts, stats, bubbles
-
-
-def score(rollouts: list[Rollout], config: Config) -> None:
-    """Group-relative advantages from the rewards."""
-    advantages = group_advantages(
-        [rollout.reward for rollout in rollouts],
-        [rollout.prompt_id for rollout in rollouts],
-        normalize_by_std=config.train.normalize_by_std,
-    )
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        rollout.advantage = advantage
 
 
 def update(trainer: Trainer, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
@@ -194,7 +182,7 @@ def measure_kv_scales(trainer: Trainer, timer: Timer) -> KvScales | None:
 
 def agreement(trainer: Trainer, rollouts: list[Rollout]) -> dict[str, float]:
     """How far generation and training agree about the tokens trained on; a run that lost its agreement ends here."""
-    metrics = mismatch_of(rollouts, trainer.config.train.importance_cap)
+    metrics = mismatch_of(rollouts)
     limit = trainer.config.precision.max_token_mult_prob_error
     check_agreement(metrics, limit, trainer.layers_path)
     return metrics

@@ -82,7 +82,7 @@ _DEFINITIONS = (
     Metric("mismatch/importance_ratio_p99", "", "The ratio's 99th percentile."),
     Metric("mismatch/importance_ratio_p999", "", "The ratio's 99.9th percentile."),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
-    Metric("mismatch/truncated_fraction", "", "Tokens whose importance ratio is above train.importance_cap."),
+    Metric("mismatch/truncated_fraction", "", "Tokens whose importance ratio is above 2."),
     Metric("reward/mean", "", "Mean reward of the step's responses."),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Groups whose rewards are all equal: they carry no signal."),
@@ -93,7 +93,7 @@ _DEFINITIONS = (
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
-    Metric("policy/corrected_fraction", "", "Trained tokens that train.importance_correction truncated or masked."),
+    Metric("policy/corrected_fraction", "", "Trained tokens that train.correction truncated or masked."),
     Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update."),
     Metric(
@@ -144,9 +144,14 @@ _DEFINITIONS = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
+POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
 
 def find_metric(name: str) -> Metric | None:
-    """The definition behind `name`; of the family for `..._3`; none for a name that nobody defined."""
-    return METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
+    """Return the definition behind a name, or none for a name that nobody defined.
+
+    The family stands for `..._3`, and `POLICY` for what a loss returns beside the metrics that every loss has.
+    """
+    found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
+    return found or (POLICY if name.startswith("policy/") else None)

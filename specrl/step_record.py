@@ -133,14 +133,14 @@ def controller_metrics(controller: Controller | None) -> dict[str, float]:
     return metrics
 
 
-def mismatch_of(rollouts: list[Rollout], importance_cap: float) -> dict[str, float]:
+def mismatch_of(rollouts: list[Rollout]) -> dict[str, float]:
     """Disagreement between the engine that sampled and the trainer, over the rollouts trained on; empty without any."""
     pairs = [(r.policy_logprobs, r.generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
     if not pairs:
         return {}
     trained = torch.tensor([value for row, _ in pairs for value in row])
     generated = torch.tensor([value for _, row in pairs for value in row])
-    return mismatch_metrics(trained, generated, importance_cap)
+    return mismatch_metrics(trained, generated)
 
 
 def write_step(steps_dir: Path, record: StepRecord) -> None:

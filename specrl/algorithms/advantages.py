@@ -1,45 +1,86 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2): how far a response is above its siblings."""
+"""Advantage estimators: how much better a response is than its group, the responses to the same prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean, pstdev
+from typing import Any
+
+from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
+
+Rewards = Sequence[Sequence[float]]
+"""Rewards by group."""
+AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
+"""(rewards by group, options) -> advantages by group, one per reward.
+
+A group whose rewards are all equal says nothing about its responses: give it zeros, for `train.drop_zero_signal_groups`
+looks for them.
+"""
 
 EPSILON = 1e-6
 
 
-def group_advantages(
-    rewards: Sequence[float], groups: Sequence[Hashable], *, normalize_by_std: bool = True
-) -> list[float]:
-    """Reward minus the mean of its group, over the group's standard deviation.
+def register_advantage(name: str, options: type[Options] = Options) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Return the decorator that registers an advantage estimator under `name` for `train.advantage`."""
+    return ADVANTAGES.register(name, options)
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advantage: Algorithm) -> list[float]:
+    """Return the advantage of each response.
 
     Args:
         rewards: one per response.
         groups: the group of each response, such as its prompt.
-        normalize_by_std: without it the difference stays as it is (Dr. GRPO, arXiv 2503.20783).
-
-    Returns:
-        One advantage per response, in order; exactly 0 throughout a group whose rewards are all equal.
+        advantage: `train.advantage`.
     """
+    members = _members(rewards, groups)
+    found = ADVANTAGES.function(advantage)(list(members.values()))
+    advantages = {group: iter(values) for group, values in zip(members, found, strict=True)}
+    return [next(advantages[group]) for group in groups]
+
+
+def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
+    """Return the share of groups whose rewards are all equal: they teach nothing."""
+    members = _members(rewards, groups)
+    return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
+
+
+class GrpoOptions(Options):
+    normalize_by_std: bool = True
+    """Divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv 2503.20783)."""
+
+
+@register_advantage("grpo", GrpoOptions)
+def grpo(groups: Rewards, options: GrpoOptions) -> list[list[float]]:
+    """Subtract the group's mean reward, and divide by its standard deviation (arXiv 2402.03300, section 4.1.2)."""
+
+    def of_group(rewards: Sequence[float]) -> list[float]:
+        mean = fmean(rewards)
+        scale = pstdev(rewards) + EPSILON if options.normalize_by_std else 1.0
+        return [(reward - mean) / scale for reward in rewards]
+
+    return [[0.0] * len(rewards) if _is_flat(rewards) else of_group(rewards) for rewards in groups]
+
+
+@register_advantage("rloo")
+def rloo(groups: Rewards, _: Options) -> list[list[float]]:
+    """Subtract the mean reward of the group's other responses (REINFORCE leave-one-out, arXiv 2402.14740)."""
+
+    def of_group(rewards: Sequence[float]) -> list[float]:
+        total, others = sum(rewards), len(rewards) - 1
+        return [reward - (total - reward) / others for reward in rewards]
+
+    return [[0.0] * len(rewards) if _is_flat(rewards) else of_group(rewards) for rewards in groups]
+
+
+def _members(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, list[float]]:
+    """Return the rewards of each group, in the order of the responses."""
     assert len(rewards) == len(groups), (len(rewards), len(groups))
     members: dict[Hashable, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         members.setdefault(group, []).append(reward)
-    mean = {group: fmean(values) for group, values in members.items()}
-    scale = {group: pstdev(values) + EPSILON if normalize_by_std else 1.0 for group, values in members.items()}
-    return [
-        0.0 if _flat(members[group]) else (reward - mean[group]) / scale[group]
-        for reward, group in zip(rewards, groups, strict=True)
-    ]
+    return members
 
 
-def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
-    members: dict[Hashable, list[float]] = {}
-    for reward, group in zip(rewards, groups, strict=True):
-        members.setdefault(group, []).append(reward)
-    return sum(_flat(values) for values in members.values()) / max(1, len(members))
-
-
-def _flat(values: list[float]) -> bool:
+def _is_flat(values: Sequence[float]) -> bool:
     return min(values) == max(values)

@@ -1,59 +1,111 @@
-"""What to do about tokens that one numerical engine sampled and another trains on: weights of their policy gradient.
+"""Corrections for tokens that one numerical engine sampled and another trains on: weights of their policy gradient.
 
-With r = p_trainer / p_engine of a sampled token, all detached:
-
-- `tis`, truncated importance sampling, min(r, cap): Yao et al. 2025, "Your efficient RL framework secretly brings you
-  off-policy RL training".
-- `icepop`, r where it lies in a range and 0 elsewhere, so that tokens on which the engines disagree are not trained on:
-  Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model"
-  (arXiv:2510.18855).
-- `seq-mask`, as `tis`, and 0 for whole responses in which any r, or the geometric mean of r, is outside a range: Liu,
-  Li et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
-
-What is masked still counts in the number of tokens that the loss is divided by.
+With r = p_trainer / p_engine of a sampled token. What a correction masks still counts in the number of tokens that the
+loss is divided by.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from specrl.config import TrainConfig
+from pydantic import AfterValidator
+
+from specrl.algorithms.tensors import Tensor
+from specrl.config.algorithms import CORRECTIONS, Options
+from specrl.config.base import PositiveFloat
+
+CorrectionFunction = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+"""(log r, mask, options) -> (weights, corrected); all are [batch, seq], and one row is one response.
+
+log r is detached and 0 outside the mask, which is True at response tokens. `corrected` is bool: the tokens whose weight
+is not r (or, without a correction, 1). `policy/corrected_fraction` counts them.
+"""
 
 
-def importance_weights(
-    logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
-    """Weights of the tokens, and which of them the correction has truncated or masked; [batch, seq] each.
+def register_correction(
+    name: str, options: type[Options] = Options
+) -> Callable[[CorrectionFunction], CorrectionFunction]:
+    """Return the decorator that registers a correction under `name` for `train.correction`."""
+    return CORRECTIONS.register(name, options)
 
-    Args:
-        logprobs: under the trainer's policy that stands for the sampling one, [batch, seq].
-        mask: bool, True at response tokens; one row is one response.
+
+def _contains_one(allowed: tuple[float, float]) -> tuple[float, float]:
+    low, high = allowed
+    if not low < 1 < high:
+        raise ValueError(f"[{low:g}, {high:g}] must contain 1, the ratio of engines that agree")
+    return allowed
+
+
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_contains_one)]
+"""The lowest and the highest ratio to keep."""
+
+
+@register_correction("none")
+def none(log_ratio: Tensor, mask: Tensor, _: Options) -> tuple[Tensor, Tensor]:
+    """Give every token the weight 1."""
+    return log_ratio.new_ones(log_ratio.shape), mask.new_zeros(mask.shape)
+
+
+class TisOptions(Options):
+    cap: PositiveFloat = 2.0
+    """The largest ratio that is not truncated."""
+
+
+@register_correction("tis", TisOptions)
+def tis(log_ratio: Tensor, mask: Tensor, options: TisOptions) -> tuple[Tensor, Tensor]:
+    """Truncate the importance ratio: min(r, cap).
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
-    log_ratio = ((logprobs - generation_logprobs) * mask).detach()
     ratio = log_ratio.exp()
-    if config.importance_correction == "none":
-        return torch.ones_like(ratio), torch.zeros_like(mask)
-    if config.importance_correction == "icepop":
-        outside = _outside(ratio, config.importance_range) & mask
-        return ratio.masked_fill(outside, 0.0), outside
-    truncated = (ratio > config.importance_cap) & mask
-    weights = ratio.clamp(max=config.importance_cap)
-    if config.importance_correction == "tis":
-        return weights, truncated
-    dropped = mask & _dropped(log_ratio, mask, config)[:, None]
-    return weights.masked_fill(dropped, 0.0), truncated | dropped
+    return ratio.clamp(max=options.cap), (ratio > options.cap) & mask
 
 
-def _dropped(log_ratio: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
-    """[batch] bool: responses that `seq-mask` leaves out."""
-    if config.sequence_mask == "any":
-        return (_outside(log_ratio.exp(), config.importance_range) & mask).any(1)
-    mean = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
-    return _outside(mean.exp(), config.importance_range)
+class IcepopOptions(Options):
+    range: Range = (0.5, 5.0)
+    """The lowest and the highest ratio of tokens that are trained on."""
+
+
+@register_correction("icepop", IcepopOptions)
+def icepop(log_ratio: Tensor, mask: Tensor, options: IcepopOptions) -> tuple[Tensor, Tensor]:
+    """Weight by r inside the range and by 0 outside it: tokens on which the engines disagree are not trained on.
+
+    Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model"
+    (arXiv:2510.18855).
+    """
+    ratio = log_ratio.exp()
+    outside = _outside(ratio, options.range) & mask
+    return ratio.masked_fill(outside, 0.0), outside
+
+
+class SequenceMaskOptions(Options):
+    cap: PositiveFloat = 2.0
+    """The largest ratio that is not truncated."""
+    range: Range = (0.5, 5.0)
+    """The lowest and the highest ratio of responses that are trained on."""
+    by: Literal["any", "mean"] = "any"
+    """Drop a response when any ratio of its tokens is outside the range, or when their geometric mean is."""
+
+
+@register_correction("seq-mask", SequenceMaskOptions)
+def sequence_mask(log_ratio: Tensor, mask: Tensor, options: SequenceMaskOptions) -> tuple[Tensor, Tensor]:
+    """Truncate as `tis`, and weight by 0 the whole responses on which the engines disagree.
+
+    Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+    """
+    ratio = log_ratio.exp()
+    if options.by == "any":
+        is_dropped = (_outside(ratio, options.range) & mask).any(1)
+    else:
+        mean = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
+        is_dropped = _outside(mean.exp(), options.range)
+    dropped = mask & is_dropped[:, None]
+    truncated = (ratio > options.cap) & mask
+    return ratio.clamp(max=options.cap).masked_fill(dropped, 0.0), truncated | dropped
 
 
 def _outside(ratio: Tensor, allowed: tuple[float, float]) -> Tensor:
-    """True also where it is not a number."""
+    """Return where the ratio is outside the range, or not a number."""
     low, high = allowed
     return ~((ratio >= low) & (ratio <= high))

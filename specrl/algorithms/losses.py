@@ -1,66 +1,77 @@
-"""The policy's loss: token-level clipped policy gradient with clip-higher, importance correction and optional KL.
-
-Pure functions of tensors; no engine, no model. All of them sum over tokens: the caller divides by the token count of
-the global batch (DAPO, arXiv 2503.14476, equation 8), so that a long response weighs as much per token as a short one.
-"""
+"""Policy losses: functions of log-probs and advantages, token by token; they know no engine and no model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from specrl.algorithms.corrections import importance_weights
-from specrl.config import TrainConfig
+from specrl.algorithms.tensors import Tensor
+from specrl.config.algorithms import LOSSES, Options
+from specrl.config.base import PositiveFloat
 
 
 @dataclass(frozen=True)
-class TokenTargets:
-    """What the loss knows of each token beside the policy's log-prob; all [batch, seq], zero outside the mask."""
+class LossInputs:
+    """One micro-batch, [batch, seq] each: a row is a response, and what is outside the mask counts for nothing."""
 
+    logprobs: Tensor
+    """float32 log-probs under the policy being trained, nats; they carry the gradient."""
+    old_logprobs: Tensor
+    """Log-probs under the policy that the update started from, detached. With `train.updates_per_step = 1` they equal
+    `logprobs`."""
     advantages: Tensor
-    generation_logprobs: Tensor
-    """Under the engine, when it was sampled."""
-    old_logprobs: Tensor | None
-    """Under the trainer's policy before this batch; none when the batch is used for one update only."""
-    reference_logprobs: Tensor | None
-    """Under the reference policy; none without a KL penalty."""
+    mask: Tensor
+    """bool: True at response tokens."""
 
 
-def policy_loss(
-    logprobs: Tensor, entropy: Tensor, mask: Tensor, targets: TokenTargets, config: TrainConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO on one micro-batch.
+LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
+"""(inputs, options) -> (loss of each token, metrics); all are [batch, seq].
 
-    Per token: -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * k3, with r = p / p_old, w the
-    importance weight and k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) the estimator of KL(policy | reference).
+The loss of an update is the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), each token's
+weighted by `train.correction`. The same mean of each metric is logged as `policy/NAME`.
+"""
 
-    Args:
-        logprobs: [batch, seq] float32 under the policy being trained; carries the gradient.
-        entropy: [batch, seq] float32, nats, detached.
-        mask: [batch, seq] bool, True at response tokens.
 
-    Returns:
-        The loss and the metrics `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, each summed over the mask's
-        tokens.
+def register_loss(name: str, options: type[Options] = Options) -> Callable[[LossFunction], LossFunction]:
+    """Return the decorator that registers a policy loss under `name` for `train.loss`."""
+    return LOSSES.register(name, options)
+
+
+class GrpoOptions(Options):
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+
+
+@register_loss("grpo", GrpoOptions)
+def grpo(inputs: LossInputs, options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    return _clipped(ratio, inputs.advantages, options.clip_low, options.clip_high)
+
+
+class GspoOptions(Options):
+    clip_low: PositiveFloat = 3e-4
+    """The ratio of a response is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 4e-4
+    """The ratio of a response is clipped above 1 + clip_high."""
+
+
+@register_loss("gspo", GspoOptions)
+def gspo(inputs: LossInputs, options: GspoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
+
+    The paper averages within each response first; here, as with every loss, a response counts by its tokens.
     """
-    old = logprobs.detach() if targets.old_logprobs is None else targets.old_logprobs
-    ratio = torch.exp(logprobs - old)
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = torch.minimum(ratio * targets.advantages, clipped * targets.advantages)
-    weights, corrected = importance_weights(old, targets.generation_logprobs, mask, config)
-    per_token = -weights * gain
-    kl = torch.zeros_like(logprobs)
-    if targets.reference_logprobs is not None:
-        log_ratio = targets.reference_logprobs - logprobs
-        kl = torch.exp(log_ratio) - log_ratio - 1
-        per_token = per_token + config.kl_coef * kl
-    is_clipped = (ratio * targets.advantages > clipped * targets.advantages).float()
-    metrics = {
-        "entropy": (entropy * mask).sum(),
-        "clip_fraction": (is_clipped * mask).sum(),
-        "kl": (kl.detach() * mask).sum(),
-        "corrected_fraction": corrected.float().sum(),
-    }
-    return (per_token * mask).sum(), metrics
+    log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
+    ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).exp()
+    return _clipped(ratio[:, None], inputs.advantages, options.clip_low, options.clip_high)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    gain = (ratio * advantages).minimum(clipped * advantages)
+    is_clipped = (ratio * advantages > clipped * advantages).float()
+    return -gain, {"clip_fraction": is_clipped}

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, field_validator
 
 from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
+from specrl.config.algorithms import CORRECTIONS
 from specrl.config.base import NonNegativeInt
 from specrl.config.methods import METHODS
 from specrl.config.rollout import BubbleUse
@@ -154,6 +155,10 @@ class AgreementSettings(BenchSettings):
     """Number of responses to a prompt."""
 
 
+def _known_correction(name: str) -> str:
+    return CORRECTIONS.choose(name, import_own=True).name
+
+
 class PrecisionSettings(BenchSettings):
     """Run the same RL steps in BF16, with FP8 in generation, with FP8 in both engines, and corrected, and compare."""
 
@@ -161,8 +166,8 @@ class PrecisionSettings(BenchSettings):
     """Number of RL steps of each setting and seed."""
     seeds: tuple[NonNegativeInt, ...] = (1, 2, 3)
     """Seeds of prompts and sampling; the policy before RL is the run's own."""
-    correction: Literal["tis", "icepop", "seq-mask"] = "tis"
-    """Importance correction of the corrected setting: tis, icepop or seq-mask; the other settings have none."""
+    correction: Annotated[str, AfterValidator(_known_correction)] = "tis"
+    """Importance correction of the corrected setting, such as tis or icepop; the other settings have none."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     """KV cache of the engines with FP8 weights: bf16 or fp8."""
     prompts_per_step: PositiveInt = 8

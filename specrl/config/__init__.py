@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from specrl.config.algorithms import IMPORT_OWN
 from specrl.config.base import STAGES, ConfigError, NonNegativeInt, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
@@ -66,7 +67,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     policy: PolicyConfig = PolicyConfig()
     drafter: DrafterConfig = DrafterConfig()
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = Field(default_factory=TrainConfig)
     precision: PrecisionConfig = PrecisionConfig()
     validate_: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
     resources: Resources = Resources()
@@ -169,17 +170,21 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
         _apply_override(data, override)
-    return parse_config(data)
+    return parse_config(data, import_own=True)
 
 
-def parse_config(data: dict[str, Any]) -> Config:
+def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
     """Validate a nested dict, as read from TOML or from a run's `config.json`.
+
+    Args:
+        import_own: import the algorithms that are given by import paths, to check and complete their options; in a
+            run's `config.json` they are complete.
 
     Raises:
         ConfigError: a wrong key, type or combination.
     """
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(data, context={IMPORT_OWN: import_own})
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from error
 

@@ -11,23 +11,28 @@ from pydantic import BaseModel, ValidationError
 SCALARS = ("int", "float", "str", "bool")
 
 
-def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """The lines of `error`, which validating a `root` raised; the same line only once."""
-    return "\n".join(dict.fromkeys(_line(problem, root) for problem in error.errors()))
+def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
+    """Return a line for each mistake that validating a `root` found; the same line only once.
+
+    Args:
+        where: the keys that lead to `root` in the configuration.
+    """
+    return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
 
 
-def _line(problem: Any, root: type[BaseModel]) -> str:
-    path = [part for part in problem["loc"] if part != "[key]"]
+def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
+    within = [part for part in problem["loc"] if part != "[key]"]
+    path = [*where, *within]
     if path and _names_type(str(path[-1])):
         # The value fits no member of a union: pydantic reports each, and the user needs one line.
         return f"{_join(path[:-1])} = {problem['input']!r}: allowed: a number, a string, true, false, or a list of them"
     key = _join(path) or "config"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key; allowed here: {_allowed(root, path[:-1])}"
+        return f"{key}: unknown key; allowed here: {_allowed(root, within[:-1])}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{key} = {problem['input']!r}: a section, not a value; keys: {_allowed(root, path)}"
+        return f"{key} = {problem['input']!r}: a section, not a value; keys: {_allowed(root, within)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         # Messages that name their keys in full need no prefix.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Algorithm, Correction, Loss, Registry
 from specrl.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+LrDecay = Literal["constant", "linear", "cosine"]
 
 
 class PolicyConfig(Section):
@@ -15,7 +18,12 @@ class PolicyConfig(Section):
     tensor_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt = 1
     lr: PositiveFloat = 1e-5
+    """Peak learning rate of the RL updates."""
+    lr_schedule: LrDecay = "constant"
+    """How the learning rate falls over the run's updates, to `lr_final_fraction` of `lr` after the last."""
     lr_warmup_steps: NonNegativeInt = 0
+    """Updates in which the learning rate rises linearly to what the schedule says."""
+    lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
@@ -64,31 +72,30 @@ class TrainConfig(Section):
     """Group size: advantages are relative to the group."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps per batch; 1 is strictly on-policy and needs no separate log-prob pass."""
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
+    loss: Loss = Field(default_factory=LOSSES.default)
+    """The policy loss, one of `specrl/algorithms/losses.py` or an import path; a table of `name` and its options."""
+    advantage: Advantage = Field(default_factory=ADVANTAGES.default)
+    """The advantage estimator, from `specrl/algorithms/advantages.py`; given as the loss is."""
+    correction: Correction = Field(default_factory=CORRECTIONS.default)
+    """What becomes of tokens on whose probability the engine and the trainer disagree, from
+    `specrl/algorithms/corrections.py`; given as the loss is."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty to the reference policy; 0 keeps no reference."""
-    normalize_by_std: bool = True
     drop_zero_signal_groups: bool = True
     """Leave out groups whose rewards are all equal."""
-    importance_correction: Literal["none", "tis", "icepop", "seq-mask"] = "tis"
-    """For what p_training / p_generation of the sampled tokens says: `tis` truncates the ratio at `importance_cap`,
-    `icepop` masks tokens whose ratio is outside `importance_range`, `seq-mask` masks responses by `sequence_mask`."""
-    importance_cap: PositiveFloat = 2.0
-    importance_range: tuple[PositiveFloat, PositiveFloat] = (0.5, 5.0)
-    """Lowest and highest ratio that `icepop` and `seq-mask` keep."""
-    sequence_mask: Literal["any", "mean"] = "any"
-    """`seq-mask` drops a response when any ratio of its tokens is outside, or when their geometric mean is."""
     checkpoint_every: PositiveInt = 1
     """Steps between checkpoints; a restart redoes at most this many."""
     keep_checkpoints: PositiveInt = 2
 
-    @model_validator(mode="after")
-    def _range_holds_one(self) -> Self:
-        low, high = self.importance_range
-        if not low < 1 < high:
-            raise ValueError(f"importance_range = [{low:g}, {high:g}]: must hold 1, the ratio of engines that agree")
-        return self
+    @property
+    def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
+        """The chosen functions, each with the registry it is from."""
+        return (LOSSES, self.loss), (ADVANTAGES, self.advantage), (CORRECTIONS, self.correction)
+
+    @property
+    def num_updates(self) -> int:
+        """The number of optimizer steps of the whole run."""
+        return self.num_steps * self.updates_per_step
 
 
 class PrecisionConfig(Section):

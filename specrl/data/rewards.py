@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from specrl.config import ConfigError, DataConfig
+from specrl.config.importing import import_function
 from specrl.data.answers import normalise, stated_answer
 from specrl.data.generators import make_generator
 from specrl.data.prompts import Prompt
@@ -20,11 +17,31 @@ from specrl.data.prompts import Prompt
 logger = logging.getLogger(__name__)
 
 Reward = Callable[[Prompt, str], float]
+RewardFunction = Callable[[str, str, str], float]
+"""(prompt, response, answer) -> reward; all three are text."""
+
 MATH_VERIFY_SECONDS = 5
+_REGISTERED: dict[str, RewardFunction] = {}
+
+
+def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
+    """Return the decorator that registers a reward under `name` for `data.reward`.
+
+    Raises:
+        ValueError: another reward has the name.
+    """
+
+    def decorate(function: RewardFunction) -> RewardFunction:
+        if name == "task" or name in _REGISTERED:
+            raise ValueError(f"a reward is registered as {name!r} already")
+        _REGISTERED[name] = function
+        return function
+
+    return decorate
 
 
 def make_reward(config: DataConfig) -> Reward:
-    """The reward of `data.reward`. It returns a finite number for every response, 0 where the scorer itself fails.
+    """Return the reward of `data.reward`: a finite number for every response, 0 where the scorer itself fails.
 
     Raises:
         ConfigError: the scorer does not exist, or does not fit the data source.
@@ -32,15 +49,12 @@ def make_reward(config: DataConfig) -> Reward:
     if config.reward == "task":
         if config.source != "generators":
             raise ConfigError(
-                'data.reward = "task" is a generator\'s own scorer; with data.source = "file" use "math_verify", '
-                '"exact_match" or an import path package.module:function'
+                'data.reward = "task" is a generator\'s own scorer; with data.source = "file" use one of '
+                f"{', '.join(_REGISTERED)}, or an import path package.module:function"
             )
         return _guarded(_task_reward(config))
-    if config.reward == "math_verify":
-        return _guarded(_math_verify)
-    if config.reward == "exact_match":
-        return _guarded(_exact_match)
-    return _guarded(_imported(config.reward))
+    function = _REGISTERED.get(config.reward) or _imported(config.reward)
+    return _guarded(lambda prompt, response: float(function(prompt.text, response, prompt.answer)))
 
 
 def _task_reward(config: DataConfig) -> Reward:
@@ -53,50 +67,41 @@ def _task_reward(config: DataConfig) -> Reward:
     return reward
 
 
-def _exact_match(prompt: Prompt, response: str) -> float:
-    return float(normalise(stated_answer(response)) == normalise(prompt.answer))
+@register_reward("math_verify")
+def math_verify(_: str, response: str, answer: str) -> float:
+    """Return 1 if the stated answer equals the true one as a mathematical expression.
 
-
-def _math_verify(prompt: Prompt, response: str) -> float:
-    """Symbolic equality. The stated answer is judged, so that numbers on the way to it do not count."""
+    Only the stated answer is judged, so that numbers on the way to it do not count.
+    """
     from math_verify import parse, verify
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold = parse(prompt.answer, parsing_timeout=seconds) or parse(f"${prompt.answer}$", parsing_timeout=seconds)
+    gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
     return float(verify(gold, parse(stated_answer(response), parsing_timeout=seconds), timeout_seconds=seconds))
 
 
-def _imported(path: str) -> Reward:
-    """A function of the user's, called as `function(prompt, response, answer)` with the prompt's text."""
-    function = import_reward(path)
-
-    def reward(prompt: Prompt, response: str) -> float:
-        return float(function(prompt.text, response, prompt.answer))
-
-    return reward
+@register_reward("exact_match")
+def exact_match(_: str, response: str, answer: str) -> float:
+    """Return 1 if the stated answer is the true one but for case, spaces and separators."""
+    return float(normalise(stated_answer(response)) == normalise(answer))
 
 
-def import_reward(path: str) -> Callable[[str, str, str], Any]:
-    """
+def _imported(path: str) -> RewardFunction:
+    """Return the function behind an import path.
+
     Raises:
-        ConfigError: not an import path, nothing there, or not callable with (prompt, response, answer).
+        ConfigError: it is no import path, nothing is there, or it is not callable with (prompt, response, answer).
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name.isidentifier():
-        raise ConfigError(f"data.reward = {path!r}: must be task, math_verify, exact_match or package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a console script does not look there, and users keep their rewards there
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"data.reward = {path!r} cannot be imported: {error}") from error
+    if ":" not in path:
+        known = ", ".join(["task", *_REGISTERED])
+        raise ConfigError(f'data.reward = "{path}": must be {known} or package.module:function')
+    function: RewardFunction = import_function("data.reward", path)
     try:
         inspect.signature(function).bind("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"data.reward = {path!r} does not take (prompt, response, answer): {error}") from error
-    result: Callable[[str, str, str], Any] = function
-    return result
+        raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
+    return function
 
 
 def _guarded(reward: Reward) -> Reward:

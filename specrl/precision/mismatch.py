@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+LARGE_RATIO = 2.0
+"""The importance ratio above which `mismatch/truncated_fraction` counts a token, and `tis` truncates by default."""
 
 
 def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
@@ -75,8 +77,8 @@ def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> floa
     return float((log_ratio(training, generation) > math.log(cap)).double().mean())
 
 
-def mismatch_metrics(training: Tensor, generation: Tensor, cap: float) -> dict[str, float]:
-    """The `mismatch/...` metrics of `specrl.metrics`."""
+def mismatch_metrics(training: Tensor, generation: Tensor) -> dict[str, float]:
+    """Return the `mismatch/...` metrics of `specrl.metrics`."""
     quantiles = importance_ratio_quantiles(training, generation)
     return {
         "mismatch/token_mult_prob_error": token_mult_prob_error(training, generation),
@@ -84,7 +86,7 @@ def mismatch_metrics(training: Tensor, generation: Tensor, cap: float) -> dict[s
         "mismatch/kl": kl(training, generation),
         "mismatch/js": js(training, generation),
         **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
-        "mismatch/truncated_fraction": truncated_fraction(training, generation, cap),
+        "mismatch/truncated_fraction": truncated_fraction(training, generation, LARGE_RATIO),
     }
 
 

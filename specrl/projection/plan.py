@@ -43,6 +43,8 @@ class Plan:
     shape: ModelShape
     jobs: tuple[Job, ...]
     budgets: tuple[Budget, ...]
+    algorithms: tuple[str, ...]
+    """The reward and each chosen algorithm, with its options."""
     notes: tuple[str, ...]
     """Lines on what will run, but perhaps more slowly than was meant."""
 
@@ -70,7 +72,12 @@ def plan(config: Config, queue: str | None = None) -> Plan:
     if problems:
         raise ConfigError("\n".join(problems))
     jobs = tuple(_job(config, stage, queue) for stage in STAGES)
-    return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), tuple(notes))
+    return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), _algorithms(config), tuple(notes))
+
+
+def _algorithms(config: Config) -> tuple[str, ...]:
+    chosen = [f"{registry.key} = {algorithm}" for registry, algorithm in config.train.algorithms]
+    return (f"data.reward = {config.data.reward}", *chosen)
 
 
 def _job(config: Config, stage: StageName, queue: str | None) -> Job:
@@ -125,8 +132,9 @@ def render(plan: Plan, console: Console | None = None) -> None:
     print_line(
         console,
         f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters "
-        f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})\n",
+        f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
     )
+    print_line(console, "\n".join(plan.algorithms) + "\n")
     columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
     print_table(console, "Jobs", columns, [_job_row(job) for job in plan.jobs])
     for place in dict.fromkeys(budget.place for budget in plan.budgets):

@@ -70,6 +70,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             config.policy,
             dtype=config.model.dtype,
             ranks=ranks,
+            num_updates=config.train.num_updates,
             seed=config.seed,
             fp8=precision,
             keep_reference=config.train.kl_coef > 0,

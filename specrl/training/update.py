@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specrl.algorithms.losses import TokenTargets, policy_loss
-from specrl.config import Config
+from specrl.algorithms.advantages import group_advantages
+from specrl.algorithms.objective import TokenTargets, policy_loss
+from specrl.config import Config, TrainConfig
 from specrl.dealing import deal_longest_first
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
+
+
+def assign_advantages(rollouts: list[Rollout], config: TrainConfig) -> None:
+    """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt."""
+    advantages = group_advantages(
+        [rollout.reward for rollout in rollouts], [rollout.prompt_id for rollout in rollouts], config.advantage
+    )
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        rollout.advantage = advantage
 
 
 def update_policy(
@@ -23,9 +33,9 @@ def update_policy(
     `Rollout.policy_logprobs` of the rollouts trained on: under the policy that sampled them.
 
     Returns:
-        Token means `loss`, `entropy`, `clip_fraction`, `kl`, `corrected_fraction`, and `grad_norm` (the mean over the
-        updates), with `num_tokens`, prompts included; and this rank's features of the micro-batches
-        that stay within `drafter.max_tokens_per_step`. Of others none are recorded: a whole step's would fill the
+        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics; `grad_norm`
+        and `lr` (means over the updates); and `num_tokens`, prompts included. With them this rank's
+        features of the micro-batches that stay within `drafter.max_tokens_per_step`; a whole step's would fill the
         memory.
     """
     chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]

@@ -12,10 +12,12 @@ from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.policy import Policy
+from specrl.training.schedules import lr_factor
 
-WARM_UP = 0.1
-"""Share of the steps in which the learning rate rises; it then falls linearly to `FINAL_LR` of its peak."""
-FINAL_LR = 0.1
+WARMUP_SHARE = 0.1
+"""Share of the steps in which the learning rate rises."""
+FINAL_LR_FRACTION = 0.1
+"""What the learning rate falls to, of its peak."""
 
 
 def warm_start(
@@ -37,7 +39,7 @@ def warm_start(
     for step, batch in enumerate(batches):
         mine = pack(batch[policy.dp_rank :: policy.dp_size], config.policy.tokens_per_micro_batch)
         num_tokens = sum(len(sequence.tokens) - sequence.prompt_length for sequence in batch)
-        lr = config.warm_start.lr * lr_factor(step, len(batches))
+        lr = config.warm_start.lr * schedule(step, len(batches))
         metrics, _ = policy.train_step(mine, cross_entropy(num_tokens), lr=lr)
         losses.append(metrics["loss"])
         on_step(step, len(batches), {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": lr})
@@ -66,10 +68,10 @@ def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> 
     return batches
 
 
-def lr_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then linear decay: the factor of the peak learning rate at `step`."""
-    warm_up = max(1, round(steps * WARM_UP))
-    return min((step + 1) / warm_up, 1.0) * (1 - (1 - FINAL_LR) * step / steps)
+def schedule(step: int, num_steps: int) -> float:
+    """Return the factor of the peak learning rate at a step: it rises over the first tenth, and falls linearly."""
+    warmup_steps = round(num_steps * WARMUP_SHARE)
+    return lr_factor(step, num_steps, decay="linear", warmup_steps=warmup_steps, final_fraction=FINAL_LR_FRACTION)
 
 
 def cross_entropy(num_tokens: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:

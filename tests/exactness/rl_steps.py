@@ -56,7 +56,7 @@ def config_of(method: str, folder: Path) -> Config:
                 "num_steps": NUM_STEPS,
                 "prompts_per_step": 4,
                 "samples_per_prompt": 4,
-                "importance_correction": "none",
+                "correction": "none",
             },
         }
     )

@@ -5,6 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl.algorithms.advantages import group_advantages, zero_signal_fraction
+from specrl.config.algorithms import ADVANTAGES, Algorithm
+
+GRPO = ADVANTAGES.default()
+RLOO = ADVANTAGES.choose("rloo")
 
 rewards_of_groups = st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=5)
 
@@ -13,34 +17,42 @@ def flatten(groups: list[list[float]]) -> tuple[list[float], list[int]]:
     return [r for rewards in groups for r in rewards], [g for g, rewards in enumerate(groups) for _ in rewards]
 
 
-@given(rewards_of_groups)
-def test_advantages_of_a_group_sum_to_zero(groups: list[list[float]]) -> None:
+@pytest.mark.parametrize("advantage", [GRPO, RLOO], ids=str)
+@given(groups=rewards_of_groups)
+def test_advantages_of_a_group_sum_to_zero(groups: list[list[float]], advantage: Algorithm) -> None:
     rewards, ids = flatten(groups)
-    advantages = group_advantages(rewards, ids)
+    advantages = group_advantages(rewards, ids, advantage)
     for group in range(len(groups)):
         assert sum(a for a, g in zip(advantages, ids, strict=True) if g == group) == pytest.approx(0, abs=1e-6)
 
 
-@given(rewards_of_groups)
-def test_the_best_response_has_the_largest_advantage(groups: list[list[float]]) -> None:
+@pytest.mark.parametrize("advantage", [GRPO, RLOO], ids=str)
+@given(groups=rewards_of_groups)
+def test_the_best_response_has_the_largest_advantage(groups: list[list[float]], advantage: Algorithm) -> None:
     rewards, ids = flatten(groups)
-    advantages = group_advantages(rewards, ids)
+    advantages = group_advantages(rewards, ids, advantage)
     for group, own in enumerate(groups):
         scores = [a for a, g in zip(advantages, ids, strict=True) if g == group]
         assert scores[own.index(max(own))] == max(scores)
 
 
 def test_a_group_does_not_see_another() -> None:
-    alone = group_advantages([1.0, 0.0], ["a", "a"])
-    assert group_advantages([1.0, 5.0, 0.0, 9.0], ["a", "b", "a", "b"])[::2] == alone
+    alone = group_advantages([1.0, 0.0], ["a", "a"], GRPO)
+    assert group_advantages([1.0, 5.0, 0.0, 9.0], ["a", "b", "a", "b"], GRPO)[::2] == alone
 
 
-def test_equal_rewards_give_exactly_zero() -> None:
-    assert group_advantages([0.3, 0.3, 0.3], [1, 1, 1]) == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize("advantage", [GRPO, RLOO], ids=str)
+def test_equal_rewards_give_exactly_zero(advantage: Algorithm) -> None:
+    assert group_advantages([0.3, 0.3, 0.3], [1, 1, 1], advantage) == [0.0, 0.0, 0.0]
 
 
 def test_without_normalisation_the_difference_stays() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], normalize_by_std=False) == [0.75, -0.25, -0.25, -0.25]
+    centred = ADVANTAGES.choose({"name": "grpo", "normalize_by_std": False})
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], centred) == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_rloo_compares_with_the_others_of_the_group() -> None:
+    assert group_advantages([1.0, 0.0, 0.0], [0, 0, 0], RLOO) == [1.0, -0.5, -0.5]
 
 
 def test_zero_signal_fraction_counts_flat_groups() -> None:

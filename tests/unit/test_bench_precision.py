@@ -68,7 +68,7 @@ def test_settings_differ_in_precision_and_correction_only() -> None:
         ("fp8", "fp8", "fp8"),
         ("fp8", "fp8", "fp8"),
     ]
-    assert [c.train.importance_correction for c in configs] == ["none", "none", "none", "icepop"]
+    assert [c.train.correction.name for c in configs] == ["none", "none", "none", "icepop"]
     for config in configs:
         assert (config.seed, config.train.num_steps, config.validate_.num_prompts) == (9, 4, 5)
         assert (config.train.prompts_per_step, config.train.samples_per_prompt) == (6, 4)

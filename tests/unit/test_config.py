@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,15 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         ),
         (["stage_resources.train.ranks_per_node=3"], ["train.prompts_per_step = 16", "multiple of the 3 engines"]),
         (["train.updates_per_step=3"], ["train.updates_per_step = 3", "train.prompts_per_step = 16"]),
+        (["train.loss=ppo"], ['train.loss = "ppo"', "grpo, gspo", "package.module:function"]),
+        (["train.loss=3"], ["train.loss = 3", "grpo", "a table with its name"]),
+        (["train.loss.clip=0.1"], ["train.loss.clip", "unknown key", "clip_low, clip_high"]),
+        (["train.loss.clip_low=x"], ["train.loss.clip_low = 'x'", "valid number"]),
+        (['train.correction={name="icepop", range=[2, 3]}'], ["train.correction.range", "[2, 3]", "contain 1"]),
+        (["train.advantage=no.such.module:function"], ['train.advantage = "no.such.module:function"', "imported"]),
+        (["train.advantage=math:sqrt"], ['train.advantage = "math:sqrt"', "not registered"]),
+        (["train.advantage=:sqrt"], ['train.advantage = ":sqrt"', "package.module:function"]),
+        (["policy.lr_schedule=step"], ["policy.lr_schedule = 'step'", "constant", "linear", "cosine"]),
         (["data.source=file"], ["data.path", 'data.source = "file"']),
         (["data.path=problems.jsonl"], ["data.path", 'data.source = "file"']),
         (["model.tiny.num_heads=5"], ["num_heads = 5", "hidden_size"]),
@@ -122,6 +133,30 @@ def test_overrides_are_read_as_toml_and_else_as_strings(tmp_path: Path) -> None:
 def test_an_override_may_contain_an_equals_sign(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), ["tracking.uri=http://host/?a=b"])
     assert config.tracking.uri == "http://host/?a=b"
+
+
+def test_an_algorithm_is_a_name_or_a_table_with_options(tmp_path: Path) -> None:
+    train = load_config(write(tmp_path), ["train.correction=icepop", "train.loss.clip_low=0.1"]).train
+    assert str(train.correction) == "icepop (range = [0.5, 5.0])"
+    assert train.loss.name == "grpo" and train.loss.options == {"clip_low": 0.1, "clip_high": 0.28}
+    table = '[train]\nadvantage = { name = "grpo", normalize_by_std = false }\n'
+    train = load_config(write(tmp_path, f'name = "run"\n{table}'), ["train.loss=gspo"]).train
+    assert train.advantage.options == {"normalize_by_std": False}
+    assert train.loss.name == "gspo"
+
+
+def test_a_stored_configuration_is_read_where_its_own_functions_are_not(tmp_path: Path) -> None:
+    loss = {"name": "not_here:loss", "clip": 0.1}
+    config = parse_config({"name": "run", "train": {"loss": loss}})
+    assert json.loads(dump_config(config))["train"]["loss"] == loss
+    assert parse_config(json.loads(dump_config(config))) == config
+
+
+def test_validating_a_configuration_imports_no_torch() -> None:
+    script = "import sys; from specrl.config import Config; print(Config(name='x').train.loss, 'torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "grpo (clip_low = 0.2, clip_high = 0.28) False"
 
 
 def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:

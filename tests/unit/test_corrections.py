@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.algorithms.corrections import importance_weights
-from specrl.config import TrainConfig
+from specrl.config.algorithms import CORRECTIONS
 from specrl.precision.gate import EngineMismatchError, check_agreement
 from specrl.training.calibration.calibration import LayerRow, write_layers
 
@@ -19,45 +18,40 @@ RATIOS = torch.tensor([[1.0, 3.0, 0.2, 9.0], [1.1, 0.9, 1.0, 0.1], [1.5, 1.5, 8.
 MASK = torch.tensor([[True, True, True, False], [True, True, True, False], [True, True, True, True]])
 
 
-def weights(ratios: Tensor = RATIOS, mask: Tensor = MASK, **train: object) -> tuple[Tensor, Tensor]:
-    """Weights and what was corrected; log-probs of the trainer carry a gradient that must not come through."""
-    logprobs = (ratios.log() - 2.0).requires_grad_()
-    found, corrected = importance_weights(
-        logprobs, torch.full_like(ratios, -2.0), mask, TrainConfig.model_validate(train)
-    )
-    assert not found.requires_grad
+def weights(name: str, ratios: Tensor = RATIOS, mask: Tensor = MASK, **options: object) -> tuple[Tensor, Tensor]:
+    """Return the weights of a correction and what it corrected."""
+    correction = CORRECTIONS.function(CORRECTIONS.choose({"name": name, **options}))
+    found, corrected = correction(ratios.log() * mask, mask)
     return found * mask, corrected
 
 
 def test_without_correction_every_token_counts_fully() -> None:
-    found, corrected = weights(importance_correction="none")
+    found, corrected = weights("none")
     assert torch.equal(found, MASK.float())
     assert not corrected.any()
 
 
 def test_tis_truncates_large_ratios_and_keeps_small_ones() -> None:
-    found, corrected = weights(importance_correction="tis", importance_cap=2.0)
+    found, corrected = weights("tis", cap=2.0)
     torch.testing.assert_close(found[0], torch.tensor([1.0, 2.0, 0.2, 0.0]))
     assert corrected.tolist() == [[False, True, False, False], [False] * 4, [False, False, True, False]]
 
 
 def test_icepop_masks_tokens_outside_the_range_on_both_sides() -> None:
-    found, corrected = weights(importance_correction="icepop", importance_range=(0.5, 2.0))
+    found, corrected = weights("icepop", range=(0.5, 2.0))
     torch.testing.assert_close(found[0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
     torch.testing.assert_close(found[2], torch.tensor([1.5, 1.5, 0.0, 1.0]))
     assert corrected[0].tolist() == [False, True, True, False]
 
 
 def test_seq_mask_drops_responses_with_any_token_outside() -> None:
-    found, corrected = weights(importance_correction="seq-mask", importance_range=(0.5, 5.0), sequence_mask="any")
+    found, corrected = weights("seq-mask", range=(0.5, 5.0), by="any")
     assert found.sum(1).tolist() == pytest.approx([0.0, 3.0, 0.0])
     assert corrected.sum(1).tolist() == [3, 0, 4]
 
 
 def test_seq_mask_by_the_geometric_mean_forgives_single_tokens() -> None:
-    found, corrected = weights(
-        importance_correction="seq-mask", importance_range=(0.8, 1.5), sequence_mask="mean", importance_cap=2.0
-    )
+    found, corrected = weights("seq-mask", range=(0.8, 1.5), by="mean", cap=2.0)
     assert found[2].sum() == 0  # (1.5 * 1.5 * 8)^(1/4) = 2.06
     torch.testing.assert_close(found[0], torch.tensor([1.0, 2.0, 0.2, 0.0]))  # 0.84; its large ratio is truncated
     assert corrected[1].sum() == 0
@@ -70,7 +64,7 @@ def test_no_weight_is_above_its_bound_and_what_is_masked_says_nothing(values: li
     mask = torch.ones_like(ratios, dtype=torch.bool)
     mask[0, -1] = False
     ratios[0, -1] = 1e9
-    found, corrected = weights(ratios, mask, importance_correction=mode)
+    found, corrected = weights(mode, ratios, mask)
     bound = {"none": 1.0, "tis": 2.0, "icepop": 5.0, "seq-mask": 2.0}[mode]
     assert 0.0 <= float(found.min()) <= float(found.max()) <= bound * (1 + 1e-5)
     assert not corrected[0, -1]
@@ -79,7 +73,7 @@ def test_no_weight_is_above_its_bound_and_what_is_masked_says_nothing(values: li
 def test_a_token_whose_ratio_is_not_a_number_is_masked() -> None:
     ratios = torch.tensor([[1.0, float("nan")]])
     mask = torch.ones_like(ratios, dtype=torch.bool)
-    found, _ = weights(ratios, mask, importance_correction="icepop")
+    found, _ = weights("icepop", ratios, mask)
     assert found.tolist() == [[1.0, 0.0]]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specrl.algorithms.losses import TokenTargets, policy_loss
+from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import TrainConfig
 
 MASK = torch.tensor([[True, True, False]])
@@ -67,3 +67,24 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
         loss, metrics = policy_loss(lp, ENTROPY, MASK, with_reference, config)
         assert (metrics["kl"].item() > 0) == positive
         assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())
+
+
+def test_the_correction_carries_no_gradient() -> None:
+    lp = logprobs(-1.0, -1.0, -1.0)
+    loss, _ = policy_loss(lp, ENTROPY, MASK, targets(1.0, generated=[-1.5, -1.0, -1.0]), TrainConfig())
+    loss.backward()
+    assert lp.grad is not None
+    assert lp.grad[0].tolist() == pytest.approx([-math.exp(0.5), -1.0, 0.0])  # not the ratio's own gradient as well
+
+
+def test_gspo_has_grpos_gradient_on_policy_and_clips_whole_responses() -> None:
+    config = TrainConfig.model_validate({"loss": "gspo"})
+    lp = logprobs(-1.0, -2.0, 50.0)
+    loss, _ = policy_loss(lp, ENTROPY, MASK, targets(2.0, generated=[-1.0, -2.0, -1.0]), config)
+    loss.backward()
+    assert lp.grad is not None and lp.grad[0].tolist() == pytest.approx([-2.0, -2.0, 0.0])
+    lp = logprobs(-0.9, -1.0, -1.0)  # the response's ratio is exp(0.05)
+    loss, metrics = policy_loss(lp, ENTROPY, MASK, targets(1.0, old=[-1.0, -1.0, -1.0]), config)
+    loss.backward()
+    assert lp.grad is not None and lp.grad.tolist() == [[0.0, 0.0, 0.0]]
+    assert metrics["clip_fraction"].item() == 2

@@ -49,7 +49,7 @@ def test_every_metric_says_what_it_counts() -> None:
 
 def test_equal_engines_do_not_disagree() -> None:
     logprobs = -torch.rand(1000) * 5
-    metrics = mismatch_metrics(logprobs, logprobs, cap=2.0)
+    metrics = mismatch_metrics(logprobs, logprobs)
     assert metrics == {
         "mismatch/token_mult_prob_error": 1.0,
         "mismatch/bulk_error": 1.0,

@@ -7,7 +7,13 @@ from specrl.config import parse_config
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.warm_start import FINAL_LR, cross_entropy, demonstration_sequences, lr_factor, make_batches
+from specrl.training.warm_start import (
+    FINAL_LR_FRACTION,
+    cross_entropy,
+    demonstration_sequences,
+    make_batches,
+    schedule,
+)
 
 
 def sequences_for(max_response_tokens: int = 160) -> tuple[list[TokenSequence], PromptSource]:
@@ -49,13 +55,13 @@ def test_batches_hold_sequences_of_similar_length_and_each_sequence_once() -> No
 
 @pytest.mark.parametrize("steps", [1, 2, 50, 400])
 def test_the_learning_rate_rises_then_falls(steps: int) -> None:
-    factors = [lr_factor(step, steps) for step in range(steps)]
+    factors = [schedule(step, steps) for step in range(steps)]
     peak = factors.index(max(factors))
     assert peak <= max(0, round(steps * 0.1) - 1)
     rising, falling = factors[: peak + 1], factors[peak:]
     assert rising == sorted(rising) and len(set(rising)) == len(rising)
     assert falling == sorted(falling, reverse=True) and len(set(falling)) == len(falling)
-    assert all(FINAL_LR <= factor <= 1 for factor in factors[peak:])
+    assert all(FINAL_LR_FRACTION <= factor <= 1 for factor in factors[peak:])
 
 
 def test_micro_batch_losses_add_up_to_the_mean_over_response_tokens() -> None:

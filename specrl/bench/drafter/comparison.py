@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specrl.algorithms.advantages import group_advantages
 from specrl.artifacts import SpeedPair
 from specrl.bench.drafter.instructions import instructions
 from specrl.bench.drafter.observed import (
@@ -37,7 +36,7 @@ from specrl.rollout.matched import matched_pair
 from specrl.schemas import Rollout
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
-from specrl.training.update import update_policy
+from specrl.training.update import assign_advantages, update_policy
 
 TASK, OFF_TASK = "task", "off-task"
 SPEED_REQUESTS = 8
@@ -85,6 +84,7 @@ class Comparison:
             self.config.policy,
             dtype=self.config.model.dtype,
             ranks=ranks,
+            num_updates=self.config.train.num_updates,
             seed=self.config.seed,
             keep_reference=self.config.train.kl_coef > 0,
         )
@@ -136,13 +136,7 @@ class Comparison:
         prompts = self.source.batch(step)
         samples = self.settings.samples_per_prompt
         rollouts, generation = collect(self.engine, prompts, samples, self.config, self.reward, origin)
-        advantages = group_advantages(
-            [rollout.reward for rollout in rollouts],
-            [rollout.prompt_id for rollout in rollouts],
-            normalize_by_std=self.config.train.normalize_by_std,
-        )
-        for rollout, advantage in zip(rollouts, advantages, strict=True):
-            rollout.advantage = advantage
+        assign_advantages(rollouts, self.config.train)
         return rollouts, generation.stats.acceptance_length
 
     def refit(self, observed: ObservedDrafter, version: int) -> None:

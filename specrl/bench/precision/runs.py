@@ -27,6 +27,7 @@ from specrl.artifacts import (
 )
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
+from specrl.config.algorithms import Algorithm
 from specrl.context import StageContext
 from specrl.keys import code_digest, files_digest
 from specrl.report.results import find_stages, read_config
@@ -133,7 +134,7 @@ def measure(
         run(context, folder, f"{setting.name}, seed {seed}", settings.threads)
     measured = PrecisionRun(
         setting,
-        context.config.train.importance_correction,
+        context.config.train.correction.name,
         seed,
         read_steps(context.stage_dir / "steps"),
         EndResult(**json.loads((context.stage_dir / END_RESULT_FILE).read_text())),
@@ -222,8 +223,13 @@ def make_config(
     data["precision"]["kv_cache"] = settings.kv_cache if setting.generation == "fp8" else "bf16"
     data["precision"]["max_token_mult_prob_error"] = data["engine"]["parity_tolerance"] = UNLIMITED
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
-    data["train"]["importance_correction"] = settings.correction if setting.corrected else "none"
+    data["train"]["correction"] = _correction(config, settings.correction) if setting.corrected else "none"
     for section, key in (("train", "prompts_per_step"), ("train", "samples_per_prompt"), ("validate", "num_prompts")):
         data[section][key] = getattr(settings, key)
     data["stage_resources"]["train"] = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": settings.threads}
     return parse_config(data)
+
+
+def _correction(config: Config, name: str) -> Algorithm | str:
+    """Return the run's own correction with its options, if it has that name."""
+    return config.train.correction if config.train.correction.name == name else name

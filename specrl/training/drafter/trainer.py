@@ -6,7 +6,6 @@ parameters only.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
@@ -29,6 +28,7 @@ from specrl.training.drafter.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.mtp import HEAD, Mtp, mtp_shape
 from specrl.training.drafter.ttt import Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
+from specrl.training.schedules import lr_factor
 
 WARMUP_STEPS = 10
 FINAL_LR_FRACTION = 0.05
@@ -376,7 +376,5 @@ class Drafter:
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """Learning-rate factor of pretraining: linear warm-up of 10 steps, then a cosine to 5 %."""
-    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
-    return warmup * (FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * cosine)
+    """Return the factor of pretraining's peak learning rate at a step: 10 steps of warm-up, and a cosine to 5 %."""
+    return lr_factor(step, num_steps, decay="cosine", warmup_steps=WARMUP_STEPS, final_fraction=FINAL_LR_FRACTION)

@@ -14,8 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
-
-FINAL_LR_FRACTION = 0.1
+from specrl.training.schedules import lr_factor
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
@@ -29,12 +28,13 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
 class PolicyOptimizer:
     """AdamW over this rank's share of the FP32 masters, with gradient clipping and a learning-rate schedule.
 
-    The rate rises linearly over `lr_warmup_steps`; with `total_steps` it then falls linearly to a tenth at the last of
-    them, without it stays.
+    Args:
+        num_updates: updates of the whole run, over which the learning rate falls; none where each update is given its
+            learning rate.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype, total_steps: int | None
+        self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype, num_updates: int | None
     ) -> None:
         options = OptimizerConfig(
             optimizer="adam",
@@ -53,8 +53,9 @@ class PolicyOptimizer:
         (self._distributed,) = self._megatron.chained_optimizers
         self._adam: Any = self._distributed.optimizer
         self._config = config
-        self._total_steps = total_steps
+        self._planned_updates = num_updates
         self.num_updates = 0
+        """Updates made so far."""
         if not torch.cuda.is_available():
             for group in self._adam.param_groups:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
@@ -63,25 +64,23 @@ class PolicyOptimizer:
         self._ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
-    def learning_rate(self, update: int) -> float:
-        """Rate of the given update, counted from 0."""
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate that the schedule has for the next update."""
         config = self._config
-        if update < config.lr_warmup_steps:
-            return config.lr * (update + 1) / config.lr_warmup_steps
-        if self._total_steps is None or self._total_steps <= config.lr_warmup_steps:
-            return config.lr
-        done = min(1.0, (update - config.lr_warmup_steps) / (self._total_steps - config.lr_warmup_steps))
-        return config.lr * (1.0 - (1.0 - FINAL_LR_FRACTION) * done)
+        assert self._planned_updates is not None or config.lr_schedule == "constant", "a decay needs its end"
+        return config.lr * lr_factor(
+            self.num_updates,
+            self._planned_updates or 1,
+            decay=config.lr_schedule,
+            warmup_steps=config.lr_warmup_steps,
+            final_fraction=config.lr_final_fraction,
+        )
 
-    def step(self, lr: float | None = None) -> float:
-        """Clip, update the masters, and give every rank the new parameters; collective. Returns the gradient's norm.
-
-        Args:
-            lr: learning rate of this update, instead of the schedule's.
-        """
-        rate = self.learning_rate(self.num_updates) if lr is None else lr
+    def step(self, lr: float) -> float:
+        """Clip, update the masters, and give every rank the new parameters; collective. Return the gradient's norm."""
         for group in self._megatron.param_groups:
-            group["lr"] = rate
+            group["lr"] = lr
         _, norm, _ = self._megatron.step()
         self.num_updates += 1
         return float(norm)

@@ -99,7 +99,7 @@ class Policy:
         dtype: str,
         ranks: Ranks,
         trainable: bool = True,
-        total_steps: int | None = None,
+        num_updates: int | None = None,
         seed: int,
         fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
@@ -111,7 +111,8 @@ class Policy:
             dtype: The type of parameters and activations, `bfloat16` or `float32`; master weights, gradients and
                 moments are float32.
             trainable: Whether there are gradient buffers and an optimizer.
-            total_steps: the learning rate then falls linearly to a tenth over so many updates; constant without it.
+            num_updates: The number of updates of the whole run, over which `policy.lr_schedule` falls; not needed where
+                the schedule is constant or `train_step` is given its learning rate.
             seed: The seed of Megatron's own random generators.
             fp8: Makes linear layers compute in FP8; without it all compute in `dtype`.
             keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
@@ -141,7 +142,7 @@ class Policy:
         self._optimizer: PolicyOptimizer | None = None
         if trainable:
             self._chain = wrap(self._chain, megatron)
-            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, total_steps=total_steps)
+            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, num_updates=num_updates)
         else:
             self.model.eval().requires_grad_(False)
 
@@ -217,10 +218,10 @@ class Policy:
             features: What to keep for the drafter from this forward pass.
             keep: The number of micro-batches, counted from the first, of which features are kept; all by default.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
-            lr: The learning rate of this update, instead of the schedule's.
+            lr: The learning rate of this update, instead of that of `policy.lr_schedule`.
 
         Returns:
-            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss` and
+            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
             `grad_norm` (before clipping); and one `Features` per micro-batch of this rank.
 
         Raises:
@@ -233,7 +234,8 @@ class Policy:
         num_tokens = metrics.pop("num_tokens")
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the policy's loss is {metrics['loss']}; its weights are unchanged")
-        metrics["grad_norm"] = self.optimizer.step(lr) if num_tokens else 0.0
+        metrics["lr"] = self.optimizer.learning_rate if lr is None else lr
+        metrics["grad_norm"] = self.optimizer.step(metrics["lr"]) if num_tokens else 0.0
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:

@@ -1,0 +1,16 @@
+"""The tensor type that algorithms are annotated with, from a module that does not import torch.
+
+A configuration names algorithms and their options; it is read on login nodes, where importing torch takes seconds. An
+algorithm gets by with the methods of its tensors, or imports torch in its body.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = object
+
+__all__ = ["Tensor"]

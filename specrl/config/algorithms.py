@@ -1,0 +1,162 @@
+"""Algorithms chosen by name: a registry for each kind, and what a configuration says about the chosen function.
+
+Functions register themselves, each with a model of its options, where they are defined (`specrl/algorithms`). A
+registry imports that module by its name when it is first asked for a function, so this package imports none of them.
+The functions that come with specrl import no torch before they are called: a configuration is validated on a login
+node without it. A function of the user's own is named by an import path, and is imported when a configuration file is
+read and when a stage uses it, but not when a run's stored configuration is only looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_serializer
+
+from specrl.config.base import Section
+from specrl.config.errors import explain
+from specrl.config.importing import import_function
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+IMPORT_OWN = "import own functions"
+"""Key of pydantic's validation context: true where functions given by import path are to be imported and checked."""
+
+
+class Options(Section):
+    """The options of an algorithm. A subclass declares each as a field with a default and a docstring."""
+
+
+class Algorithm(BaseModel):
+    """A function chosen by name, with all its options. In TOML: the name alone, or a table of `name` and options."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """The name it is registered under, or an import path `package.module:function`."""
+    options: dict[str, Any]
+
+    @model_serializer
+    def _as_in_toml(self) -> dict[str, Any]:
+        return {"name": self.name, **self.options}
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key} = {value}" for key, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function and the model of its options."""
+
+    function: Callable[..., Any]
+    options: type[Options]
+
+
+class Registry:
+    """The functions of one kind, by name."""
+
+    def __init__(self, key: str, home: str, default: str) -> None:
+        """
+        Args:
+            key: the configuration key that chooses one, such as `train.loss`.
+            home: the module whose import registers the functions that come with specrl.
+            default: the name chosen when the configuration gives none.
+        """
+        self.key = key
+        self._home = home
+        self._default = default
+        self._by_name: dict[str, Registered] = {}
+
+    def register(self, name: str, options: type[Options] = Options) -> Callable[[Function], Function]:
+        """Return the decorator that registers a function, which is called with its options as the last argument.
+
+        Raises:
+            ValueError: another function has the name.
+        """
+
+        def decorate(function: Function) -> Function:
+            other = self._by_name.get(name)
+            if other is not None and _place(other.function) != _place(function):
+                raise ValueError(f"{self.key}: {_place(other.function)} is registered as {name!r} already")
+            self._by_name[name] = Registered(function, options)
+            return function
+
+        return decorate
+
+    def default(self) -> Algorithm:
+        """Return the default function with the default options."""
+        return self.choose(self._default)
+
+    def choose(self, value: Any, *, import_own: bool = False) -> Algorithm:
+        """Return the function that a configuration's value chooses, its options checked and completed.
+
+        Args:
+            value: a name, a table of `name` and options, or an `Algorithm`.
+            import_own: import a function given by its import path; otherwise its options stay as they are given.
+
+        Raises:
+            ValueError: there is no such function, or an option is unknown or wrong; one line for each.
+        """
+        if isinstance(value, Algorithm):
+            value = {"name": value.name, **value.options}
+        given = {"name": value} if isinstance(value, str) else value
+        if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
+            raise ValueError(f"{self.key} = {value!r}: allowed: {self._allowed()}; with options: a table with its name")
+        name = given.get("name", self._default)
+        options = {key: option for key, option in given.items() if key != "name"}
+        if ":" in name and not import_own:
+            return Algorithm(name=name, options=options)
+        return Algorithm(name=name, options=self._options(name, options).model_dump(mode="json"))
+
+    def validate(self, value: Any, info: ValidationInfo) -> Algorithm:
+        """Run `choose` as a pydantic validator."""
+        return self.choose(value, import_own=bool(info.context and info.context.get(IMPORT_OWN)))
+
+    def function(self, algorithm: Algorithm) -> Callable[..., Any]:
+        """Return the chosen function with its options bound.
+
+        Raises:
+            ValueError: as `choose`.
+        """
+        found, options = self._find(algorithm.name), self._options(algorithm.name, algorithm.options)
+        return lambda *arguments: found.function(*arguments, options)
+
+    def _options(self, name: str, values: dict[str, Any]) -> Options:
+        model = self._find(name).options
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            raise ValueError(explain(error, model, tuple(self.key.split(".")))) from None
+
+    def _find(self, name: str) -> Registered:
+        if ":" in name:
+            function = import_function(self.key, name)
+            for registered in self._by_name.values():
+                if registered.function is function:
+                    return registered
+            raise ValueError(f'{self.key} = "{name}": the function is not registered as one; CONTRIBUTING.md shows how')
+        importlib.import_module(self._home)
+        if name not in self._by_name:
+            raise ValueError(f'{self.key} = "{name}": allowed: {self._allowed()}')
+        return self._by_name[name]
+
+    def _allowed(self) -> str:
+        importlib.import_module(self._home)
+        return ", ".join(self._by_name) + ", or an import path package.module:function"
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+LOSSES = Registry("train.loss", home="specrl.algorithms.losses", default="grpo")
+ADVANTAGES = Registry("train.advantage", home="specrl.algorithms.advantages", default="grpo")
+CORRECTIONS = Registry("train.correction", home="specrl.algorithms.corrections", default="tis")
+
+Loss = Annotated[Algorithm, BeforeValidator(LOSSES.validate)]
+Advantage = Annotated[Algorithm, BeforeValidator(ADVANTAGES.validate)]
+Correction = Annotated[Algorithm, BeforeValidator(CORRECTIONS.validate)]

@@ -1,0 +1,25 @@
+"""The learning-rate schedule of the policy, the warm start and the drafter."""
+
+from __future__ import annotations
+
+import math
+
+from specrl.config.training import LrDecay
+
+
+def lr_factor(step: int, num_steps: int, *, decay: LrDecay, warmup_steps: int, final_fraction: float) -> float:
+    """Return the factor of the peak learning rate at a step: a linear warm-up times a decay over all steps.
+
+    Args:
+        step: counted from 0; beyond the last step the decay stays where it ended.
+        num_steps: steps until the decay reaches `final_fraction`.
+        warmup_steps: steps in which the factor rises from near 0; 0 or 1 for none.
+    """
+    warmup = min(1.0, (step + 1) / max(1, warmup_steps))
+    step = min(step, num_steps)
+    if decay == "constant":
+        return warmup
+    if decay == "linear":
+        return warmup * (1 - (1 - final_fraction) * step / num_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    return warmup * (final_fraction + (1 - final_fraction) * cosine)

@@ -1,0 +1,41 @@
+"""The learning-rate schedule that policy, warm start and drafter share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl.config.training import LrDecay
+from specrl.training.schedules import lr_factor
+
+
+def factors(num_steps: int, decay: LrDecay, warmup_steps: int = 0, final_fraction: float = 0.1) -> list[float]:
+    return [
+        lr_factor(step, num_steps, decay=decay, warmup_steps=warmup_steps, final_fraction=final_fraction)
+        for step in range(num_steps + 1)
+    ]
+
+
+def test_a_constant_rate_is_the_peak_from_the_first_step() -> None:
+    assert factors(5, "constant") == [1.0] * 6
+
+
+def test_the_warm_up_ends_at_the_peak() -> None:
+    assert factors(6, "constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_decay_begins_at_the_peak_and_ends_at_its_fraction(decay: LrDecay) -> None:
+    found = factors(10, decay, final_fraction=0.2)
+    assert (found[0], found[5]) == (1.0, pytest.approx(0.6))
+    assert found[-1] == pytest.approx(0.2)
+    assert found == sorted(found, reverse=True)
+    assert lr_factor(99, 10, decay=decay, warmup_steps=0, final_fraction=0.2) == found[-1]
+
+
+@given(st.integers(1, 50), st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 60), st.floats(0, 1))
+def test_no_rate_is_above_the_peak_or_below_zero(
+    num_steps: int, decay: LrDecay, warmup_steps: int, final_fraction: float
+) -> None:
+    assert all(0 <= factor <= 1 for factor in factors(num_steps, decay, warmup_steps, final_fraction))
