@@ -10,6 +10,7 @@ read and when a stage uses it, but not when a run's stored configuration is only
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -44,7 +45,7 @@ class Algorithm(BaseModel):
         return {"name": self.name, **self.options}
 
     def __str__(self) -> str:
-        options = ", ".join(f"{key} = {value}" for key, value in self.options.items())
+        options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
 

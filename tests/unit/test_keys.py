@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specrl.config import STAGES, Config, StageName, parse_config
-from specrl.keys import INPUTS, NO_CONTENT, SECTIONS, code_digest, reward_source, run_keys
+from specrl.keys import INPUTS, NO_CONTENT, SECTIONS, code_digest, import_source, run_keys
 
 
 def config_with(**sections: Any) -> Config:
@@ -101,7 +101,7 @@ def test_a_reward_function_of_the_users_counts_by_content(tmp_path: Path, monkey
     source = tmp_path / "mine" / "rewards.py"
     source.write_text("def score(prompt, response, answer): return 1.0\n")
     config = config_with(data={"reward": "mine.rewards:score"})
-    assert reward_source(config.data.reward) == source
+    assert import_source(config.data.reward) == source
     before = run_keys(config, "code")
     source.write_text("def score(prompt, response, answer): return 0.0\n")
     assert run_keys(config, "code")["train"] != before["train"]
