@@ -1,4 +1,4 @@
-"""What a benchmark's process is given, and its start: `python -m specrl.bench.job JOB.json PARENT`.
+"""The process of a benchmark, and what it is given: `python -m specrl.bench.job JOB.json PARENT`.
 
 A benchmark is a module with `main(job) -> None`. It runs in a process of its own, as a stage's rank does, because
 thread counts and devices are read once, when torch is loaded. The first lines of this module stay light: the command
@@ -20,16 +20,18 @@ from specrl.processes import end_with_parent
 
 @dataclass(frozen=True)
 class BenchJob:
+    """What a benchmark's process needs to know."""
+
     entry: str
     """`module:function` that does the work."""
     run_dir: Path
     """The finished run whose policy and drafter are measured."""
     settings: dict[str, Any]
-    """Of the model in `specrl/bench/settings.py` that belongs to the entry."""
+    """The settings of the benchmark, as its model in `specrl/bench/settings.py` dumps them."""
     command: str
-    """As it is shown on the page."""
+    """The command line that the page shows."""
     page: Path
-    """Markdown; the plot lies beside it."""
+    """The Markdown page; its charts lie beside it."""
     json_path: Path | None = None
 
     def save(self, path: Path) -> None:

@@ -12,18 +12,22 @@ from specrl.report.results import find_stages, finished, read_config
 
 @dataclass(frozen=True)
 class Subject:
+    """The models that are measured, before and after the RL steps of their run."""
+
     config: Config
     policy_dir: Path
-    """After the RL steps."""
+    """The policy after the RL steps."""
     drafter_dir: Path | None
+    """The drafter after the RL steps; None if the run has none."""
     first_policy_dir: Path
-    """Before the RL steps."""
+    """The policy before the RL steps."""
     first_drafter_dir: Path | None
-    """As pretrained."""
+    """The drafter as it was pretrained; None if the run has none."""
 
 
 def find_subject(run_dir: Path) -> Subject:
-    """
+    """Return the policy and drafter of a finished run.
+
     Raises:
         ConfigError: the run has not finished its `train` stage.
     """

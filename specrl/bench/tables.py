@@ -17,25 +17,28 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of these values."""
         return cls(median(values), min(values), max(values))
 
 
 def spread(values: Sequence[float], form: str) -> str:
+    """Return the mean of the values, with the least and the greatest in brackets."""
     ends = Spread.of(values)
     return f"{fmean(values):{form}} ({ends.least:{form}} to {ends.greatest:{form}})"
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
-    """Of `fast[i] / slow[i]`: both measured in round i, so that what slows a round down cancels."""
+    """Return the spread of `fast[i] / slow[i]`: both were measured in round i, so that what slows it down cancels."""
     return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A column whose name begins with `>` is aligned to the right."""
+    """Return a Markdown table; a column whose name begins with `>` is aligned to the right."""
     names = [column.removeprefix(">") for column in columns]
     rules = ["---:" if column.startswith(">") else "---" for column in columns]
     return "\n".join("| " + " | ".join(line) + " |" for line in (names, rules, *rows)) + "\n"
 
 
 def per_position(rates: Sequence[float]) -> str:
+    """Return acceptance rates by position of the draft, as one cell of a table."""
     return " / ".join(f"{rate:.2f}" for rate in rates) or "-"

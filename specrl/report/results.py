@@ -1,4 +1,4 @@
-"""The results of a run's stages, finished or not: what `summary` and `html` both read."""
+"""The results of a run's stages, finished or not, as the summary and the report page read them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One stage of a run: its content key, its folder and, once known, its run time and job."""
+    """A stage of a run: its content key, its folder and, once known, its run time and job."""
 
     key: str
     stage_dir: Path
     seconds: float | None = None
-    """Wall-clock time of the stage; its own result's when none is given."""
+    """Wall-clock time of the stage; the result has it where it is None."""
     job_id: str | None = None
-    """Slurm job or local process; read from `jobs/KEY.json` when none is given."""
+    """Slurm job or local process; `jobs/KEY.json` has it where it is None."""
 
 
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """The newest folder of each stage, for a run whose flow is not there to tell."""
+    """Return the newest folder of each stage, for a run whose flow is not there to ask."""
     found: dict[str, StageRecord] = {}
     for stage in STAGES:
         folders = sorted((run_dir / "stages").glob(f"{stage}-*"), key=lambda folder: folder.stat().st_mtime)
@@ -36,7 +36,7 @@ def find_stages(run_dir: Path) -> dict[str, StageRecord]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration a run was started with.
+    """Return the configuration that a run was started with.
 
     Raises:
         ValueError: the folder is not a run's.
@@ -48,7 +48,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
-    """The stage's result; none when it has not finished or not begun."""
+    """Return the stage's result, or None if it has not finished."""
     record = stages.get(stage)
     if record is None or not (record.stage_dir / RESULT_FILE).exists():
         return None
@@ -56,6 +56,7 @@ def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultTyp
 
 
 def seconds_of(record: StageRecord) -> float | None:
+    """Return the wall-clock time of a stage, or None if it has not finished."""
     path = record.stage_dir / RESULT_FILE
     if record.seconds is not None or not path.exists():
         return record.seconds
@@ -63,6 +64,7 @@ def seconds_of(record: StageRecord) -> float | None:
 
 
 def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
+    """Return the Slurm job or the local process of a stage, or None if it is not known."""
     path = run_dir / "jobs" / f"{record.key}.json"
     if record.job_id is not None or not path.is_file():
         return record.job_id
@@ -71,5 +73,5 @@ def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
 
 
 def finished_steps(run_dir: Path) -> int:
-    """RL steps whose rollouts are written."""
+    """Return the number of RL steps whose rollouts are written."""
     return sum(1 for _ in (run_dir / "rollouts").glob("step=*"))

@@ -27,6 +27,7 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
+    """Return the rows as aligned lines below their title."""
     names = [column.removeprefix(">") for column in columns]
     lines = [names, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
@@ -41,5 +42,5 @@ def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print as it is: no wrapping, no markup, nothing coloured, so that a command can be copied from it."""
+    """Print a line as it is, without wrapping, markup or colours, so that a command can be copied from it."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -61,7 +61,7 @@ def make_record(step: int, *, probe: float, replay: SourceCounts | None, stretch
 
 
 def make_outcome(folder: Path, name: str, stretch: int = 1) -> SettingRun:
-    replays = "replay" in BUBBLE_SETTINGS[name][0]
+    replays = "replay" in BUBBLE_SETTINGS[name].method
     records = []
     for step in range(4):
         replay = SourceCounts(4, 40, 8 * step) if replays and step else None

@@ -40,7 +40,7 @@ ERROR = "mismatch/token_mult_prob_error"
 
 @dataclass(frozen=True)
 class EnginePair:
-    """An engine and a trainer, on what the engine sampled with one seed."""
+    """The agreement of an engine and a trainer about what the engine sampled with one seed."""
 
     generation: str
     training: str
@@ -49,13 +49,13 @@ class EnginePair:
     metrics: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """As `--json` writes it."""
+        """Return the figures as `--json` writes them."""
         who = {"generation": self.generation, "training": self.training, "seed": self.seed, "tokens": self.tokens}
         return who | {name.partition("/")[2]: value for name, value in self.metrics.items()}
 
 
 def with_precision(config: Config, precision: str) -> Config:
-    """The run's configuration with both engines in one precision, decoding plainly: drafts change no log-prob."""
+    """Return the run's configuration with both engines in one precision, without drafts, which change no log-prob."""
     chosen = config.precision.model_dump() | {"generation": precision, "training": precision, "kv_cache": "bf16"}
     return config.model_copy(
         update={
@@ -66,7 +66,7 @@ def with_precision(config: Config, precision: str) -> Config:
 
 
 def sample(subject: Subject, precision: str, recipe: Recipe, settings: AgreementSettings) -> dict[int, list[Rollout]]:
-    """Responses to held-out prompts, by seed."""
+    """Return the responses of an engine in this precision to held-out prompts, by seed."""
     config, policy_dir = with_precision(subject.config, precision), subject.first_policy_dir
     prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(settings.num_prompts)
     own = recipe if precision == "fp8" else None
@@ -84,7 +84,7 @@ def sample(subject: Subject, precision: str, recipe: Recipe, settings: Agreement
 def compare(
     subject: Subject, precision: str, recipe: Recipe, sampled: dict[str, dict[int, list[Rollout]]], ranks: Ranks
 ) -> list[EnginePair]:
-    """A trainer in `precision` against each engine."""
+    """Compare a trainer in this precision with each engine."""
     config = with_precision(subject.config, precision)
     linears = training_precision(config, recipe)
     policy = Policy(
@@ -104,7 +104,7 @@ def compare(
 
 
 def score(policy: Policy, rollouts: Sequence[Rollout], config: Config) -> torch.Tensor:
-    """The trainer's log-probs of all response tokens, float32 [tokens], in the order of the rollouts; in nats."""
+    """Return the trainer's log-probs of all response tokens in nats, float32 [tokens], in the order of the rollouts."""
     sequences = [
         TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
         for index, rollout in enumerate(rollouts)

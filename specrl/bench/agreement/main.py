@@ -17,7 +17,8 @@ from specrl.stages.train import check_precision
 
 
 def main(job: BenchJob) -> None:
-    """
+    """Measure every pair of precisions, and write the rows and the page.
+
     Raises:
         ConfigError: the run has not calibrated or not trained yet.
         ValueError: this machine cannot compute its policy in FP8.

@@ -14,14 +14,17 @@ from specrl.bench.tables import markdown_table, spread
 from specrl.precision.recipe import Recipe
 
 METRICS = (
-    *(("token_mult_prob_error", ".4f"), ("bulk_error", ".4f"), ("kl", ".5f"), ("js", ".5f")),
+    ("token_mult_prob_error", ".4f"),
+    ("bulk_error", ".4f"),
+    ("kl", ".5f"),
+    ("js", ".5f"),
     ("importance_ratio_p99", ".3f"),
 )
-"""Of the page's table, in its order, and how they are written."""
+"""The metrics of the table in its order, and how they are written."""
 LEGEND = """
-Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over the sampled tokens of
-exp(|log p_training - log p_generation|); *bulk*: without the largest thousandth of them. *p99*: of the importance ratio
-p_training / p_generation.
+Figures are means over the seeds, the least and the greatest in brackets. *error* is token_mult_prob_error, the mean
+over the sampled tokens of exp(|log p_training - log p_generation|); *bulk* leaves out the largest thousandth of them.
+*p99* is that of the importance ratio p_training / p_generation.
 """
 
 
@@ -45,7 +48,7 @@ def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs
 
 
 def order(pairs: Sequence[EnginePair]) -> str:
-    """For how many seeds BF16 < FP8 both < FP8 generation only, by each measure of disagreement."""
+    """Return for how many seeds BF16 < FP8 both < FP8 generation only, by each measure of disagreement, in words."""
     names = ("BF16", "FP8 both", "FP8 generation only")
     seeds = sorted({pair.seed for pair in pairs})
     counts = []

@@ -16,7 +16,7 @@ from specrl.tracking import Silent
 
 
 def run_rank(path: Path, parent: int) -> None:
-    """One rank of one setting: the train stage without MLflow."""
+    """Run the train stage without MLflow as one rank, for as long as the parent process lives."""
     end_with_parent(parent)
     context = StageContext.load(path)
     ranks = join()

@@ -1,4 +1,4 @@
-"""The page of `specrl bench bubbles`: table, drafter quality, replay against the policy's update, simulator, Gantt."""
+"""The page of `specrl bench bubbles`: the table, drafts by source, the drafter, the simulator and Gantt charts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from specrl.schemas import Rollout, read_rollouts
 from specrl.step_record import StepRecord
 
 LEGEND = """
-Ratios are against `plain`: synchronous decoding without speculation, same prompts and seeds. *throughput*: response
-tokens of all ranks per second of generation. *decoding steps*: engine iterations of the slowest rank, per token.
-*step*: time of whole RL steps, per token. *idle*: ranks' waiting for the slowest, of their time until it is done;
-*used*: the part of it put to use; *overrun*: how much the slowest then had to wait for them, of the step. *acceptance
-length*: the drafter's on the guard's probe (the same prompts and draft length in every step), or of stored text where
-there is no drafter (`recent`: of recent rollouts), from the second step on; first and last three steps. *tokens*: of
-all responses. *same text*: responses equal to `plain`'s.
+Ratios are against `plain`, which is synchronous decoding without speculation on the same prompts and seeds.
+*throughput* is the response tokens of all ranks per second of generation; *decoding steps* are the engine iterations of
+the slowest rank per token; *step* is the time of whole RL steps per token. *idle* is the share of the ranks' time until
+the slowest is done in which they wait for it; *used* is the part of that time put to use, and *overrun* the share of
+the step in which the slowest then waited for the others. *acceptance length* is the mean over the first and the last
+three steps: the drafter's on the guard's probe, which has the same prompts and draft length in every step; where there
+is no drafter, that of stored text (for `recent`, of recent rollouts) from the second step on. *tokens* counts those of
+all responses; *same text* is the share of responses equal to `plain`'s.
 """
 STORED_LEGEND = """
-Decoding steps of a response per token after its first, which comes with the prompt: 1 is plain decoding. By how many
-texts were stored for its prompt when none was its own seed's; *own*: one was, as long as the response in the end, or
-shorter (stopped with the bubble, or left behind by a response that went another way).
+The last column is a response's decoding steps per token after its first, which comes with the prompt: 1 is plain
+decoding. Responses are grouped by how many texts were stored for their prompt when none was of their own seed; *own*
+means that one was, in the end as long as the response, and *own, shorter* that it was not: it stopped with the bubble,
+or the response went another way and left it behind.
 """
 STORED = ("0", "1", "2 or 3", "4 or more", "own, shorter", "own")
 
@@ -118,7 +120,7 @@ def _stored(runs: Mapping[str, SettingRun]) -> str:
 
 
 def stored_kind(rollout: Rollout) -> str:
-    """One of `STORED`."""
+    """Return which of `STORED` a response belongs to."""
     if rollout.own_stored_tokens:
         return "own" if rollout.own_stored_tokens >= len(rollout.response_tokens) else "own, shorter"
     return STORED[(0, 1, 2, 2, 3)[min(rollout.num_stored, 4)]]
@@ -127,7 +129,7 @@ def stored_kind(rollout: Rollout) -> str:
 def _sources(runs: Mapping[str, SettingRun]) -> str:
     lines = []
     for name, run in runs.items():
-        for source in ("drafter", "replay", "recent"):
+        for source in dict.fromkeys(source for record in run.records for source in record.by_source):
             counts = [record.by_source[source] for record in run.records if source in record.by_source]
             drafts, drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
             if drafts:
@@ -142,11 +144,13 @@ def _drafter_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
     for name in _measured_of(runs, "none", "train_drafter"):
         steps, lengths = zip(*acceptance(runs[name]), strict=True)
         caption = "updated while ranks wait" if name == "train_drafter" else "synchronous online update"
-        page.plot(f"drafter-{name}", line_chart(steps, lengths, "step", "acceptance length"), f"Drafter, {caption}")
+        page.plot(
+            f"drafter-{name}", line_chart(steps, lengths, "RL step", "acceptance length, tokens"), f"Drafter, {caption}"
+        )
 
 
 def _update_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
-    """How much stored text is accepted after how large a policy update."""
+    """Draw how much stored text is accepted after how large a gradient."""
     pairs = sorted(
         (before.metrics["policy/grad_norm"], _accepted(record))
         for name in _measured_of(runs, "pregenerate", "both")
@@ -155,9 +159,7 @@ def _update_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
     )
     if pairs:
         sizes, rates = zip(*pairs, strict=True)
-        chart = dot_chart(
-            sizes, rates, "gradient norm of the policy's update before, not clipped", "accepted of drafted"
-        )
+        chart = dot_chart(sizes, rates, "gradient norm of the policy update before, unclipped", "accepted of drafted")
         page.plot("update", chart, "Acceptance of stored text against the policy's last update")
 
 
@@ -171,7 +173,7 @@ def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
     measured = {name: read_run(run.steps_dir, run.rollouts_dir) for name, run in runs.items() if name != "plain"}
     lines = []
     for name, run in measured.items():
-        found = agreement(run, BUBBLE_SETTINGS[name][1], runs[name].most_running)
+        found = agreement(run, BUBBLE_SETTINGS[name].use, runs[name].most_running)
         simulated_s, measured_s = found.generation_s
         simulated_steps, measured_steps = found.iterations
         lines.append(

@@ -29,52 +29,67 @@ from specrl.report.results import find_stages, read_config
 from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
 
-BUBBLE_SETTINGS: Mapping[str, tuple[str, BubbleUse]] = {
-    "plain": ("none", "none"),
-    "none": ("eagle3", "none"),
-    "recent": ("replay", "none"),
-    "pregenerate": ("replay", "pregenerate"),
-    "train_drafter": ("eagle3", "train_drafter"),
-    "both": ("eagle3+replay", "both"),
+
+@dataclass(frozen=True)
+class BubbleSetting:
+    """What one setting drafts with, and how it uses bubbles."""
+
+    method: str
+    """The value of `speculation.method`."""
+    use: BubbleUse
+
+
+BUBBLE_SETTINGS: Mapping[str, BubbleSetting] = {
+    "plain": BubbleSetting("none", "none"),
+    "none": BubbleSetting("eagle3", "none"),
+    "recent": BubbleSetting("replay", "none"),
+    "pregenerate": BubbleSetting("replay", "pregenerate"),
+    "train_drafter": BubbleSetting("eagle3", "train_drafter"),
+    "both": BubbleSetting("eagle3+replay", "both"),
 }
-"""Setting: draft source and use of the bubbles. `pregenerate` is without a drafter, as published, but beside the text
-made in bubbles it has recent rollouts to draft from, as every method with replay; `recent` has nothing else."""
+"""The settings by name. `pregenerate` has no drafter, as published; beside the text made in bubbles it drafts from
+recent rollouts, as every method with replay does, and `recent` drafts from these alone."""
 ENDS = 3
-"""Steps at either end whose acceptance is compared."""
+"""Number of steps at either end whose acceptance is compared."""
 
 
 @dataclass(frozen=True)
 class SettingRun:
-    """One setting's run."""
+    """The finished run of one setting."""
 
     name: str
     records: list[StepRecord]
     steps_dir: Path
     rollouts_dir: Path
     most_running: int
+    """The largest number of requests that run at once."""
 
     @property
     def has_drafter(self) -> bool:
-        return METHODS[BUBBLE_SETTINGS[self.name][0]].has_weights
+        """Whether the setting drafts with a trained drafter."""
+        return METHODS[BUBBLE_SETTINGS[self.name].method].has_weights
 
     def total(self, metric: str) -> float:
+        """Return a metric summed over the steps."""
         return sum(record.metrics[metric] for record in self.records)
 
     @property
     def num_tokens(self) -> int:
+        """The number of response tokens of all ranks and steps."""
         return sum(rank.bubble.num_tokens for record in self.records for rank in record.ranks)
 
     @property
     def tokens_per_s(self) -> float:
+        """The response tokens of all ranks per second of generation."""
         return self.num_tokens / self.total("timing/generation_s")
 
     def per_token(self, metric: str) -> float:
-        """Responses of several settings can differ in length after a near-tie in BF16."""
+        """Return a metric per token: after a near-tie in BF16, responses of two settings can differ in length."""
         return self.total(metric) / self.num_tokens
 
 
 def run_setting(context: StageContext, folder: Path, name: str, settings: BubbleSettings) -> SettingRun:
-    """All steps of one setting, anew.
+    """Run all steps of one setting anew, and wait for its ranks.
 
     Raises:
         RuntimeError: a rank failed; the message names its log.
@@ -102,7 +117,7 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
 
 
 def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSettings) -> StageContext:
-    """The train stage of `run_dir`, with another draft source and use of bubbles, in a folder of its own.
+    """Return the train stage of `run_dir` with another draft method and use of bubbles, in a folder of its own.
 
     Raises:
         ConfigError: the run has no drafter, or is not that far.
@@ -129,10 +144,10 @@ def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSetting
 
 
 def with_drafter(pretrained: Path, drafter_dir: Path, folder: Path) -> Path:
-    """A folder like the pretrain stage's, but with another drafter.
+    """Write the pretrain stage's result with another drafter to a folder, and return the folder.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: there is no drafter in `drafter_dir`.
     """
     if not (drafter_dir / "config.json").is_file():
         raise ConfigError(f"drafter = {drafter_dir}: no drafter there (config.json is missing); give its directory")
@@ -142,12 +157,13 @@ def with_drafter(pretrained: Path, drafter_dir: Path, folder: Path) -> Path:
 
 
 def make_config(config: Config, folder: Path, name: str, settings: BubbleSettings) -> Config:
-    method, use = BUBBLE_SETTINGS[name]
+    """Return the run's configuration with the setting's drafts and use of bubbles, and the benchmark's sizes."""
+    setting = BUBBLE_SETTINGS[name]
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
-    k = (config.speculation.k or 3) if METHODS[method].drafts else 0
-    data["speculation"] = speculation_of(config.speculation, method, k).model_dump(mode="json")
-    data["bubbles"] = {"use": use, "seeds": settings.seeds}
+    k = (config.speculation.k or 3) if METHODS[setting.method].drafts else 0
+    data["speculation"] = speculation_of(config.speculation, setting.method, k).model_dump(mode="json")
+    data["bubbles"] = {"use": setting.use, "seeds": settings.seeds}
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
     for key in ("prompts_per_step", "samples_per_prompt"):
         if (value := getattr(settings, key)) is not None:
@@ -159,7 +175,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
 
 
 def row(run: SettingRun, plain: SettingRun) -> dict[str, Any]:
-    """As `--json` writes it; what each figure is stands on the page."""
+    """Return the figures of one setting as `--json` writes them; the page explains them."""
     found = [totals([rank.bubble for rank in record.ranks]) for record in run.records]
     idle = sum(item.idle_s for item in found)
     return {
@@ -176,7 +192,7 @@ def row(run: SettingRun, plain: SettingRun) -> dict[str, Any]:
 
 
 def acceptance(run: SettingRun) -> list[tuple[int, float]]:
-    """(step, acceptance length), where there is one.
+    """Return (step, acceptance length) of each step that has one.
 
     A drafter's is that of the guard's probe after the step's update: always the same prompts and draft length, while a
     step's own drafts change with the controller's choices and with what stored text leaves to the drafter. Without a
@@ -184,7 +200,7 @@ def acceptance(run: SettingRun) -> list[tuple[int, float]]:
     """
     if run.has_drafter:
         return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in run.records]
-    source = "replay" if BUBBLE_SETTINGS[run.name][1] == "pregenerate" else "recent"
+    source = "replay" if BUBBLE_SETTINGS[run.name].use == "pregenerate" else "recent"
     counts = [(record.step, record.by_source.get(source, (0, 0, 0))) for record in run.records if record.step]
     return [(step, 1 + accepted / drafts if drafts else 1.0) for step, (drafts, _, accepted) in counts]
 
@@ -209,7 +225,7 @@ def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> sub
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Ranks that failed; the others are ended."""
+    """Wait for the ranks, end the others when one fails, and return the numbers of those that failed."""
     while any(rank.poll() is None for rank in ranks):
         if any(rank.returncode for rank in ranks):
             for rank in ranks:

@@ -1,4 +1,4 @@
-"""`specrl bench drafter`: EAGLE-3 drafters pretrained on and off the task, frozen and online, over one RL run."""
+"""One RL run that compares EAGLE-3 drafters pretrained on and off the task, frozen and trained online."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from specrl.training.update import assign_advantages, update_policy
 
 TASK, OFF_TASK = "task", "off-task"
 SPEED_REQUESTS = 8
-"""Least requests of a matched pair."""
+"""Least number of requests in a matched pair."""
 
 
 @dataclass(frozen=True)
 class DrafterResult:
-    """What became of one drafter."""
+    """One drafter at the end of the run."""
 
     drafter: ObservedDrafter
     pairs: list[SpeedPair]
-    """At the end of the run, by batch size."""
+    """The matched pairs under the last policy, one for each batch size."""
 
     def row(self) -> dict[str, Any]:
-        """As `--json` writes it."""
+        """Return the figures as `--json` writes them."""
         return {
             "pretrained_on": self.drafter.source,
             "online": self.drafter.online,
@@ -62,9 +62,9 @@ class DrafterResult:
 
 
 class Comparison:
-    """One RL run on one rank, with the drafters beside it. The engine drafts with the last of them.
+    """One RL run on one rank with the drafters beside it; the engine drafts with the last of them.
 
-    The two drafters stay in `folder` as they were pretrained: `specrl bench bubbles --drafter` begins with one.
+    The two pretrained drafters stay in `folder`, so that `specrl bench bubbles --drafter` can begin with one.
     """
 
     def __init__(self, subject: Subject, settings: DrafterSettings, ranks: Ranks, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Comparison:
         self.drafters: list[ObservedDrafter] = []
 
     def pretrain(self) -> None:
-        """Two drafters from the policy's own responses, as many to instructions as to prompts of the task."""
+        """Pretrain two drafters on the policy's responses, to instructions and to as many prompts of the task."""
         count = self.settings.num_prompts
         off_task = instructions(self.config, self.source.tokenizer, count)
         for source, prompts in ((OFF_TASK, off_task), (TASK, self.source.pretraining(count))):
@@ -109,7 +109,7 @@ class Comparison:
         return collect(self.engine, prompts, 1, self.config, lambda *_: 0.0, origin)[0]
 
     def run(self) -> list[float]:
-        """The RL steps; acceptance length by step, as the engine itself counted it with the last drafter."""
+        """Run the RL steps and return each one's acceptance length, as the engine counted it with the last drafter."""
         drafters = [observed.drafter for observed in self.drafters]
         spec = common_spec(drafters)
         counted = []
@@ -140,7 +140,7 @@ class Comparison:
         return rollouts, generation.stats.acceptance_length
 
     def refit(self, observed: ObservedDrafter, version: int) -> None:
-        """Give the engine the current policy and this drafter; every drafter what it shares with the policy."""
+        """Give the engine the current policy and this drafter, and every drafter what it shares with the policy."""
         self.engine.refit(self._weights(), observed.drafter.named_weights(), version=version)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +150,7 @@ class Comparison:
             yield name, tensor
 
     def speedups(self) -> list[DrafterResult]:
-        """Matched pairs under the last policy, drafter by drafter, on held-out prompts."""
+        """Measure matched pairs for each drafter under the last policy, on held-out prompts."""
         origin = Origin(derive_seed(self.config.seed, "speed"), step=0)
         largest = max(SPEED_REQUESTS, *self.settings.batches)
         prompts = self.source.held_out(min(largest, self.config.validate_.num_prompts))
@@ -171,7 +171,7 @@ class Comparison:
 
 
 def comparison_config(config: Config, settings: DrafterSettings) -> Config:
-    """The run's configuration with the benchmark's sizes, drafting as far as the drafters are trained to, in BF16."""
+    """Return the run's configuration with the benchmark's sizes, drafting as far as drafters are trained, in BF16."""
     train = config.train.model_copy(
         update={
             "num_steps": settings.num_steps,

@@ -1,4 +1,4 @@
-"""Generic instructions: chat-like prompts that have nothing to do with the task, for a drafter trained off the task."""
+"""Generic instructions: chat-like prompts unrelated to the task, for a drafter that is pretrained off the task."""
 
 from __future__ import annotations
 
@@ -23,17 +23,39 @@ REQUESTS = (
     "What should a beginner know about {topic}?",
 )
 TOPICS = (
-    *("the ocean", "electric cars", "bread baking", "chess", "volcanoes", "jazz music", "remote work", "coral reefs"),
-    *("honey bees", "public libraries", "the moon", "gardening", "photography", "vaccines", "desert animals", "opera"),
-    *("recycling", "long train journeys", "learning a language", "glaciers", "football", "the printing press"),
-    *("sleep", "wind power", "street food", "museums"),
+    "the ocean",
+    "electric cars",
+    "bread baking",
+    "chess",
+    "volcanoes",
+    "jazz music",
+    "remote work",
+    "coral reefs",
+    "honey bees",
+    "public libraries",
+    "the moon",
+    "gardening",
+    "photography",
+    "vaccines",
+    "desert animals",
+    "opera",
+    "recycling",
+    "long train journeys",
+    "learning a language",
+    "glaciers",
+    "football",
+    "the printing press",
+    "sleep",
+    "wind power",
+    "street food",
+    "museums",
 )
 
 
 def instructions(config: Config, tokenizer: Any, count: int) -> list[Prompt]:
-    """`count` prompts, as the tokenizer's chat template writes them where it has one.
+    """Return `count` prompts, as the tokenizer's chat template writes them where it has one.
 
-    What leaves no room for a response is cut at its beginning.
+    A prompt that leaves no room for a response is cut at its beginning.
     """
     room = config.model.max_length - config.sampling.max_response_tokens
     texts = [request.format(topic=topic) for request, topic in product(REQUESTS, TOPICS)]

@@ -1,7 +1,7 @@
-"""Drafters trained side by side on one RL run.
+"""Drafters that are observed side by side on one RL run.
 
-Rollouts do not depend on the drafter (invariant 1), so one run serves any number of drafters: what each would have got
-accepted follows from the stored responses and the features of the policy version that sampled them.
+Rollouts do not depend on the drafter (invariant 1), so one run serves any number of drafters: how many of their drafts
+would have been accepted follows from the stored responses and the features of the policy that sampled them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from specrl.training.megatron.policy import Policy
 
 @dataclass
 class ObservedDrafter:
-    """One drafter that follows the run."""
+    """A drafter that follows the run without drafting for it."""
 
     source: str
-    """What it was pretrained on."""
+    """Name of what it was pretrained on."""
     online: bool
-    """Trained in every step; otherwise frozen."""
+    """Whether it is trained in every step; otherwise it is frozen."""
     drafter: Drafter
     lengths: list[float] = field(default_factory=list)
-    """Acceptance length on each step's responses, before it is trained on them."""
+    """The acceptance length on each step's responses, before it is trained on them."""
 
     @property
     def name(self) -> str:
+        """What it was pretrained on, and whether it is trained."""
         return f"{self.source}, {'online' if self.online else 'frozen'}"
 
     def follow(self, features: list[Features], config: Config) -> None:
-        """Take a step's features: measure, then train."""
+        """Measure the drafter on a step's features, then train it if it is trained online."""
         self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
         if self.online:
             budget = within_budget((item.tokens.numel() for item in features), config.drafter.max_tokens_per_step)
@@ -47,7 +48,7 @@ class ObservedDrafter:
 
 
 def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
-    """A new drafter, trained on the policy's responses as the pretrain stage does it."""
+    """Return a new drafter, trained on the policy's responses as the pretrain stage does it."""
     draft_tokens = choose_draft_vocabulary(
         [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
     )
@@ -60,7 +61,7 @@ def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks:
 def frozen_and_online(
     source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks
 ) -> list[ObservedDrafter]:
-    """The drafter in `directory` frozen, and an equal one that will be trained online."""
+    """Return the drafter in `directory` frozen, and an equal one that will be trained online."""
     return [
         ObservedDrafter(source, online, Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed))
         for online in (False, True)
@@ -68,7 +69,7 @@ def frozen_and_online(
 
 
 def micro_batches(rollouts: Sequence[Rollout], tokens: int) -> list[MicroBatch]:
-    """Responses as the engine drafts them: it knows where `max_tokens` cuts one, and drafts no last token there."""
+    """Pack responses as the engine drafts them: where `max_tokens` cuts one, it drafts no last token."""
     sequences = []
     for index, rollout in enumerate(rollouts):
         drafted = rollout.response_tokens[: -1 if rollout.finish_reason == "length" else None]
@@ -78,7 +79,7 @@ def micro_batches(rollouts: Sequence[Rollout], tokens: int) -> list[MicroBatch]:
 
 
 def common_spec(drafters: Sequence[Drafter]) -> FeatureSpec:
-    """One pass of the policy gives the features of all: their draft vocabularies together."""
+    """Return the features that all drafters need, so that one pass of the policy serves their draft vocabularies."""
     layers = drafters[0].feature_spec.layers
     assert all(drafter.feature_spec.layers == layers for drafter in drafters)
     tokens = {token for drafter in drafters for token in drafter.draft_tokens.tolist()}
@@ -86,6 +87,6 @@ def common_spec(drafters: Sequence[Drafter]) -> FeatureSpec:
 
 
 def narrow(features: list[Features], spec: FeatureSpec, drafter: Drafter) -> list[Features]:
-    """What one drafter needs of the common features."""
+    """Return the part of the common features that one drafter needs."""
     columns = torch.searchsorted(spec.draft_tokens, drafter.draft_tokens.cpu())
     return [replace(item, target_logits=item.target_logits[..., columns]) for item in features]

@@ -26,14 +26,16 @@ those responses, {epochs} epochs. "Online" is trained on every step's features a
 is not trained. k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
 """
 SHOWN = 3
-"""Steps that the first and the last acceptance length are means of."""
+"""Number of steps that the first and the last acceptance length are means of."""
 
 
 @dataclass(frozen=True)
 class DrafterFindings:
+    """What the page shows."""
+
     results: list[DrafterResult]
     counted: list[float]
-    """Acceptance length of each step as the engine counted it, with the last drafter."""
+    """The acceptance length of each step as the engine counted it with the last drafter."""
     config: Config
     seconds: float
 
@@ -56,7 +58,7 @@ def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings)
         for result in found.results
     }
     page.text(table(found.results))
-    page.plot("acceptance", line_charts(series, "RL step", "acceptance length"), "acceptance length by RL step")
+    page.plot("acceptance", line_charts(series, "RL step", "acceptance length, tokens"), "acceptance length by RL step")
     last = found.results[-1].drafter
     page.text(
         f'The engine itself drafted with "{last.name}" and counted {fmean(found.counted):.2f} on average over the '
@@ -67,10 +69,8 @@ def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings)
 
 def table(results: list[DrafterResult]) -> str:
     batches = [pair.batch for pair in results[0].pairs]
-    columns = (
-        *("pretrained on", "in RL", ">acceptance length, first steps", ">last steps"),
-        *(f">speedup at batch {batch}" for batch in batches),
-    )
+    speedups = [f">speedup at batch {batch}" for batch in batches]
+    columns = ("pretrained on", "in RL", ">acceptance length, first steps", ">last steps", *speedups)
     rows = []
     for result in results:
         lengths = result.drafter.lengths

@@ -20,7 +20,7 @@ from specrl.tracking import Silent
 
 
 def run_one(path: Path) -> None:
-    """The train stage without MLflow, then the accuracy; leaves `end-result.json` in the stage's folder."""
+    """Run the train stage without MLflow, measure the accuracy, and write `end-result.json` to the stage's folder."""
     context = StageContext.load(path)
     config, ranks = context.config, join()
     with Progress(context.stage_dir, enabled=False) as progress:

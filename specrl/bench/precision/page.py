@@ -18,13 +18,14 @@ RATE = "performance/training_tokens_per_s"
 KV_SECONDS = "timing/kv_scales_s"
 PARITY = "refit/mean_abs_logprob_diff"
 LEGEND = """
-Mean over the seeds, least and greatest in brackets. *error*: token_mult_prob_error, the mean over a step's tokens of
-exp(|log p_training - log p_generation|), over all steps; *bulk*: without the largest thousandth of a step's tokens;
-*worst step*: the largest error of any step. *accuracy*: held-out prompts, after the steps, by the engine they were
-sampled with. *acceptance length*: the drafter, in BF16 always, on the same prompts. *parity*: mean |log-prob(engine) -
-log-prob(trainer)| of the probe after each refit; no limit stops a setting here. *update*: cost of training on a token
-against BF16, of median tokens per second over the steps that trained. *KV scales*: share of the step that measuring
-them took, where they were measured. *engine*, *trainer*: how FP8 was computed.
+Figures are means over the seeds, the least and the greatest in brackets. *error* is token_mult_prob_error, the mean
+over a step's tokens of exp(|log p_training - log p_generation|), over all steps; *bulk* leaves out the largest
+thousandth of a step's tokens, and *worst step* is the largest error of any step. *accuracy* is that on held-out prompts
+after the steps, by the engine that sampled the rollouts. *acceptance length* is the drafter's on the same prompts; it
+always computes in BF16. *parity* is the mean |log-prob(engine) - log-prob(trainer)| of the probe after each refit; no
+limit stops a setting here. *update* is the cost of training on a token against BF16, by the median tokens per second of
+the steps that trained. *KV scales* is the share of a step that measuring them took, in the steps that measured them.
+*engine* and *trainer* say how FP8 was computed.
 """
 
 
@@ -35,7 +36,8 @@ def write_page(
     calibrated: CalibrateResult,
     max_kl: float,
 ) -> None:
-    """
+    """Write the page.
+
     Args:
         max_kl: the budget of the calibration that all settings with FP8 use.
     """
@@ -54,7 +56,7 @@ def write_page(
 
 
 def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[PrecisionRun]) -> str:
-    """Whether the choice of layers holds the budget on prompts that it was not made on."""
+    """Return whether the choice of layers keeps the budget on prompts that it was not made on, in words."""
     kept = len(calibrated.bf16_layers)
     total = kept + max(item.end_result.quantised_layers for item in found)
     verdict = "within" if calibrated.kl_chosen <= max_kl else "above"
@@ -101,15 +103,28 @@ def table(found: Sequence[PrecisionRun]) -> str:
             ]
         )
     columns = (
-        *("setting", "correction", ">error", ">bulk", ">worst step", ">KL, nats/token", ">accuracy", ">last reward"),
-        *(">acceptance length", ">parity", ">update", ">KV scales", ">generated tokens/s", ">GPU memory"),
-        *("engine / trainer", ">FP8 layers"),
+        "setting",
+        "correction",
+        ">error",
+        ">bulk",
+        ">worst step",
+        ">KL, nats/token",
+        ">accuracy",
+        ">last reward",
+        ">acceptance length",
+        ">parity",
+        ">update",
+        ">KV scales",
+        ">generated tokens/s",
+        ">GPU memory",
+        "engine / trainer",
+        ">FP8 layers",
     )
     return markdown_table(columns, rows)
 
 
 def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:
-    """Time per token trained on, against the BF16 run of the seed: how much each trained on differs, as rewards do."""
+    """Return the time per token trained on, against the seed's BF16 run; rewards decide how many tokens train."""
     own, other = (
         [rate for record in run.records if (rate := record.metrics.get(RATE, 0.0)) > 0] for run in (item, plain)
     )
@@ -117,13 +132,13 @@ def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:
 
 
 def kv_scales_share(item: PrecisionRun) -> float | None:
-    """Of the steps that measured them."""
+    """Return the median share of a step that KV scales took, over the steps that measured them."""
     measured = [record.metrics for record in item.records if KV_SECONDS in record.metrics]
     return median(values[KV_SECONDS] / values["timing/step_s"] for values in measured) if measured else None
 
 
 def order(found: Sequence[PrecisionRun]) -> str:
-    """Whether error(BF16) < error(FP8 both) < error(FP8 generation only), seed by seed."""
+    """Return for how many seeds error(BF16) < error(FP8 both) < error(FP8 generation only) holds, in words."""
     groups = by_setting(found)
     names = ("BF16", "FP8 both", "FP8 generation only")
     errors = [[item.mean(ERROR) for item in groups[name]] for name in names]
@@ -134,7 +149,7 @@ def order(found: Sequence[PrecisionRun]) -> str:
 
 
 def curves(found: Sequence[PrecisionRun], metric: str) -> dict[str, list[tuple[float, float]]]:
-    """By setting, the mean over the seeds at each step that has the metric."""
+    """Return (step, mean over the seeds) by setting, for the steps that have the metric."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, items in by_setting(found).items():
         for step in range(min(len(item.records) for item in items)):

@@ -1,4 +1,4 @@
-"""`specrl bench precision`: the same RL steps in BF16, with FP8 in generation only, in both engines, and corrected.
+"""The runs of `specrl bench precision`: the same RL steps in BF16, with FP8 in generation, in both, and corrected.
 
 Each setting and seed is a run of the train stage's own loop on one rank, from the run's policy and drafter before RL
 and with its calibration, in a process of its own; then the accuracy on held-out prompts, by the same engine. What has
@@ -35,11 +35,13 @@ from specrl.step_record import StepRecord, read_steps
 
 END_RESULT_FILE, CONTEXT_FILE = "end-result.json", "context.json"
 UNLIMITED = 1e6
-"""Agreement that is lost is what this measures: it does not stop a setting."""
+"""A limit that is never reached: lost agreement is what this measures, and must not stop a setting."""
 
 
 @dataclass(frozen=True)
 class PrecisionSetting:
+    """The precision of each engine in one setting."""
+
     name: str
     generation: str
     training: str
@@ -56,38 +58,41 @@ PRECISION_SETTINGS = (
 
 @dataclass(frozen=True)
 class EndResult:
-    """What the run of one setting and seed says at its end."""
+    """The measurements at the end of the run of one setting and seed."""
 
     accuracy: float
     acceptance_length: float
-    """On the held-out prompts, with drafts of full length; 1 without a drafter."""
+    """The acceptance length on the held-out prompts, with drafts of full length; 1 without a drafter."""
     quantised_layers: int
-    """Linear layers that compute in FP8 in the engine or the trainer."""
+    """Number of linear layers that compute in FP8 in the engine or the trainer."""
     engine_mode: str
     training_mode: str
     memory_gib: float | None
-    """Most GPU memory in use; none on a CPU."""
+    """Most GPU memory in use; None on a CPU."""
 
 
 @dataclass(frozen=True)
 class PrecisionRun:
+    """The finished run of one setting and seed."""
+
     setting: PrecisionSetting
     correction: str
     seed: int
     records: list[StepRecord]
     end_result: EndResult
     is_earlier: bool = False
-    """PrecisionRun by an earlier call of the benchmark."""
+    """Whether an earlier call of the benchmark measured it."""
 
     def mean(self, metric: str) -> float:
-        """Over the steps that trained on something."""
+        """Return the mean of a metric over the steps that have it, which trained on something."""
         return fmean(record.metrics[metric] for record in self.records if metric in record.metrics)
 
     def median(self, metric: str) -> float:
+        """Return the median of a metric over all steps."""
         return median(record.metrics.get(metric, 0.0) for record in self.records)
 
     def row(self) -> dict[str, Any]:
-        """As `--json` writes it."""
+        """Return the figures as `--json` writes them."""
         return {
             "generation": self.setting.generation,
             "training": self.setting.training,
@@ -103,10 +108,10 @@ class PrecisionRun:
 
 
 def check(run_dir: Path) -> tuple[CalibrateResult, float]:
-    """Before the first run: the calibration that all settings with FP8 use, and its budget.
+    """Return the calibration that all settings with FP8 use and its budget, before the first run.
 
     Raises:
-        ConfigError: the run is not that far.
+        ConfigError: the run has not calibrated yet.
         ValueError: this machine cannot train its policy in FP8; the runs in BF16 would be lost time.
     """
     from transformers import AutoConfig
@@ -122,7 +127,7 @@ def check(run_dir: Path) -> tuple[CalibrateResult, float]:
 def measure(
     run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> PrecisionRun:
-    """One setting and seed: what an earlier call has measured of the same, or anew.
+    """Return the run of one setting and seed: what an earlier call has measured of the same, or a new one.
 
     Raises:
         RuntimeError: its process failed; the message names its log.
@@ -151,7 +156,7 @@ def measure(
 
 
 def is_measured(context: StageContext, folder: Path) -> bool:
-    """Whether the end_result of this very context lies there: its key stands for configuration, inputs and code."""
+    """Whether the result of this very context lies there: its key stands for configuration, inputs and code."""
     path = folder / CONTEXT_FILE
     if not path.is_file() or not (context.stage_dir / END_RESULT_FILE).is_file():
         return False
@@ -159,7 +164,7 @@ def is_measured(context: StageContext, folder: Path) -> bool:
 
 
 def run(context: StageContext, folder: Path, name: str, num_threads: int) -> None:
-    """Anew, in a process of its own.
+    """Run one setting and seed anew, in a process of its own.
 
     Raises:
         RuntimeError: it failed; the message names its log.
@@ -178,10 +183,10 @@ def run(context: StageContext, folder: Path, name: str, num_threads: int) -> Non
 
 
 def find_inputs(run_dir: Path) -> dict[StageName, Path]:
-    """Folders of the stages that every setting starts from.
+    """Return the folders of the stages that every setting starts from.
 
     Raises:
-        ConfigError: the run is not that far.
+        ConfigError: one of these stages has not finished.
     """
     stages = find_stages(run_dir)
     needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
@@ -194,9 +199,10 @@ def find_inputs(run_dir: Path) -> dict[StageName, Path]:
 def make_context(
     run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> StageContext:
-    """
+    """Return the train stage of `run_dir` for one setting and seed, in a folder of its own.
+
     Raises:
-        ConfigError: the run is not that far.
+        ConfigError: a stage that it starts from has not finished.
     """
     inputs = find_inputs(run_dir)
     config = make_config(read_config(run_dir), folder, setting, seed, settings)
@@ -216,7 +222,7 @@ def make_context(
 def make_config(
     config: Config, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> Config:
-    """The run's own, with the setting's precision, on one rank."""
+    """Return the run's configuration with the setting's precision, on one rank."""
     data = json.loads(config.model_dump_json(by_alias=True))
     data |= {"name": folder.name, "runs_dir": str(folder.parent), "seed": seed}
     data["precision"] |= {"generation": setting.generation, "training": setting.training}

@@ -1,4 +1,4 @@
-"""`specrl bench rollouts`: speculative against plain generation of the same tokens, and what limits it."""
+"""The measurements of `specrl bench rollouts`: speculative against plain generation of the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specrl.bench.tables import Spread, ratios
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant on one workload, beside the strongest plain variant of the same rounds."""
+    """One variant on one workload, compared with the strongest plain variant of the same rounds."""
 
     workload: Workload
     variant: Variant
@@ -29,10 +29,10 @@ class Cell:
     """Median tokens per second."""
     measured: Measurement
     num_differing: int
-    """Responses that are not those of the plain variant."""
+    """Number of responses that differ from those of the plain variant."""
 
     def row(self) -> dict[str, Any]:
-        """As `--json` writes it."""
+        """Return the figures as `--json` writes them."""
         stats = self.measured.stats
         return {
             "method": self.variant.method,
@@ -60,7 +60,7 @@ class Profile:
 
 
 def measure_all(engines: Engines, loads: list[Workload]) -> list[Cell]:
-    """All variants on all workloads, plain ones first."""
+    """Run all variants on all workloads, the plain ones first."""
     cells: list[Cell] = []
     for load in loads:
         started = time.monotonic()
@@ -100,7 +100,7 @@ def profile(engines: Engines, load: Workload) -> Profile:
 
 
 def roofline(subject: Subject, device: torch.device) -> Roofline:
-    """Of the run's policy and drafter on this machine."""
+    """Return the roofline of the run's policy and drafter on this machine."""
     config = json.loads((subject.policy_dir / "config.json").read_text())
     dtype = getattr(torch, subject.config.model.dtype)
     measured = machine.measure(config["hidden_size"], config["intermediate_size"], dtype, device)

@@ -1,4 +1,4 @@
-"""The engines and variants of `specrl bench rollouts`: plain and compiled, and every draft source at every length."""
+"""The engines of `specrl bench rollouts`: one or two for plain decoding, and one for each draft method."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
 GPU_SHARE = 0.85
-"""Of a GPU's memory, for all engines together."""
+"""Share of a GPU's memory that all engines have together."""
 KV_CACHE_GIB = 0.5
-"""On a CPU, of each engine at most: all of them live at once."""
+"""Largest KV cache of an engine on a CPU, GiB: all engines live at once."""
 
 
 class Engines:
-    """All engines of the benchmark, in one process: of a draft source, the faster of eager and compiled."""
+    """All engines of the benchmark, in one process; of each draft method the faster of eager and compiled."""
 
     def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
         self.subject = subject
@@ -35,14 +35,17 @@ class Engines:
         self.plain_variants = [self._variant(PLAIN, 0, compiled) for compiled in self._choices()]
 
     def _choices(self) -> tuple[bool, ...]:
-        """Whether to compile: both are tried without drafts and with the first draft source, which decides for the
-        others, since each compilation takes a minute or more on a CPU."""
+        """Return whether to compile the next engine, in every way that is to be tried.
+
+        Both are tried for plain decoding and for the first draft method, which decides for the others, since each
+        compilation takes a minute or more on a CPU.
+        """
         if self.drafting:
             return (next(iter(self.drafting.values())).compiled,)
         return (False, True) if self.settings.compile else (False,)
 
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft sources; of eager and compiled the one that is faster on `pilot` stays."""
+        """Start the engines of the draft methods; of eager and compiled, the one that is faster on `pilot` stays."""
         for method in self.methods:
             self.drafting[method] = self._fastest(method, pilot, stored)
             gc.collect()  # the slower engine, now that nothing holds it: its memory is the next one's
@@ -67,12 +70,12 @@ class Engines:
 
     @property
     def middle_k(self) -> int:
-        """The fixed draft length that stands for the others: the middle one."""
+        """The fixed draft length that stands for the others, which is the middle one."""
         fixed = sorted(k for k in self.settings.ks if isinstance(k, int))
         return fixed[len(fixed) // 2] if fixed else self.subject.config.speculation.k or 3
 
     def variants(self, workload: Workload) -> list[Variant]:
-        """The variants that are compared with plain decoding on this workload."""
+        """Return the variants that are compared with plain decoding on this workload."""
         return [
             Variant(method, k, variant.engine, variant.compiled)
             for method, variant in self.drafting.items()
@@ -80,7 +83,7 @@ class Engines:
         ]
 
     def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
-        """Every k of a drafter; where stored text or the long tail makes runs costly, the few that tell."""
+        """Return every k for a drafter, and fewer where stored text or the long tail makes runs costly."""
         ks, in_tail = self.settings.ks, workload.name == TAIL
         if ADAPTIVE not in ks:
             return ks
@@ -119,7 +122,7 @@ class Engines:
 
 
 def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
-    """Responses to be replayed, by prompt."""
+    """Return the engine's responses to these requests by prompt, to be replayed as stored text."""
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
         found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)

@@ -10,16 +10,16 @@ import torch
 from specrl.bench.rollouts.roofline import Machine
 
 READ_BYTES = 1 << 29
-"""512 MiB: no cache holds it."""
+"""Size of what is read, 512 MiB: no cache holds it."""
 ROWS = 512
 REPEATS = 5
 
 
 def measure(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device) -> Machine:
-    """Best of a few tries: what else runs on the machine only ever takes away.
+    """Return the best of a few tries, because whatever else runs on the machine can only slow them down.
 
     Args:
-        hidden: with `intermediate` the shape of the policy's MLP, whose product is timed.
+        hidden: hidden size of the policy; with `intermediate`, the shape of the product that is timed.
     """
     memory = torch.ones(READ_BYTES // 4, device=device)
     rows = torch.randn(ROWS, hidden, device=device, dtype=dtype)

@@ -17,20 +17,22 @@ from specrl.bench.tables import markdown_table, per_position
 from specrl.report.plots import line_charts
 
 HOW = """
-Every round runs every variant once on the same requests (same prompts, weights, seeds; the order turns from round to
-round): the speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as
-the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own, without a
-drafter; {compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens}
-tokens, cut there, so that the batch keeps its size, other prompts in each round; below batch 8, eight of them, batch
-after batch. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part of the time.
-k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch size, for
-`tail64` all that it goes through. Replay has one stored response per prompt, sampled from the same policy with other
+Every round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round).
+The speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the
+median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own without a drafter;
+{compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens} tokens, where
+they are cut, so that the batch keeps its size; each round has other prompts, and below batch 8 there are eight of them,
+one batch after another. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part
+of the time. k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch
+sizes that the workload goes through. Replay has one stored response per prompt, sampled from the same policy with other
 seeds.
 """
 
 
 @dataclass(frozen=True)
 class RolloutFindings:
+    """What the page shows."""
+
     cells: list[Cell]
     profiles: list[Profile]
     roofline: Roofline
@@ -166,7 +168,7 @@ def limit_table(found: RolloutFindings) -> str:
 
 
 def share_table(profiles: Sequence[Profile], k: int) -> str:
-    """Where a speculative iteration's time goes; verification is what the policy's extra rows cost."""
+    """Return where a speculative iteration's time goes; verification is what the policy's extra rows cost."""
     columns = (
         "batch",
         ">iteration, ms",
@@ -191,10 +193,10 @@ def share_table(profiles: Sequence[Profile], k: int) -> str:
 
 
 def speedup_plot(cells: Sequence[Cell]) -> str:
-    """Median speedup over the fixed batch sizes, one line per method and k."""
+    """Draw the median speedup over the fixed batch sizes, with a line for each method and k."""
     series: dict[str, list[tuple[float, float]]] = {}
     for cell in cells:
         if cell.workload.name != TAIL:
             name = "plain" if cell.variant.k == 0 else f"{cell.variant.method}, k = {cell.variant.k}"
             series.setdefault(name, []).append((float(cell.workload.batch), cell.speedup.median))
-    return line_charts(series, "running batch (log scale)", "speedup over plain decoding", log_x=True)
+    return line_charts(series, "running batch, requests (log scale)", "speedup over plain decoding", log_x=True)

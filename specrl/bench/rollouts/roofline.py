@@ -1,6 +1,6 @@
-"""What the hardware allows an engine iteration: the slower of reading the weights once and of the arithmetic.
+"""The least time of an engine iteration: the longer of reading the weights once and of the arithmetic.
 
-Counts matrix products only: attention over the cache, norms and the sampler are left out, so that this is a floor.
+Only matrix products are counted. Attention over the cache, norms and the sampler are left out, so that this is a floor.
 """
 
 from __future__ import annotations
@@ -14,39 +14,45 @@ class Machine:
     """Measurement on this machine, with the benchmark's threads."""
 
     bytes_per_s: float
-    """Reading memory."""
+    """Rate of reading memory."""
     flops_per_s: float
-    """Matrix product in the model's type and shapes, many rows."""
+    """Rate of matrix products in the model's type and shapes, with many rows."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """One network that an iteration runs."""
+    """A network that an iteration runs."""
 
     weights: int
-    """Elements of the matrices that each row is multiplied with."""
+    """Number of elements of the matrices that each row is multiplied with."""
     bytes_per_weight: int
 
     def seconds(self, rows: int, machine: Machine) -> float:
-        """Least time of one pass over `rows` tokens."""
+        """Return the least time of one pass over `rows` tokens."""
         reading = self.weights * self.bytes_per_weight / machine.bytes_per_s
         return max(reading, 2 * self.weights * rows / machine.flops_per_s)
 
 
 @dataclass(frozen=True)
 class Roofline:
+    """The networks of a speculative iteration, and the machine that runs them."""
+
     policy: Network
     drafter: Network | None
-    """None for drafts that need no network."""
+    """None if drafts need no network."""
     fusion: Network | None = None
-    """The drafter's `fc`, which combines three features; run once per iteration."""
+    """The drafter's `fc`, which combines three features once per iteration."""
     machine: Machine = Machine(1.0, 1.0)
 
     def plain_seconds(self, batch: int) -> float:
+        """Return the least time of a plain iteration with `batch` requests."""
         return self.policy.seconds(batch, self.machine)
 
     def speculative_seconds(self, batch: int, k: int) -> float:
-        """The policy on k + 1 rows per request; the drafter on those, then k - 1 times on one row per request."""
+        """Return the least time of an iteration with drafts of k tokens.
+
+        The policy runs on k + 1 rows per request, and the drafter on as many, then k - 1 times on one per request.
+        """
         rows = batch * (k + 1)
         seconds = self.policy.seconds(rows, self.machine)
         if self.drafter is not None:
@@ -56,19 +62,19 @@ class Roofline:
         return seconds
 
     def speedup(self, batch: int, k: int, acceptance_length: float) -> float:
-        """Of tokens per second, at a measured acceptance length."""
+        """Return the ratio of tokens per second to plain decoding at a measured acceptance length."""
         return acceptance_length * self.plain_seconds(batch) / self.speculative_seconds(batch, k)
 
 
 def policy_network(hf_config: dict[str, Any], bytes_per_weight: int) -> Network:
-    """Layers and head of a dense Llama-shaped policy, by its `config.json`."""
+    """Return the layers and the head of a dense Llama-shaped policy, by its `config.json`."""
     hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     layer = _layer(hf_config, hidden, hidden, heads)
     return Network(hf_config["num_hidden_layers"] * layer + hidden * hf_config["vocab_size"], bytes_per_weight)
 
 
 def drafter_networks(hf_config: dict[str, Any], bytes_per_weight: int) -> tuple[Network, Network]:
-    """An EAGLE-3 drafter's layer (its attention reads twice the hidden size) with its head, and its `fc`."""
+    """Return an EAGLE-3 drafter's layer with its head, and its `fc`; its attention reads twice the hidden size."""
     hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     layer = _layer(hf_config, hidden, 2 * hidden, heads)
     network = Network(layer + hidden * hf_config["draft_vocab_size"], bytes_per_weight)

@@ -11,22 +11,22 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 MOST_WARM_UPS = 8
-"""Uncounted runs of a variant on a workload."""
+"""Largest number of uncounted runs of a variant on a workload."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are generated `batch` at a time, other ones in each round."""
+    """Requests that are generated `batch` at a time, with other requests in each round."""
 
     name: int | str
-    """Batch size, or `tail64`."""
+    """The batch size, or `tail64`."""
     batch: int
     rounds: list[list[Request]]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to generate: an engine and how far it drafts. `k = 0` is plain decoding."""
+    """One way to generate: an engine and how far it drafts, where `k = 0` is plain decoding."""
 
     method: str
     k: int | str
@@ -39,7 +39,7 @@ class Variant:
         return "compiled" if self.compiled else "eager"
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
-        """`batch` at a time, with no prompt cached."""
+        """Generate `batch` requests at a time, with no prompt cached."""
         if self.engine.speculates:
             self.engine.set_k(None if self.k == ADAPTIVE else int(self.k))
         self.engine.reset_prefix_cache()
@@ -48,30 +48,32 @@ class Variant:
 
 @dataclass
 class Measurement:
-    """What one variant did with one workload."""
+    """The generations of one variant on one workload."""
 
     variant: Variant
     generations: list[list[Generation]] = field(default_factory=list)
-    """By round."""
+    """The generations of each round."""
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second, one per round."""
+        """The tokens per second of each round."""
         return [
             sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts) for parts in self.generations
         ]
 
     @property
     def stats(self) -> SpeculationStats:
+        """The drafts of all rounds together."""
         return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
 
     @property
     def iteration_seconds(self) -> float:
-        """Wall time per engine iteration, prefills included."""
+        """The mean wall time of an engine iteration in seconds, prefills included."""
         return sum(part.seconds for parts in self.generations for part in parts) / max(self.stats.decode_steps, 1)
 
     @property
     def tokens(self) -> list[list[int]]:
+        """The tokens of every response, in the order they were asked for."""
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
@@ -92,9 +94,9 @@ def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement
 
 
 def warm_up(variant: Variant, workload: Workload) -> None:
-    """Generate the first round until a controller has calibrated its batch sizes, which it does once in its life.
+    """Generate the first round until the controller has calibrated its batch sizes, which it does once in its life.
 
-    The long-tailed batch runs through all of them up to its own.
+    The long-tailed batch runs through all batch sizes up to its own.
     """
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
@@ -107,16 +109,16 @@ def warm_up(variant: Variant, workload: Workload) -> None:
 
 
 def orders(variants: int, rounds: int) -> list[list[int]]:
-    """The order of the variants in each round."""
+    """Return the order of the variants in each round."""
     turned = [[(start + offset) % variants for offset in range(variants)] for start in range(rounds)]
     return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
 
 
 def strongest(plain_variants: Sequence[Measurement]) -> Measurement:
-    """The plain variant with the highest median: what speculation is compared with."""
+    """Return the plain variant with the highest median rate, which speculation is compared with."""
     return max(plain_variants, key=lambda entry: median(entry.rates))
 
 
 def differing(left: Measurement, right: Measurement) -> int:
-    """Responses that are not the same, token for token, on both variants."""
+    """Return how many responses of two variants are not the same token for token."""
     return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))

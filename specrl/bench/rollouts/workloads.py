@@ -14,11 +14,11 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Request, Response
 
 LEAST_REQUESTS = 8
-"""Of a round, at batch sizes below it one batch after another: a round of 20 iterations would tell little."""
+"""Least number of requests in a round, one batch after another: a round of 20 iterations would tell little."""
 
 
 def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
-    """64 requests of natural length; with fewer prompts the same ones again, with other seeds."""
+    """Return 64 requests of natural length; where there are fewer prompts, they come again with other seeds."""
     origin = Origin(derive_seed(config.seed, stream), step=0)
     count = len(prompts)
     return [make_request(prompts[index % count], index // count, config, origin) for index in range(TAIL_SIZE)]
@@ -31,14 +31,15 @@ def workloads(
     repeats: int,
     max_tokens: int,
 ) -> list[Workload]:
-    """One per batch size.
+    """Return one workload for each batch size.
 
     A fixed batch size takes the requests whose responses last for `max_tokens`, and cuts them there, so that the batch
-    keeps its size until the end; where there are too few, the longest others. Rounds take turns through them.
+    keeps its size until the end; where there are too few of them, it takes the longest others too. Rounds take turns
+    through them.
 
     Args:
-        requests: as `pool` gives them.
-        responses: to them, in the same order.
+        requests: the requests that `pool` returns.
+        responses: the responses to them, in the same order.
     """
     lengths = [len(response.tokens) for response in responses]
     order = sorted(range(len(requests)), key=lambda index: (-min(lengths[index], max_tokens), index))
