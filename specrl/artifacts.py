@@ -112,8 +112,14 @@ class ParityCounts(Artifact):
     num_unexplained: int
     """Differences that are no near-tie; gated to be 0."""
     cdf_noise: float
+    """Largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float
-    """Nats."""
+    """Largest movement of the gap between the two best log-probs, nats."""
+    limit: float | None = None
+    """Largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones. None in
+    results of earlier versions, as is the next."""
+    largest_distance: float | None = None
+    """Largest distance of a difference found, in the same unit; 0 without differences."""
 
 
 class ExactnessResult(Artifact):
@@ -121,6 +127,9 @@ class ExactnessResult(Artifact):
 
     chi_squared: float | None
     degrees_of_freedom: int
+    num_cells: int | None = None
+    """Cells of the chi-squared test among which samples could fall; prompts with a single one are not counted. None in
+    results of earlier versions."""
     num_samples: int
     p_value: float | None
     """Of first tokens against exact probabilities; none for greedy runs."""

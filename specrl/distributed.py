@@ -1,4 +1,4 @@
-"""The process group of a stage: who am I, and the few collectives that are not a tensor's own."""
+"""The process group of a stage: this process's place in it, and the few collectives that are not about tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from specrl.processes import free_port
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Position of this process in the job."""
+    """The position of this process in its job."""
 
     rank: int
     world_size: int
@@ -29,7 +29,11 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank, in rank order, on every rank. Small Python objects only; tensors have collectives."""
+        """Return the values of all ranks, in rank order, on every rank; collective.
+
+        Values are pickled and every rank holds all of them: right for numbers, texts and the rollouts of a step, while
+        tensors belong into their own collectives.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -37,13 +41,12 @@ class Ranks:
         return values
 
     def store(self) -> Store:
-        """The key-value store through which the process group was formed: words that need no collective."""
-        from torch.distributed.distributed_c10d import _get_default_store
-
+        """Return the key-value store that formed the process group, for messages that need no collective."""
         store: Store = _get_default_store()
         return store
 
     def barrier(self) -> None:
+        """Wait until every rank has come here."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -51,8 +54,8 @@ class Ranks:
 def join() -> Ranks:
     """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun and submitit set them; alone without them.
-    In a group that was formed otherwise it sets them, for vLLM reads them.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them; without them
+    the process is alone. In a group that was formed in another way they are set here, because vLLM reads them.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     alone = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
@@ -72,7 +75,7 @@ def join() -> Ranks:
 
 
 def leave() -> None:
-    """Leave the process group, after everyone is done."""
+    """Leave the process group once every rank is done."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

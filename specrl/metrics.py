@@ -1,7 +1,8 @@
 """Every metric the project logs, defined once with its convention; `specrl.tracking` refuses any other name.
 
-A name that ends in `_I` stands for a family, one metric per draft position: `spec/acceptance_rate_pos_1` is the first.
-Times are wall-clock, of the slowest rank unless said otherwise. Log-probs and KL are in nats.
+A name that ends in `_I` stands for a family, one metric per draft position or batch size: `spec/acceptance_rate_pos_1`
+is the first position's. Times are wall-clock times of the first rank, which at the end of each part of a step waits for
+the others. Log-probs and KL are in nats.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """Name in MLflow, unit ("" for a plain ratio), and what exactly is counted."""
+    """A metric's name in MLflow, its unit ("" for a plain ratio), and what exactly is counted."""
 
     name: str
     unit: str
@@ -20,126 +21,237 @@ class Metric:
 
 
 _DEFINITIONS = (
-    Metric("timing/step_s", "s", "One RL step: from its prompts to the refit, checkpoint included."),
+    Metric("timing/step_s", "s", "Time of one RL step, from its prompts to the refit and the checkpoint."),
     Metric(
-        "timing/generation_s", "s", "Rollouts of the step, from the first request to the last response of any rank."
+        "timing/generation_s",
+        "s",
+        "Time of the step's rollouts, from the first request to the last response of any rank.",
     ),
-    Metric("timing/logprob_s", "s", "Separate log-prob passes; 0 where one update per step makes them unnecessary."),
-    Metric("timing/policy_update_s", "s", "Forward, backward and optimizer steps of the policy."),
-    Metric("timing/drafter_update_s", "s", "Online update of the drafter."),
     Metric(
-        *("timing/kv_scales_s", "s"),
-        "Part of timing/policy_update_s that measuring the KV cache's scales took, of rank 0; with an FP8 KV cache.",
+        "timing/policy_update_s",
+        "s",
+        "Time of the policy's update: log-prob passes, forward, backward and optimizer steps.",
     ),
-    Metric("timing/refit_s", "s", "New weights into the engine, and the parity probe."),
-    Metric("timing/checkpoint_s", "s", "Time the step waits for its checkpoint; 0 in steps without one."),
+    Metric(
+        "timing/logprob_s",
+        "s",
+        "Part of timing/policy_update_s that separate log-prob passes took, for several updates per step or a KL "
+        "penalty.",
+    ),
+    Metric(
+        "timing/kv_scales_s",
+        "s",
+        "Part of timing/policy_update_s that measuring the scales of an FP8 KV cache took, on rank 0.",
+    ),
+    Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
+    Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
+    Metric(
+        "timing/verification_s",
+        "s",
+        "Part of timing/refit_s that comparing all of the policy's tensors took; only in steps that do, see "
+        "engine.verify_every.",
+    ),
+    Metric("timing/checkpoint_s", "s", "Time that the step waits for its rollouts and its checkpoint to be written."),
     Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
     Metric(
-        *("performance/training_tokens_per_s", "tokens/s"),
-        "Prompt and response tokens of all ranks, without padding, over timing/policy_update_s.",
+        "performance/training_tokens_per_s",
+        "tokens/s",
+        "Prompt and response tokens trained on, of all ranks and without padding, over timing/policy_update_s.",
     ),
     Metric("spec/num_drafts", "drafts", "Verification steps that had a draft, summed over requests and ranks."),
     Metric("spec/num_draft_tokens", "tokens", "Tokens proposed in these drafts."),
-    Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; without bonus tokens."),
-    Metric("spec/acceptance_rate", "", "num_accepted_tokens / num_draft_tokens."),
-    Metric("spec/acceptance_length", "tokens", "1 + num_accepted_tokens / num_drafts: the bonus token is included."),
+    Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; bonus tokens are not counted."),
+    Metric("spec/acceptance_rate", "", "spec/num_accepted_tokens over spec/num_draft_tokens."),
     Metric(
-        *("spec/acceptance_rate_pos_I", ""),
-        "Drafts whose token at position I (from 1) was accepted, over all drafts of at least I tokens: unconditional.",
+        "spec/acceptance_length",
+        "tokens",
+        "1 + spec/num_accepted_tokens / spec/num_drafts: the bonus token is included.",
     ),
-    Metric("spec/replay_draft_tokens", "tokens", "Those of num_draft_tokens that came from stored text."),
-    Metric("spec/replay_accepted_tokens", "tokens", "Those of num_accepted_tokens that came from stored text."),
-    Metric("spec/recent_draft_tokens", "tokens", "Those of num_draft_tokens that came from recent rollouts."),
-    Metric("spec/recent_accepted_tokens", "tokens", "Those of num_accepted_tokens that came from recent rollouts."),
+    Metric(
+        "spec/acceptance_rate_pos_I",
+        "",
+        "Drafts whose token at position I (from 1) was accepted, over all drafts of at least I tokens; unconditional.",
+    ),
+    Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
+    Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),
+    Metric("spec/recent_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from recent rollouts."),
+    Metric(
+        "spec/recent_accepted_tokens",
+        "tokens",
+        "The part of spec/num_accepted_tokens that came from recent rollouts.",
+    ),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
     Metric(
-        *("spec/k", "tokens"),
-        "Longest draft that the first rank's controller allowed, mean over the step's iterations; none with a fixed k.",
+        "spec/k",
+        "tokens",
+        "Longest draft that the first rank's controller allowed, mean over the step's iterations; only with "
+        "speculation.adaptive.",
     ),
-    Metric("spec/chosen_k_batch_I", "tokens", "Drafts of the drafter that it has settled on at batch sizes I/2 to I."),
-    Metric("spec/chosen_replay_k_batch_I", "tokens", "The same for drafts from stored text."),
-    Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Generated per second with these, latest iterations."),
     Metric(
-        *("bubble/idle_s", "s"),
-        "From the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used or not.",
+        "spec/chosen_k_batch_I",
+        "tokens",
+        "Draft length of the drafter that the controller has settled on for batch sizes from I/2 to I.",
+    ),
+    Metric(
+        "spec/chosen_replay_k_batch_I",
+        "tokens",
+        "Draft length from stored text that the controller has settled on for batch sizes from I/2 to I.",
+    ),
+    Metric(
+        "spec/chosen_tokens_per_s_batch_I",
+        "tokens/s",
+        "Tokens generated per second with these draft lengths in the latest iterations.",
+    ),
+    Metric(
+        "bubble/idle_s",
+        "s",
+        "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used "
+        "or not.",
     ),
     Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
-    Metric("bubble/overrun_s", "s", "Time by which such use outlasted the slowest rank's generation, worst rank."),
     Metric(
-        "bubble/pregeneration_share", "", "Of idle time, that `both` gives to pre-generation, by what each brought."
+        "bubble/overrun_s",
+        "s",
+        "Time by which such use outlasted the slowest rank's generation, on the rank where it was longest.",
     ),
-    Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step generated while waiting."),
-    Metric("bubble/drafter_steps", "steps", "Drafter updates made while waiting."),
     Metric(
-        *("mismatch/token_mult_prob_error", ""),
+        "bubble/pregeneration_share",
+        "",
+        'The share of idle time that bubbles.use = "both" gives to pre-generation, by what each use brought.',
+    ),
+    Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step that were generated while waiting."),
+    Metric("bubble/drafter_steps", "steps", "Drafter updates that were made while waiting."),
+    Metric(
+        "mismatch/token_mult_prob_error",
+        "",
         "Mean over tokens of exp(|log p_training - log p_generation|); 1 is perfect agreement.",
     ),
-    Metric("mismatch/bulk_error", "", "The same without the largest thousandth of the tokens: the gate reads this."),
+    Metric(
+        "mismatch/bulk_error",
+        "",
+        "mismatch/token_mult_prob_error without the largest thousandth of its terms: the gate reads this.",
+    ),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens."),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
     Metric("mismatch/importance_ratio_p50", "", "Median over the sampled tokens of p_training / p_generation."),
-    Metric("mismatch/importance_ratio_p90", "", "The ratio's 90th percentile."),
-    Metric("mismatch/importance_ratio_p99", "", "The ratio's 99th percentile."),
-    Metric("mismatch/importance_ratio_p999", "", "The ratio's 99.9th percentile."),
+    Metric(
+        "mismatch/importance_ratio_p90",
+        "",
+        "90th percentile over the sampled tokens of p_training / p_generation.",
+    ),
+    Metric(
+        "mismatch/importance_ratio_p99",
+        "",
+        "99th percentile over the sampled tokens of p_training / p_generation.",
+    ),
+    Metric(
+        "mismatch/importance_ratio_p999",
+        "",
+        "99.9th percentile over the sampled tokens of p_training / p_generation.",
+    ),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
-    Metric("mismatch/truncated_fraction", "", "Tokens whose importance ratio is above 2."),
+    Metric("mismatch/truncated_fraction", "", "Share of the tokens whose importance ratio is above 2."),
     Metric("reward/mean", "", "Mean reward of the step's responses."),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
-    Metric("reward/zero_std_fraction", "", "Groups whose rewards are all equal: they carry no signal."),
+    Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
-    Metric("rollout/response_length_max", "tokens", "Longest response of the step."),
-    Metric("rollout/truncated_fraction", "", "Responses cut off at sampling.max_response_tokens."),
+    Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
+    Metric(
+        "rollout/truncated_fraction",
+        "",
+        "Share of the responses that were cut off at sampling.max_response_tokens.",
+    ),
     Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
-    Metric("policy/clip_fraction", "", "Trained tokens whose ratio was clipped."),
-    Metric("policy/corrected_fraction", "", "Trained tokens that train.correction truncated or masked."),
-    Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
-    Metric("policy/lr", "", "Learning rate of the update."),
+    Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),
     Metric(
-        "drafter/loss", "nats/token", "Soft cross-entropy against the policy on the draft vocabulary, all TTT steps."
+        "policy/corrected_fraction",
+        "",
+        "Share of the trained tokens that train.correction truncated or masked.",
+    ),
+    Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
+    Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
+    Metric(
+        "drafter/loss",
+        "nats/token",
+        "Soft cross-entropy against the policy on the draft vocabulary, over all TTT steps.",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
-    Metric("drafter/top1_match", "", "Positions whose most likely token is the policy's, first TTT step."),
     Metric(
-        *("drafter/expected_acceptance_pos_I", ""),
+        "drafter/top1_match",
+        "",
+        "Share of the positions whose likeliest token is the policy's, at the first TTT step.",
+    ),
+    Metric(
+        "drafter/expected_acceptance_pos_I",
+        "",
         "Expected share of drafts accepted up to and including position I, from the trainer's own distributions.",
     ),
-    Metric("drafter/acceptance_length", "tokens", "Acceptance length the trainer expects at k = TTT steps."),
-    Metric("drafter/lr", "", "Learning rate of the update."),
+    Metric("drafter/acceptance_length", "tokens", "Acceptance length that the trainer expects at k = TTT steps."),
     Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter guard's fixed probe."),
-    Metric("refit/drafter_reloads", "", "1 where the drafter had collapsed and its last good version came back."),
-    Metric("refit/speculating", "", "0 where the engine does not, or no longer, draft."),
+    Metric(
+        "refit/drafter_reloads",
+        "",
+        "1 where the drafter had collapsed and its last good version came back, else 0.",
+    ),
+    Metric("refit/speculating", "", "0 where the engine does not, or no longer, draft, else 1."),
     Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
     Metric("warm_start/grad_norm", "", "Global gradient norm before clipping."),
     Metric("warm_start/lr", "", "Learning rate of the step."),
-    Metric("pretrain/num_responses", "responses", "Responses the drafter was pretrained on."),
+    Metric("pretrain/num_responses", "responses", "Responses that the drafter was pretrained on."),
     Metric("pretrain/reward_mean", "", "Mean reward of these responses."),
     Metric(
-        "calibration/kl_all_fp8", "nats/token", "KL(bf16 || fp8) at the output, every linear layer in FP8, held out."
+        "calibration/kl_all_fp8",
+        "nats/token",
+        "KL(bf16 || fp8) at the output with every linear layer in FP8, held out.",
     ),
-    Metric("calibration/kl_chosen", "nats/token", "The same with the chosen layers in BF16."),
+    Metric(
+        "calibration/kl_chosen",
+        "nats/token",
+        "KL(bf16 || fp8) at the output with the chosen layers in BF16, held out.",
+    ),
     Metric("calibration/num_bf16_layers", "layers", "Linear layers kept in BF16."),
     Metric("calibration/bf16_flop_fraction", "", "Share of the linear layers' FLOPs that stays in BF16."),
     Metric("calibration/kv_scale_max", "", "Largest scale of a layer's keys or values in an FP8 KV cache."),
     Metric("calibration/relative_error_mean", "", "Mean over linear layers of |y_fp8 - y_bf16| / |y_bf16|, L2 norms."),
-    Metric("validate/accuracy_before", "", "Mean reward on held-out prompts, policy of `prepare`."),
-    Metric("validate/accuracy_after", "", "Mean reward on held-out prompts, trained policy."),
+    Metric("validate/accuracy_before", "", "Mean reward of the policy of `prepare` on held-out prompts."),
+    Metric("validate/accuracy_after", "", "Mean reward of the trained policy on held-out prompts."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
-    Metric("validate/chi_squared_p_value", "", "Speculative first tokens against exact probabilities; gated."),
-    Metric("validate/differences_per_1000_tokens", "", "First tokens that differ with speculation, sampled responses."),
-    Metric("validate/greedy_differences_per_1000_tokens", "", "The same for greedy responses."),
-    Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
+    Metric(
+        "validate/chi_squared_p_value",
+        "",
+        "p-value of speculative first tokens against their exact probabilities; gated.",
+    ),
+    Metric(
+        "validate/differences_per_1000_tokens",
+        "",
+        "First tokens that differ with speculation, in sampled responses.",
+    ),
+    Metric(
+        "validate/greedy_differences_per_1000_tokens",
+        "",
+        "First tokens that differ with speculation, in greedy responses.",
+    ),
+    Metric(
+        "validate/unexplained_differences",
+        "tokens",
+        "Differences in sampled and greedy responses that are no near-tie; gated to be 0.",
+    ),
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in the samples of the chi-squared test."),
     Metric(
-        "speedup/generation", "", "Plain / speculative generation time, matched pairs, median over all batch sizes."
+        "speedup/generation",
+        "",
+        "Plain over speculative generation time in matched pairs, median over the batch sizes measured.",
     ),
-    Metric("speedup/generation_batch_I", "", "The same at batch size I alone."),
-    Metric("speedup/step", "", "Plain / speculative time of an RL step, matched pair."),
-    Metric("speedup/end_to_end", "", "Plain / speculative time of the whole training, matched pair."),
+    Metric(
+        "speedup/generation_batch_I",
+        "",
+        "Plain over speculative generation time in matched pairs at batch size I.",
+    ),
     Metric("export/vllm_acceptance_length", "tokens", "Acceptance length of the exported directory in a fresh vLLM."),
 )
 

@@ -1,4 +1,4 @@
-"""How far a stage is, as one small file that the flow reads: written by rank 0, atomically, a few times a second."""
+"""The progress of a stage: one small file that rank 0 writes, atomically, a few times a second, and the flow reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True)
 class ProgressState:
-    """`done` of `total` units of the phase called `message`; times are Unix seconds."""
+    """The progress of one phase: `done` of `total` units. Times are Unix seconds."""
 
     done: float
     total: float
@@ -24,18 +24,18 @@ class ProgressState:
     unit: str
     started_at: float
     started_done: float
-    """Time and units of the phase's first word: the estimate is right after a restart in the middle, too."""
+    """The time and the units done when the phase was first heard of: so the estimate is right after a restart, too."""
     updated_at: float
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds left at the pace so far; none before something has been done."""
+        """The seconds left at the pace so far; None before something has been done."""
         done = self.done - self.started_done
         return (self.updated_at - self.started_at) * (self.total - self.done) / done if done > 0 else None
 
 
 class Progress:
-    """Progress of a stage, phase after phase.
+    """Reports the progress of a stage, phase after phase.
 
         with Progress(context.stage_dir, enabled=ranks.is_first) as progress:
             for step in range(num_steps):
@@ -56,12 +56,12 @@ class Progress:
         self._written_at = 0.0
 
     def update(self, done: float, total: float, *, message: str = "", unit: str = "", phase: str | None = None) -> None:
-        """Say that `done` of `total` units are done.
+        """Report that `done` of `total` units are done.
 
         Args:
-            message: what is seen beside the bar, such as a loss.
-            unit: name of one unit, such as `step` or `response`.
-            phase: another name than before starts the estimate anew.
+            message: a text shown beside the bar, such as a loss.
+            unit: the name of one unit, such as `step` or `response`.
+            phase: the name of the phase; another one than before starts the estimate anew.
         """
         if not self._enabled:
             return
@@ -89,7 +89,7 @@ class Progress:
 
 
 def read_progress(stage_dir: Path) -> ProgressState | None:
-    """What the stage said last; none if it has not said anything yet."""
+    """Return what the stage last reported; None if it has not reported anything yet."""
     try:
         return ProgressState(**json.loads((stage_dir / PROGRESS_FILE).read_text()))
     except (FileNotFoundError, json.JSONDecodeError, TypeError):  # not yet there, or of another version of the code

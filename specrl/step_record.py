@@ -3,33 +3,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-import torch
-
 from specrl.algorithms.advantages import zero_signal_fraction
-from specrl.artifacts import write_json
-from specrl.precision.mismatch import mismatch_metrics
+from specrl.artifacts import write_json, write_text
+from specrl.distributed import Ranks
+from specrl.progress import Progress
+from specrl.report.gantt import gantt
+from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.refit.drafter_guard import GuardReport
-from specrl.rollout.refit.parity import ParityReport
-from specrl.schemas import Rollout
-from specrl.timeline import RankTimeline, timeline_from
+from specrl.rollout.refit.load import RefitReport
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, timeline_from
+from specrl.tracking import Tracker
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "checkpoint")
-"""Parts of a step that its time is divided into; `step` is the whole."""
+"""The parts that a step's time is divided into; `step` is the whole."""
+
+NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s"})
+"""What an update returns beside the metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What the parts of a step returned: all that its metrics are made of, but for the times."""
+
+    generated: StepRollouts
+    policy: Mapping[str, float]
+    """Metrics of the policy's update by their names below `policy/`, and those in `NOT_OF_THE_POLICY`."""
+    drafter: Mapping[str, float]
+    """Metrics of the drafter's update by their names below `drafter/`; empty without a drafter."""
+    mismatch: Mapping[str, float]
+    """The disagreement of the engines, as `mismatch/...`; empty where nothing was trained on."""
+    refit: RefitReport
+
+    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return everything that a step is judged by, under the names in `specrl.metrics`.
+
+        Args:
+            seconds: this rank's wall times so far, by part.
+        """
+        rollouts = self.generated.rollouts
+        rewards = [rollout.reward for rollout in rollouts]
+        groups = [rollout.prompt_id for rollout in rollouts]
+        lengths = [len(rollout.response_tokens) for rollout in rollouts]
+        return {
+            **timing_metrics(seconds),
+            "timing/logprob_s": self.policy["logprob_s"],
+            "performance/generation_tokens_per_s": sum(lengths) / seconds["generation"],
+            "performance/training_tokens_per_s": self.policy["num_tokens"] / seconds["policy_update"],
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
+            "rollout/response_length_mean": fmean(lengths),
+            "rollout/response_length_max": float(max(lengths)),
+            "rollout/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+            **{f"policy/{name}": value for name, value in self.policy.items() if name not in NOT_OF_THE_POLICY},
+            **{f"drafter/{name}": value for name, value in self.drafter.items()},
+            **speculation_metrics(self.generated.stats),
+            **bubble_metrics(self.generated.bubbles),
+            **self.mismatch,
+            **self.refit.metrics(),
+        }
 
 
 @dataclass(frozen=True)
 class StepRecord:
+    """What is kept of one step on disk, so that a stage that is started again knows its past."""
+
     step: int
     metrics: dict[str, float]
-    """MLflow names, see `specrl/metrics.py`."""
+    """Metrics under their MLflow names, see `specrl/metrics.py`."""
     num_drafts: int
     accepted_per_pos: list[int]
     drafted_per_pos: list[int]
@@ -37,68 +87,91 @@ class StepRecord:
     ranks: list[RankTimeline]
     """What each rank did when."""
     events: list[str] = field(default_factory=list)
-    """Drafters that collapsed, and what was done."""
+    """The drafters that collapsed, and what was done about each."""
 
     @classmethod
     def of(
-        cls,
-        step: int,
-        metrics: dict[str, float],
-        stats: SpeculationStats,
-        ranks: list[RankTimeline],
-        events: list[str],
+        cls, step: int, parts: StepParts, others: Mapping[str, float], events: list[str], timer: Timer
     ) -> StepRecord:
+        """Assemble a step's record, with the times measured so far.
+
+        Until `Recorder.finish` has gathered them, the parts of every rank after its generation are taken to be this
+        rank's.
+
+        Args:
+            others: further metrics under their MLflow names.
+        """
+        stats = parts.generated.stats
         return cls(
-            step,
-            metrics,
-            stats.num_drafts,
-            list(stats.accepted_per_pos),
-            list(stats.drafted_per_pos),
-            dict(stats.by_source),
-            ranks,
-            events,
+            step=step,
+            metrics={**parts.metrics(timer.seconds), **others},
+            num_drafts=stats.num_drafts,
+            accepted_per_pos=list(stats.accepted_per_pos),
+            drafted_per_pos=list(stats.drafted_per_pos),
+            by_source=dict(stats.by_source),
+            ranks=[RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in parts.generated.bubbles],
+            events=events,
         )
 
 
-def step_metrics(
-    rollouts: list[Rollout],
-    stats: SpeculationStats,
-    policy: Mapping[str, float],
-    drafter: Mapping[str, float],
-    mismatch: Mapping[str, float],
-    bubbles: Mapping[str, float],
-    parity: ParityReport,
-    guard: GuardReport,
-    seconds: Mapping[str, float],
-) -> dict[str, float]:
-    """Everything a step is judged by, under the names of the design.
+class Recorder:
+    """Writes what a step leaves: rollouts on every rank; record, picture and metrics on the first."""
 
-    Args:
-        stats: summed over the engines; `decode_steps` is the slowest engine's.
-        seconds: this rank's wall times.
-    """
-    rewards = [rollout.reward for rollout in rollouts]
-    groups = [rollout.prompt_id for rollout in rollouts]
-    lengths = [len(rollout.response_tokens) for rollout in rollouts]
-    metrics = part_metrics(seconds)
-    metrics |= {
-        "performance/generation_tokens_per_s": sum(lengths) / seconds["generation"],
-        "performance/training_tokens_per_s": policy["num_tokens"] / seconds["policy_update"],
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
-        "rollout/response_length_mean": fmean(lengths),
-        "rollout/response_length_max": float(max(lengths)),
-        "rollout/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        "refit/max_abs_logprob_diff": parity.maximum,
-        "refit/mean_abs_logprob_diff": parity.mean,
-    }
-    metrics |= {f"policy/{name}": value for name, value in policy.items() if name != "num_tokens"}
-    metrics |= {f"drafter/{name}": value for name, value in drafter.items()}
-    return {**metrics, **speculation_metrics(stats), **guard.metrics(), **mismatch, **bubbles}
+    def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:
+        self.rollouts_dir, self.steps_dir = rollouts_dir, steps_dir
+        self._ranks, self._tracker = ranks, tracker
+
+    def drop_from(self, first_step: int) -> None:
+        """Remove what incomplete steps from `first_step` on have left; collective."""
+        if self._ranks.is_first:
+            for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
+                if int(path.stem.partition("=")[2]) >= first_step:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._ranks.barrier()
+
+    def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Write those of the step's rollouts that this rank has generated as Arrow."""
+        own = [rollout for rollout in rollouts if rollout.rank == self._ranks.rank]
+        write_rollouts(rollout_path(self.rollouts_dir, step, self._ranks.rank), own)
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record and its picture; a record of the same step is replaced."""
+        if self._ranks.is_first:
+            write_step(self.steps_dir, record)
+            write_text(self._picture(record.step), gantt(record.ranks))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics of a step to MLflow, at once, so that a kill loses none of them."""
+        self._tracker.log_metrics(metrics, step)
+        self._tracker.flush()
+
+    def finish(self, record: StepRecord, timer: Timer, num_steps: int, progress: Progress) -> None:
+        """Complete the record with the times of the whole step on all ranks, write and log it; collective."""
+        spans = self._ranks.gather(timer.spans)
+        ranks = [
+            RankTimeline(rank.bubble, rank_spans(rank.bubble, own))
+            for rank, own in zip(record.ranks, spans, strict=True)
+        ]
+        record = replace(record, metrics=record.metrics | timing_metrics(timer.seconds), ranks=ranks)
+        self.write(record)
+        if self._ranks.is_first:
+            self._tracker.log_artifact(self._picture(record.step), "gantt")
+        self.log(record.step, record.metrics)
+        text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
+        message = "; ".join([text.format(**record.metrics), *record.events])
+        progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")
+
+    def _picture(self, step: int) -> Path:
+        return self.steps_dir / f"step={step:06d}.svg"
+
+
+def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the wall times of a step's parts under their names in MLflow."""
+    return {f"timing/{part}_s": value for part, value in seconds.items()}
 
 
 def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
+    """Return the counters of speculation under their names in MLflow."""
     counters = {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
@@ -115,13 +188,8 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 
 
-def part_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Wall times of a step's parts."""
-    return {f"timing/{part}_s": value for part, value in seconds.items()}
-
-
 def controller_metrics(controller: Controller | None) -> dict[str, float]:
-    """What this rank's controller did in the step, and what it has settled on by running batch size."""
+    """Return what this rank's controller did in the step, and what it has settled on for each running batch size."""
     if controller is None:
         return {}
     mean = controller.take_mean_length()
@@ -133,21 +201,13 @@ def controller_metrics(controller: Controller | None) -> dict[str, float]:
     return metrics
 
 
-def mismatch_of(rollouts: list[Rollout]) -> dict[str, float]:
-    """Disagreement between the engine that sampled and the trainer, over the rollouts trained on; empty without any."""
-    pairs = [(r.policy_logprobs, r.generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
-    if not pairs:
-        return {}
-    trained = torch.tensor([value for row, _ in pairs for value in row])
-    generated = torch.tensor([value for _, row in pairs for value in row])
-    return mismatch_metrics(trained, generated)
-
-
 def write_step(steps_dir: Path, record: StepRecord) -> None:
+    """Write one step's record as JSON."""
     write_json(steps_dir / f"step={record.step:06d}.json", asdict(record))
 
 
 def read_steps(steps_dir: Path) -> list[StepRecord]:
+    """Read the records of all steps, in their order."""
     return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
 
 
@@ -156,7 +216,7 @@ def _record(data: dict[str, Any]) -> StepRecord:
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
-    """Mean over the steps of every metric below `prefix/`, by its name without the prefix."""
+    """Return the mean over the steps of every metric below `prefix/`, by its name without the prefix."""
     names = sorted({name for record in records for name in record.metrics if name.startswith(f"{prefix}/")})
     return {
         name.removeprefix(f"{prefix}/"): fmean(r.metrics[name] for r in records if name in r.metrics) for name in names
@@ -164,17 +224,18 @@ def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
 
 
 def timing_share(records: list[StepRecord]) -> dict[str, float]:
-    """Share of the steps' wall time that each part took."""
+    """Return the share of the steps' wall time that each part took."""
     total = sum(record.metrics["timing/step_s"] for record in records)
     return {part: sum(record.metrics[f"timing/{part}_s"] for record in records) / total for part in TIMED}
 
 
 def step_seconds_median(records: list[StepRecord]) -> float:
+    """Return the median time of a step, in seconds."""
     return median(record.metrics["timing/step_s"] for record in records)
 
 
 def total_stats(records: list[StepRecord]) -> SpeculationStats:
-    """Speculation counters of all steps together."""
+    """Return the counters of speculation summed over all steps."""
     return SpeculationStats.merge(
         SpeculationStats(
             num_drafts=record.num_drafts,

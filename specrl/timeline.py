@@ -1,4 +1,4 @@
-"""Who did what when in a step: spans of each rank, from which the bubble is measured and drawn.
+"""What each rank did when in a step: spans of time, from which bubbles are measured and drawn.
 
 Times are Unix seconds: ranks on several nodes are as comparable as their clocks are (NTP: milliseconds).
 """
@@ -23,7 +23,7 @@ class Span:
     ended_at: float
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of it that lie between two times."""
+        """Return how many seconds of the span lie between two times."""
         return max(0.0, min(self.ended_at, end) - max(self.started_at, start))
 
 
@@ -33,9 +33,9 @@ class Timer:
 
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
-    """Parts under way: when each began, by the monotonic clock."""
+    """When each part that is under way began, by the monotonic clock."""
     scattered: dict[str, float] = field(default_factory=dict)
-    """Seconds of what happened in pieces within other parts, and has no span of its own."""
+    """Seconds of work that happened in pieces within other parts and has no span of its own."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Timer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By part, summed; of a part under way, so far."""
+        """The seconds of each part, summed over its spans; for a part that is under way, those so far."""
         now = time.monotonic()
         total = self.scattered | {part: now - clock for part, clock in self.running.items()}
         for span in self.spans:
@@ -57,7 +57,7 @@ class Timer:
 
 
 class Pace:
-    """Seconds per engine iteration by running requests: how a rank slows down in its tail."""
+    """Measures the seconds of engine iterations by the number of running requests: a rank's pace down to its tail."""
 
     def __init__(self, num_requests: int, most_running: int) -> None:
         self._most_running = most_running
@@ -78,57 +78,61 @@ class Pace:
         self._since, self._batch = now, min(self._left, self._most_running)
 
     def rows(self) -> list[tuple[int, int, float]]:
-        """(running requests, iterations, seconds); without the iteration that finished the last request."""
+        """Return (running requests, iterations, seconds), without the iteration that finished the last request."""
         return [(batch, int(count), seconds) for batch, (count, seconds) in sorted(self._found.items())]
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """One rank's generation in one step, and what it did until the slowest rank was done."""
+    """The generation of one rank in one step, and what the rank did until the slowest one was done."""
 
     rank: int
     started_at: float
     generated_at: float
-    """Its own share was done."""
+    """When its own share was done."""
     resumed_at: float
-    """It was back to wait for the others."""
+    """When it was back to wait for the others."""
     num_tokens: int
     """Response tokens of its own share."""
     tail_s: float
-    """From the end of the ninth tenth of its responses to the end of the last."""
+    """Seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
-    """What it did in between; the rest it waited."""
+    """What it did between `generated_at` and `resumed_at`; the rest of the time it waited."""
     pregenerated_tokens: int = 0
     drafter_steps: int = 0
     pace: list[tuple[int, int, float]] = field(default_factory=list)
-    """Of its own share: (running requests, engine iterations, seconds)."""
+    """The pace of its own share as (running requests, engine iterations, seconds)."""
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's step."""
+    """The whole step of one rank."""
 
     bubble: Bubble
     spans: list[Span]
-    """Generation, use of the bubble, and the parts after it; what lies in between is waiting."""
+    """Its generation, the use of its bubble, and the parts after that; in between it waited."""
 
 
 @dataclass(frozen=True)
 class BubbleTotals:
-    """A step's bubbles together; seconds."""
+    """The bubbles of all ranks in one step, in seconds."""
 
     idle_s: float
-    """From the end of each rank's own share to the end of the last one's, summed over ranks, put to use or not."""
+    """Time from the end of each rank's own share to the end of the last one's, summed over ranks, used or not."""
     used_s: float
     """The part of `idle_s` in which something was done."""
     overrun_s: float
-    """By how much the use of a bubble outlasted the slowest generation, on the rank where most."""
+    """Time by which the use of a bubble outlasted the slowest generation, on the rank where it was longest."""
     generation_s: float
-    """From the first rank's start to the last share's end, times ranks: what `idle_s` is a share of."""
+    """Time from the first rank's start to the last share's end, times the number of ranks: `idle_s` is a part of it."""
 
 
 def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
-    """Of one step, all ranks' of it."""
+    """Return the totals of one step.
+
+    Args:
+        bubbles: those of all ranks.
+    """
     last = max(bubble.generated_at for bubble in bubbles)
     first = min(bubble.started_at for bubble in bubbles)
     used = sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans)
@@ -142,7 +146,7 @@ def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
 
 
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
-    """Under their names in MLflow."""
+    """Return the totals of a step's bubbles under their names in MLflow."""
     found = totals(bubbles)
     return {
         "bubble/idle_s": found.idle_s,
@@ -154,13 +158,13 @@ def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
 
 
 def tail_seconds(finish_times: Sequence[float], share: float = 0.9) -> float:
-    """From the time at which `share` of the responses were finished to the last one; 0 without responses."""
+    """Return the seconds from when `share` of the responses were finished until the last one was; 0 without any."""
     ordered = sorted(finish_times)
     return ordered[-1] - ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
 def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
-    """Spans of one name that follow each other within `gap` seconds, as one."""
+    """Return the spans with those of one name that follow each other within `gap` seconds made one."""
     result: list[Span] = []
     for span in spans:
         follows = bool(result) and result[-1].name == span.name and span.started_at - result[-1].ended_at < gap
@@ -169,13 +173,17 @@ def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
 
 
 def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
-    """All of one rank's step: its generation and bubble, then the parts that came after."""
+    """Return the spans of one rank's step: its generation and bubble, then the parts that came after.
+
+    Args:
+        timer: the spans of the step's parts.
+    """
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
     return [own, *bubble.spans, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
-    """From JSON."""
+    """Return the timeline that was written as JSON."""
     bubble = data["bubble"]
     spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
     bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})

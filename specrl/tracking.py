@@ -8,52 +8,57 @@ MLflow takes seconds to import, so it is imported when the first of these functi
 from __future__ import annotations
 
 import json
-import sys
+import logging
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.request import urlopen
 
 from specrl.artifacts import write_text
 from specrl.config import Config, dump_config
 from specrl.context import StageContext
 from specrl.keys import files_digest
-from specrl.mlflow_store import (
-    BATCH_METRICS,
-    check_names,
-    connect,
-    entities,
-    exists,
-    experiment_id,
-    flatten,
-    log_params,
-    tracking_uri,
-)
+from specrl.metrics import find_metric
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks
 
+logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_ID_FILE = "mlflow_run_id"
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 FLUSH_SECONDS = 1.0
 """Metrics are written at once, unless the last write is younger than this: then they wait for the next."""
+SERVER_SECONDS = 5.0
+"""A tracking server must answer within so long before anything starts."""
+BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH = 1000, 100, 6000
+"""MLflow's limits on one request."""
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
 
 
 class Tracker(Protocol):
-    """What a stage logs to: its child run."""
+    """The MLflow run of a stage, a child of the pipeline's."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Names must be defined in `specrl.metrics`. Written in batches; see `flush`."""
+        """Log metrics, whose names `specrl.metrics` must define. They are written in batches; see `flush`."""
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        """A result of the whole pipeline run: logged to the parent run too, at once."""
+        """Log results of the whole pipeline run: to the parent run too, and at once."""
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """MLflow never changes a parameter: of a stage that was resubmitted, the first value stays."""
+        """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Copy a file, or everything in a directory, below `folder` of the run's artifacts."""
@@ -65,18 +70,18 @@ class Tracker(Protocol):
         """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
 
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> str | None:
-        """Upload a directory and register it as a version of the model `name`; the same directory name only once.
+        """Upload a directory and register it as a version of the model `name`, only once for each directory name.
 
         Returns:
-            The version; none on ranks that do not log.
+            The version's number; None on ranks that do not log.
         """
 
     def flush(self) -> None:
-        """Write what waits. Call it when a step is complete, so that a killed job has lost nothing."""
+        """Write the metrics that wait. Called when a step is complete, it keeps a kill from losing any."""
 
 
 class Silent:
-    """Tracker of the ranks that do not log."""
+    """The tracker of ranks that do not log."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         check_names(metrics)
@@ -98,7 +103,7 @@ class Silent:
 
 
 class _MlflowTracker:
-    """Tracker of rank 0."""
+    """The tracker of the first rank."""
 
     def __init__(self, client: Any, run_id: str, parent_id: str) -> None:
         self._client = client
@@ -156,14 +161,17 @@ class _MlflowTracker:
         return str(version.version)
 
     def flush(self) -> None:
-        """A store that is away for a moment does not end a training run: what was not written is kept, and said."""
+        """Write what waits; where the store does not answer, keep it for the next time and warn.
+
+        A store that is away for a moment must not end a training run.
+        """
         from mlflow.exceptions import MlflowException
 
         try:
             self._write()
         except MlflowException as error:
             reason = str(error).partition("\n")[0]
-            print(f"MLflow takes no metrics now ({reason}); {len(self._waiting)} wait", file=sys.stderr, flush=True)
+            logger.warning("MLflow takes no metrics now (%s); %d wait", reason, len(self._waiting))
         self._flushed_at = time.monotonic()
 
     def _write(self) -> None:
@@ -199,7 +207,7 @@ def start_parent_run(config: Config) -> str:
 
 
 def finish_parent_run(config: Config, run_id: str, status: Status) -> None:
-    """End the parent run, and as killed the children that could not say how they ended."""
+    """End the parent run, and mark as killed those children that could not say how they ended."""
     client = connect(config)
     experiment = client.get_run(run_id).info.experiment_id
     unfinished = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
@@ -208,14 +216,9 @@ def finish_parent_run(config: Config, run_id: str, status: Status) -> None:
     client.set_terminated(run_id, status)
 
 
-def log_parent_metrics(config: Config, run_id: str, metrics: Mapping[str, float]) -> None:
-    """Metrics of the whole run, from the flow; a stage has `Tracker.log_run_metrics`."""
-    connect(config).log_batch(run_id, metrics=entities(metrics, 0))
-
-
 @contextmanager
 def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
-    """The stage's child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
+    """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
 
     A stage that was killed continues its child, whose id lies in the stage's folder.
     """
@@ -247,3 +250,103 @@ def _child(client: Any, context: StageContext) -> str:
     run_id = str(client.create_run(experiment, tags=tags).info.run_id)
     write_text(path, run_id + "\n")
     return run_id
+
+
+def tracking_uri(config: Config) -> str:
+    """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder."""
+    return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
+
+
+def connect(config: Config) -> Any:
+    """Connect to the run's store; create or migrate its sqlite database.
+
+    Raises:
+        ValueError: the tracking server does not answer.
+    """
+    uri = tracking_uri(config)
+    if uri.startswith(("http://", "https://")):
+        _ping(uri)
+    config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri, uri)
+
+
+def _ping(uri: str) -> None:
+    try:
+        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(
+            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri to record in "
+            "a sqlite file in the runs folder"
+        ) from error
+
+
+def experiment_id(client: Any, config: Config) -> str:
+    """Return the id of the experiment `tracking.experiment`, which is created where it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    name = config.tracking.experiment
+    # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
+    folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=folder))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)  # another run has just made it
+    return str(found.experiment_id)
+
+
+def exists(client: Any, run_id: str) -> bool:
+    """Return whether the store has this run and nobody has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+
+
+def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
+    """Log those parameters that the run does not have yet: MLflow never changes one."""
+    from mlflow.entities import Param
+
+    known = client.get_run(run_id).data.params
+    new = [Param(name, str(value)[:PARAM_LENGTH]) for name, value in params.items() if name not in known]
+    for start in range(0, len(new), BATCH_PARAMS):
+        client.log_batch(run_id, params=new[start : start + BATCH_PARAMS])
+
+
+def entities(metrics: Mapping[str, float], step: int) -> list[Any]:
+    """Return metrics as MLflow takes them, with the time of now."""
+    from mlflow.entities import Metric
+
+    check_names(metrics)
+    now = int(time.time() * 1000)
+    return [Metric(name, float(value), now, step) for name, value in metrics.items()]
+
+
+def check_names(metrics: Mapping[str, float]) -> None:
+    """Assert that `specrl.metrics` defines every name."""
+    unknown = [name for name in metrics if find_metric(name) is None]
+    assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted names, such as `train.num_steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -48,7 +48,7 @@ def show(
 
 def ui(runs_dir: RunsDir = Path("runs"), port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
     """Open MLflow's pages on this machine's loopback interface, until Ctrl-C."""
-    from specrl.mlflow_store import tracking_uri
+    from specrl.tracking import tracking_uri
 
     store = tracking_uri(Config(name="ui", runs_dir=runs_dir))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}

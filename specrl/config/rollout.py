@@ -98,6 +98,9 @@ class EngineConfig(Section):
     """torch.compile the engine: slower start, faster steps."""
     parity_tolerance: PositiveFloat = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)| in nats that the parity probe accepts after a refit."""
+    verify_every: PositiveInt = 20
+    """Refits from one exact comparison of the engine's policy with the trainer's, tensor by tensor, to the next; the
+    first refit of every job has one. It is left out with `tensor_parallel` above 1 and with native FP8."""
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

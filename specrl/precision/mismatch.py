@@ -8,9 +8,12 @@ importance ratio of a token, expectations over p become means over the tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from specrl.schemas import Rollout
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 LARGE_RATIO = 2.0
@@ -88,6 +91,16 @@ def mismatch_metrics(training: Tensor, generation: Tensor) -> dict[str, float]:
         **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
         "mismatch/truncated_fraction": truncated_fraction(training, generation, LARGE_RATIO),
     }
+
+
+def rollout_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the `mismatch/...` metrics over all tokens of the rollouts that were trained on; empty without any."""
+    pairs = [(r.policy_logprobs, r.generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
+    if not pairs:
+        return {}
+    trained = torch.tensor([value for row, _ in pairs for value in row])
+    generated = torch.tensor([value for _, row in pairs for value in row])
+    return mismatch_metrics(trained, generated)
 
 
 def _suffix(share: float) -> str:

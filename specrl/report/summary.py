@@ -36,7 +36,7 @@ def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
 
 
 def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
-    """The contract other tools read.
+    """Return what other tools read; the names below are a contract.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, and `decode_step_reduction` is the mean over those batch sizes of 1 - speculative / plain
@@ -137,21 +137,31 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """What speculation changed, which must be nothing but near-ties."""
+    """Return what speculation changed, which must be nothing but near-ties."""
     if not exactness:
         return []
     rows = []
     if exactness["p_value"] is not None:
+        cells = exactness.get("num_cells")  # results of earlier versions have none
         details = (
+            f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
             f"{exactness['degrees_of_freedom']} degrees of freedom, {exactness['num_samples']} samples, "
             f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
         )
-        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} (chi-squared, {details})"))
-    for name in ("sampled", "greedy"):
-        counts = exactness[name]
-        text = f"{counts['num_differences']} differences in {counts['num_tokens']} tokens, all near-ties"
-        rows.append((f"exactness, {name}", text))
-    return rows
+        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})"))
+    unit = {"sampled": "nats" if exactness["p_value"] is None else "of the CDF", "greedy": "nats"}
+    return [*rows, *((f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit)]
+
+
+def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
+    """`1 differences in 996 tokens, all near-ties: largest distance 0.0021 of the CDF, limit 0.031`."""
+    text = f"{counts['num_differences']} differences in {counts['num_tokens']} tokens"
+    if not counts["num_differences"]:
+        return text
+    if counts.get("limit") is None:  # a result of an earlier version
+        return f"{text}, all near-ties"
+    distance = f"largest distance {counts['largest_distance']:.2g} {unit}, limit {counts['limit']:.2g}"
+    return f"{text}, all near-ties: {distance}"
 
 
 def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -173,11 +183,11 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _precision_words(precision: Mapping[str, Any]) -> str:
-    """`generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`."""
+    """`generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`, for example."""
     engines = []
     for engine in ("generation", "training"):
         mode = precision[f"{engine}_mode"]
-        engines.append(f"{engine} {precision[engine]}" + ("" if precision[engine] == "bf16" else f" ({mode})"))
+        engines.append(f"{engine} {precision[engine]}" + (f" ({mode})" if precision[engine] == "fp8" else ""))
     if "fp8" not in (precision["generation"], precision["training"], precision["kv_cache"]):
         return ", ".join(engines)
     total = precision["fp8_layers"] + len(precision["bf16_layers"])
@@ -186,7 +196,7 @@ def _precision_words(precision: Mapping[str, Any]) -> str:
 
 
 def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Acceptance, and each matched pair with its spread, so that a ratio near 1 is seen for what it is."""
+    """Return acceptance and each matched pair with its spread, so that a ratio near 1 is seen for what it is."""
     speculation = summary["speculation"]
     if not speculation or speculation["method"] == "none":
         return []

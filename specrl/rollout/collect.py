@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts: requests with their own seeds, the engine, the reward."""
+"""Collect scored rollouts: make a request with its own seed for each response, run the engine, apply the reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reward = Callable[[Prompt, str], float]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rollouts come from; with the prompt and sample index it decides their seeds."""
+    """The place in a run that rollouts come from; with the prompt and the sample index it decides their seeds."""
 
     run_seed: int
     step: int
@@ -53,7 +53,7 @@ def collect(
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:
-    """The request of one response, with the seed that makes it reproducible."""
+    """Return the request of one response, with the seed that makes it reproducible."""
     sampling = config.sampling
     return Request(
         prompt_tokens=prompt.tokens,

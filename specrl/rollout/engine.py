@@ -318,6 +318,15 @@ class Engine:
             raise RefitError("refit was sent a drafter, but the engine has none")
         refit_drafter(self._llm.vllm_config, self._drafter, weights, self._drafter_names)
 
+    @property
+    def cannot_verify(self) -> str | None:
+        """The reason why `verify_policy` cannot judge this engine's weights, or None where it can."""
+        if not self.is_whole:
+            return f"engine.tensor_parallel = {self.config.engine.tensor_parallel} splits them over ranks"
+        if self.mode == "native":
+            return 'precision.generation = "fp8" rounds them on a GPU'
+        return None
+
     def verify_policy(self, weights: Weights) -> None:
         """Compare the policy inside the engine with the trainer's tensors, one by one; slower than the parity probe.
 

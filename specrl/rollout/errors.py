@@ -1,4 +1,4 @@
-"""What can be wrong with an engine after a refit."""
+"""Errors for what can be wrong with an engine after a refit."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class Parity:
     comparison: Comparison
     noise: Noise
 
-    def counts(self) -> ParityCounts:
+    def counts(self, *, greedy: bool) -> ParityCounts:
+        """Return the figures of a result. Greedy responses have another limit for near-ties than sampled ones."""
         return ParityCounts(
             num_responses=self.comparison.num_responses,
             num_tokens=self.comparison.num_tokens,
@@ -49,6 +50,8 @@ class Parity:
             num_unexplained=self.comparison.num_unexplained,
             cdf_noise=self.noise.cdf,
             logprob_gap_noise=self.noise.gap,
+            limit=self.noise.limit(greedy=greedy),
+            largest_distance=max((item.distance for item in self.comparison.divergences), default=0.0),
         )
 
 
@@ -67,12 +70,13 @@ class Exactness:
         return ExactnessResult(
             chi_squared=test.statistic if test else None,
             degrees_of_freedom=test.degrees_of_freedom if test else 0,
+            num_cells=test.num_cells if test else 0,
             num_samples=test.num_samples if test else 0,
             p_value=test.p_value if test else None,
             num_draft_tokens=self.drafts.num_draft_tokens,
             num_accepted_tokens=self.drafts.num_accepted_tokens,
-            sampled=self.sampled.counts(),
-            greedy=self.greedy.counts(),
+            sampled=self.sampled.counts(greedy=test is None),
+            greedy=self.greedy.counts(greedy=True),
         )
 
     def metrics(self) -> dict[str, float]:

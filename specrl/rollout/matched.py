@@ -1,4 +1,4 @@
-"""Matched pairs: plain and speculative generation of the same tokens, interleaved, on one engine and its weights."""
+"""Matched pairs: plain and speculative generation of the same tokens in turn, on one engine with the same weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from specrl.rollout.engine import Engine, Generation, Request
 
 
 def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int | None, repeats: int) -> SpeedPair:
-    """Generate `requests`, `batch` at a time, plain and with k draft tokens in turn, `repeats` times each.
+    """Generate all requests, `batch` at a time, plain and with `k` draft tokens in turn, `repeats` times each.
 
-    With `k = None` the controller chooses; it has learned before, or learns on measured time.
+    Invariant 1 makes both the same work: the same seeds give the same tokens. Which of the two goes first alternates,
+    so that a machine that slows down or speeds up favours neither.
 
-    Invariant 1 makes both sides the same work: the same seeds give the same tokens. The order of the two alternates, so
-    that a machine that slows down or speeds up does not favour one. Leaves the engine drafting so.
+    Args:
+        k: the draft length; with None the controller chooses, and what it has yet to learn it learns on measured time.
+            The engine is left with this setting.
     """
     runs: dict[int | None, list[list[Generation]]] = {0: [], k: []}
     for repeat in range(repeats):

@@ -29,6 +29,7 @@ SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 
 
 def main(context: StageContext) -> None:
+    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -65,16 +66,17 @@ def main(context: StageContext) -> None:
         if ranks.is_first:
             recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
-            _leave_behind(context, tracker, found, started)
+            _write_results(context, tracker, found, started)
     leave()
 
 
 def read_all(rollouts_dir: Path) -> list[Rollout]:
+    """Read all rollouts below a folder."""
     return [rollout for path in sorted(rollouts_dir.rglob("*.arrow")) for rollout in read_rollouts(path)]
 
 
-def _leave_behind(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:
-    """Files, plots, metrics; the result last."""
+def _write_results(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:
+    """Write files, plots and metrics; the result comes last."""
     folder = context.stage_dir
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):

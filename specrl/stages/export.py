@@ -25,6 +25,7 @@ from specrl.tracking import Tracker, stage_run
 
 
 def main(context: StageContext) -> None:
+    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -57,14 +58,14 @@ def main(context: StageContext) -> None:
 
 
 def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
-    """The exported drafter's: the policy's own for its multi-token-prediction layer, none without a drafter."""
+    """Return the exported drafter's folder: the policy's own for a multi-token-prediction layer, None without one."""
     if trained.drafter_dir is None:
         return None
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Hard links where the file system can, so that gigabytes are not written twice."""
+    """Copy a folder's files, as hard links where the file system can, so that gigabytes are not written twice."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         (target / path.name).unlink(missing_ok=True)
@@ -75,7 +76,7 @@ def copy_directory(source: Path, target: Path) -> None:
 
 
 def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> float:
-    """Acceptance length of the exported directories, loaded by a fresh vLLM, on the prompts of `validate`."""
+    """Return the acceptance length of the exported folders in a fresh vLLM, on the prompts of `validate`."""
     own = drafter_dir == policy_dir  # vLLM then finds everything in the one directory
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
@@ -100,7 +101,11 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
 def publish(
     context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float, tracker: Tracker
 ) -> str | None:
-    """Model card, for EAGLE-3 the `speculators` format, and a version in MLflow's registry that names the policy's."""
+    """Write the model card and, for EAGLE-3, the `speculators` format; register the drafter with its policy's version.
+
+    Returns:
+        The version's number; None on ranks that do not log.
+    """
     config, stage_dir = context.config, context.stage_dir
     policy_dir, k = stage_dir / "policy", config.speculation.k
     validated = context.input("validate", ValidateResult)
@@ -120,7 +125,7 @@ def publish(
 
 
 def point_to(link: Path, folder: Path) -> None:
-    """`runs/NAME/export` always leads to the newest finished export."""
+    """Let `link`, `runs/NAME/export`, lead to the newest finished export."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.relative_to(link.parent))

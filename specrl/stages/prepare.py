@@ -18,6 +18,7 @@ from specrl.tracking import Tracker, stage_run
 
 
 def main(context: StageContext) -> None:
+    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()

@@ -27,6 +27,7 @@ from specrl.training.megatron.policy import Policy
 
 
 def main(context: StageContext) -> None:
+    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -40,6 +41,7 @@ def main(context: StageContext) -> None:
         rewards = [rollout.reward for share in ranks.gather(rollouts) for rollout in share]
         if ranks.is_first:
             tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
+            tracker.log_metrics({"pretrain/num_responses": len(rewards), "pretrain/reward_mean": fmean(rewards)})
             result = PretrainResult(
                 drafter_dir=drafter_dir,
                 rollouts_dir=rollouts_dir,
@@ -53,7 +55,7 @@ def main(context: StageContext) -> None:
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
-    """This rank's share of the policy's own responses; read back if a killed job had finished them."""
+    """Return this rank's share of the policy's own responses; they are read back if a killed job had finished them."""
     config = context.config
     path = rollout_path(rollouts_dir, 0, ranks.rank)
     if not path.exists():
@@ -91,7 +93,7 @@ def pretrain_drafter(
 ) -> dict[str, float]:
     """Train the drafter on the features of the policy's responses and write its directory; collective.
 
-    A policy's own multi-token-prediction layer starts from what it is; its directory is the policy's, whole.
+    A policy's own multi-token-prediction layer starts from what it is; its directory is the whole policy's.
     """
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir

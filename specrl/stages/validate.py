@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from statistics import fmean
+from statistics import fmean, median
 
 from specrl import logs
 from specrl.artifacts import ExactnessResult, PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
@@ -27,6 +27,7 @@ CHI_SQUARED_PROMPTS = 2
 
 
 def main(context: StageContext) -> None:
+    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -63,9 +64,10 @@ def main(context: StageContext) -> None:
 def accuracy(
     engine: Engine, prompts: list[Prompt], config: Config, ranks: Ranks, progress: Progress, phase: str
 ) -> tuple[float, SpeculationStats]:
-    """Mean reward of one response to each held-out prompt, with the same seeds whatever the policy; collective.
+    """Return the mean reward of one response to each held-out prompt, and the counters of speculation; collective.
 
-    Speculation changes no response (invariant 1), so that accuracy with and without it is one number.
+    The seeds are the same whatever the policy. Speculation changes no response (invariant 1), so that accuracy with and
+    without it is one number.
     """
     size = config.engine.tensor_parallel
     own = prompts[ranks.rank // size :: ranks.world_size // size]
@@ -87,7 +89,7 @@ def accuracy(
 def check_exactness(
     engine: Engine, prompts: list[Prompt], config: Config, tracker: Tracker, progress: Progress
 ) -> ExactnessResult:
-    """Speculation against plain decoding on the real policy; every rank does the same work.
+    """Compare speculation with plain decoding on the real policy; every rank does the same work.
 
     Raises:
         ExactnessError: a gate failed; the figures are in MLflow by then.
@@ -108,12 +110,12 @@ def check_exactness(
 
 
 def shortest(prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts of the chi-squared test: many samples of each are cheap where a prompt is short."""
+    """Return the prompts of the chi-squared test: many samples of each are cheap where a prompt is short."""
     return sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.id))[:CHI_SQUARED_PROMPTS]
 
 
 def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progress: Progress) -> list[SpeedPair]:
-    """One matched pair per batch size of `validate.speed_batches`."""
+    """Measure one matched pair for each batch size of `validate.speed_batches`."""
     origin = Origin(derive_seed(config.seed, "speed"), step=0)
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
@@ -128,10 +130,13 @@ def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progres
 
 
 def log(tracker: Tracker, result: ValidateResult) -> None:
+    """Log the result's figures to MLflow."""
     metrics = {
         "validate/accuracy_before": result.accuracy_before,
         "validate/accuracy_after": result.accuracy_after,
         "validate/acceptance_length": result.acceptance_length,
     }
+    if result.speed:
+        metrics["speedup/generation"] = median(pair.speedup for pair in result.speed)
     metrics |= {f"speedup/generation_batch_{pair.batch}": pair.speedup for pair in result.speed}
     tracker.log_run_metrics(metrics)

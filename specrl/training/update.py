@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -33,16 +35,18 @@ def update_policy(
     `Rollout.policy_logprobs` of the rollouts trained on: under the policy that sampled them.
 
     Returns:
-        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics; `grad_norm`
-        and `lr` (means over the updates); and `num_tokens`, prompts included. With them this rank's
-        features of the micro-batches that stay within `drafter.max_tokens_per_step`; a whole step's would fill the
-        memory.
+        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics; `grad_norm` and `lr`
+        (means over the updates); `num_tokens`, prompts included; and `logprob_s`, the seconds of separate log-prob
+        passes. With them this rank's features of the micro-batches that stay within `drafter.max_tokens_per_step`; a
+        whole step's would fill the memory.
     """
     chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
     parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
+    started = time.perf_counter()
     if len(parts) > 1:
         _fill_logprobs(policy, rollouts, chosen, config)
     reference = _reference_logprobs(policy, rollouts, chosen, config)
+    logprob_s = time.perf_counter() - started
     metrics: dict[str, float] = {}
     features: list[Features] = []
     own = [_own_micro_batches(policy, rollouts, part, config) for part in parts]
@@ -59,7 +63,7 @@ def update_policy(
         for name, value in result.items():
             metrics[name] = metrics.get(name, 0.0) + value / len(parts)
     num_tokens = sum(len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in chosen)
-    return {**metrics, "num_tokens": float(num_tokens)}, features
+    return {**metrics, "num_tokens": float(num_tokens), "logprob_s": logprob_s}, features
 
 
 def align(rows: list[list[float]], mask: Tensor) -> Tensor:

@@ -5,19 +5,24 @@ Leaves what was sampled, the rewards, and the final policy of each run in FOLDER
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_json, write_result
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks, join, leave
-from specrl.loop import Trainer, run_loop, update_drafter
+from specrl.loop import Trainer
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
+from specrl.rollout.errors import PolicyParityError
+from specrl.rollout.refit.load import Refit
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.stages.train import build
 from specrl.tracking import Silent
@@ -28,6 +33,7 @@ from tests.exactness.toy import likely_tokens, policy_weights, write_policy
 
 NUM_STEPS = 5
 METHODS = ("none", "eagle3")
+SWAPPED = tuple(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
 
 
 def share_of_vowels(prompt: str, response: str, answer: str) -> float:
@@ -67,11 +73,12 @@ def main(folder: Path) -> None:
     policy_dir = write_policy(folder / "policy", policy_weights(0))
     for method in METHODS:
         trainer = prepare(config_of(method, folder), policy_dir, folder / f"{method}-inputs", ranks)
-        run_loop(trainer, 0, Progress(folder, enabled=False))
+        trainer.run(0, Progress(folder, enabled=False))
         weights = {name: tensor.contiguous().clone() for name, tensor in trainer.policy.hf_weights()}
         save_file(weights, folder / f"{method}.safetensors")
         if trainer.drafter is not None:
             write_json(folder / "gradients.json", policy_gradients(trainer))
+            write_json(folder / "swapped.json", refit_with_a_swap(trainer, folder / "refits.json"))
         trainer.engine.shutdown()
     leave()
 
@@ -106,9 +113,37 @@ def prepare(config: Config, policy_dir: Path, folder: Path, ranks: Ranks) -> Tra
     return build(context, ranks, Silent())
 
 
+class SwappingRefit(Refit):
+    """A refit on whose way to the engine two tensors of the first layer are taken for each other."""
+
+    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(super()._policy_weights())
+        first, second = SWAPPED
+        return iter((weights | {first: weights[second], second: weights[first]}).items())
+
+
+def refit_with_a_swap(trainer: Trainer, counts_path: Path) -> dict[str, str | dict[str, int]]:
+    """Return what the job's first refit says when tensors were swapped, and what it counts."""
+    refit = SwappingRefit(
+        trainer.engine,
+        trainer.policy,
+        trainer.drafter,
+        trainer.refit._probe,
+        trainer.refit._guard,
+        ranks=trainer.ranks,
+        verify_every=20,
+        counts_path=counts_path,
+    )
+    try:
+        refit.load(version=NUM_STEPS + 1)
+    except PolicyParityError as error:
+        return {"error": str(error), "counts": json.loads(counts_path.read_text())}
+    return {"error": "", "counts": {}}
+
+
 def policy_gradients(trainer: Trainer) -> dict[str, float | None]:
     """Gradient of each policy parameter after the drafter's update on features of the policy's own forward pass."""
-    rollouts = read_rollouts(next(iter(sorted(trainer.rollouts_dir.glob("step=*/rank-*.arrow")))))
+    rollouts = read_rollouts(next(iter(sorted(trainer.recorder.rollouts_dir.glob("step=*/rank-*.arrow")))))
     assert trainer.drafter is not None
     _, features = update_policy(trainer.policy, rollouts, trainer.config, trainer.drafter.feature_spec)
     model = trainer.policy.model
@@ -117,7 +152,7 @@ def policy_gradients(trainer: Trainer) -> dict[str, float | None]:
         if hasattr(parameter, "main_grad"):
             parameter.main_grad.zero_()
     before = [parameter.detach().clone() for parameter in trainer.drafter.model.parameters()]
-    update_drafter(trainer, features)
+    trainer.update_drafter(features)
     after = trainer.drafter.model.parameters()
     assert any(not a.equal(b) for a, b in zip(before, after, strict=True)), "the drafter did not learn"
     return {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from specrl.schemas import Rollout, read_rollouts
-from tests.exactness.rl_steps import METHODS, NUM_STEPS
+from tests.exactness.rl_steps import METHODS, NUM_STEPS, SWAPPED
 from tests.integration.pipeline_runs import outside_of_groups
 
 pytestmark = pytest.mark.engine
@@ -67,3 +67,10 @@ def test_the_drafters_loss_leaves_every_policy_gradient_at_zero(folder: Path) ->
     gradients = json.loads((folder / "gradients.json").read_text())
     assert len(gradients) > 20
     assert set(gradients.values()) == {None}
+
+
+def test_tensors_swapped_on_their_way_to_the_engine_are_named_and_counted(folder: Path) -> None:
+    found = json.loads((folder / "swapped.json").read_text())
+    assert "the engine's policy differs from the trainer's in" in found["error"]
+    assert all(name in found["error"] for name in SWAPPED)
+    assert found["counts"] == {"checks": 1, "failures": 1}

@@ -30,7 +30,6 @@ from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, wri
 from specrl.config import DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
-from specrl.loop import run_loop
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
@@ -117,9 +116,9 @@ def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Silent())
-        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
+        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
-        run_loop(trainer, first_step, progress)
+        trainer.run(first_step, progress)
     trainer.policy.save_pretrained(context.stage_dir / "policy")
     leave()
 

@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
 from specrl.projection.projected import agreement
 from tests.integration.loop_plan import LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
+from tests.unit.test_metrics import OF_A_STEP
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,11 @@ RUNS = [
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
 ]
+EVERY_METRIC = LoopRun(
+    "every-metric",
+    settings={**BOTH, "train": {"kl_coef": 0.01, "updates_per_step": 2}, "engine": {"verify_every": 1}},
+)
+RUNS.append(EVERY_METRIC)
 NAMES = [run.name for run in RUNS]
 
 
@@ -147,3 +154,19 @@ def test_every_step_left_its_picture(runs: Path) -> None:
     pictures = sorted((runs / "both" / "train-toy" / "steps").glob("*.svg"))
     assert len(pictures) == 3
     assert "rank 1" in pictures[0].read_text()
+
+
+def test_a_step_logs_every_metric_that_is_defined_for_it_and_no_other(runs: Path) -> None:
+    logged = {name for run in ("every-metric", "both") for record in steps(runs / run) for name in record["metrics"]}
+    assert [name for name in logged if find_metric(name) is None] == []
+    families = {metric.name for name in logged if (metric := find_metric(name)) is not None}
+    expected = {name for name in METRICS if name.partition("/")[0] in OF_A_STEP}
+    assert expected - families == {"timing/kv_scales_s"}  # with an FP8 KV cache only, see test_fp8_resume.py
+
+
+def test_checks_of_refits_are_counted_over_restarts(runs: Path) -> None:
+    """Every start of the stage has one more refit than it completes steps, but for the start that was killed."""
+    counts = {name: json.loads((runs / name / "train-toy" / "refits.json").read_text()) for name in NAMES}
+    assert counts["none"] == {"checks": 4, "failures": 0}
+    assert counts["both-long-killed"]["checks"] >= 13
+    assert all(count["failures"] == 0 for count in counts.values())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from specrl.mlflow_store import check_names
 from torch import Tensor
 
 from flows.cli import invoke
@@ -19,7 +20,6 @@ from specrl.data import rewards
 from specrl.data.prompts import Prompt
 from specrl.data.rewards import make_reward
 from specrl.keys import run_keys
-from specrl.mlflow_store import check_names
 from tests.contributing import write_files
 
 

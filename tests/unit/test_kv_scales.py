@@ -17,14 +17,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specrl import loop
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join, leave
+from specrl.loop import Trainer
 from specrl.models.families import LLAMA
 from specrl.precision.kv_scales import KvObserver
+from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.stages import train
+from specrl.step_record import Recorder
+from specrl.tracking import Silent
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
@@ -98,7 +100,6 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     policy: Policy, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
-    monkeypatch.setattr(train, "expect_lengths", lambda *args: None)
     config = Config(name="kv", precision=PrecisionConfig(kv_cache="fp8"))
 
     def trainer() -> Any:
@@ -110,13 +111,13 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             policy=policy,
             drafter=None,
             engine=SimpleNamespace(precision=precision),
-            rollouts_dir=tmp_path / "rollouts",
-            steps_dir=tmp_path / "steps",
+            recorder=Recorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
+            generator=SimpleNamespace(restore=lambda *args: None),
             checkpoint_dir=tmp_path / "checkpoints",
         )
 
     first = trainer()
-    assert train.restore(first, tmp_path) == 0
+    assert Trainer.restore(first, tmp_path) == 0
     assert first.engine.precision.kv_scales == CALIBRATED
     shipped = KvScales([0.1 + 0.2, 1e-9], [1 / 3, 2.5], [7.0, 0.25])  # to the last bit
     first.engine.precision.restore(shipped)
@@ -124,7 +125,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None and checkpoint.kv_scales(found) == shipped
     second = trainer()
-    assert train.restore(second, tmp_path) == 1
+    assert Trainer.restore(second, tmp_path) == 1
     assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
     checkpoint.save(tmp_path / "plain", policy, None, 1, keep=1)  # with a BF16 one
     assert checkpoint.kv_scales(tmp_path / "plain" / "step=000001") is None
@@ -133,13 +134,16 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
 def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:
     calls: list[str] = []
     engine = SimpleNamespace(assert_quantised=lambda: calls.append("engine"))
-    precision = SimpleNamespace(assert_quantised=lambda trained: calls.append("trainer"))
-    trainer: Any = SimpleNamespace(engine=engine, precision=precision)
-    assert not loop.check_quantised(trainer, 0.0)
-    assert loop.check_quantised(trainer, 5.0)
+    training: Any = SimpleNamespace(assert_quantised=lambda trained: calls.append("trainer"))
+    alone = Ranks(0, 1, 0, torch.device("cpu"))
+    in_fp8 = PrecisionMonitor(Config(name="fp8"), alone, engine, training, None, Path())
+    for num_tokens in (0.0, 5.0, 5.0):
+        in_fp8.check_quantised(num_tokens)
     assert calls == ["engine", "engine", "trainer"]
-    in_bf16: Any = SimpleNamespace(engine=engine, precision=None)
-    assert loop.check_quantised(in_bf16, 0.0)
+    in_bf16 = PrecisionMonitor(Config(name="bf16"), alone, engine, None, None, Path())
+    for num_tokens in (0.0, 5.0):
+        in_bf16.check_quantised(num_tokens)
+    assert calls[3:] == ["engine"]
 
 
 def test_an_engine_without_an_fp8_kv_cache_has_no_scales_to_store() -> None:

@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specrl import loop
+from specrl.config import Config
 from specrl.distributed import Ranks
-from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.step_record import StepRecord, read_steps
+from specrl.loop import Trainer
+from specrl.stages.train import precision_report
+from specrl.step_record import Recorder, StepRecord, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
+from specrl.tracking import Silent
 from specrl.training.megatron import checkpoint
 
 
@@ -22,20 +24,20 @@ def test_a_step_has_its_record_before_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, is_due: bool
 ) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    recorder = Recorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3, keep_checkpoints=1)),
-        **{"ranks": Ranks(0, 1, 0, torch.device("cpu")), "policy": None, "drafter": None},
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
-        **{"rollouts_dir": tmp_path / "rollouts", "steps_dir": tmp_path / "steps", "checkpoint_dir": tmp_path},
+        **{"recorder": recorder, "policy": None, "drafter": None, "checkpoint_dir": tmp_path},
     )
     found: list[int] = []
     monkeypatch.setattr(
-        checkpoint, "save", lambda *_, **__: found.extend(item.step for item in read_steps(trainer.steps_dir))
+        checkpoint, "save", lambda *_, **__: found.extend(item.step for item in read_steps(recorder.steps_dir))
     )
     bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
-    ranks = [RankTimeline(bubble, rank_spans(bubble, []))]
-    record = StepRecord.of(step, {"timing/step_s": 1.0}, SpeculationStats(), ranks, [])
-    loop.store(cast(Any, trainer), record, [])
+    record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
+    Trainer.store(cast(Any, trainer), record, [])
     assert found == ([step] if is_due else [])
 
 
@@ -49,3 +51,14 @@ def test_a_timer_knows_the_parts_under_way() -> None:
     assert set(so_far) == {"step", "generation", "checkpoint"} == set(timer.seconds)
     assert so_far["step"] <= timer.seconds["step"]
     assert [span.name for span in timer.spans] == ["generation", "checkpoint", "step"]
+
+
+def test_what_is_not_fp8_is_called_by_the_type_that_it_has() -> None:
+    for dtype, name in (("float32", "fp32"), ("bfloat16", "bf16")):
+        trainer: Any = SimpleNamespace(
+            config=Config.model_validate({"name": "run", "model": {"dtype": dtype}, "precision": {"training": "fp8"}}),
+            engine=SimpleNamespace(precision=SimpleNamespace(recipe=None), mode="off"),
+            precision=SimpleNamespace(training_mode="emulated"),
+        )
+        report = precision_report(trainer)
+        assert (report.generation, report.training, report.kv_cache) == (name, "fp8", name)

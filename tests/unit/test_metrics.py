@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from pathlib import Path
@@ -34,6 +35,29 @@ def test_every_metric_name_in_the_sources_is_defined() -> None:
     }
     assert used, "the pattern finds nothing: it no longer fits how names are written"
     assert {entry for entry in used if find_metric(entry[1]) is None} == set()
+
+
+OF_A_STEP = ("timing", "performance", "spec", "bubble", "mismatch", "reward", "rollout", "policy", "drafter", "refit")
+"""Groups that a step's record holds, see `tests/integration/test_bubbles.py`."""
+
+
+def test_every_metric_outside_of_a_step_is_logged_by_some_stage() -> None:
+    """A name counts where it stands in the sources as it is, or where an f-string assembles it from a name there."""
+    whole: set[str] = set()
+    beginnings: set[str] = set()
+    for path in SOURCES.rglob("*.py"):
+        if path.name != "metrics.py":
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            strings = [part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values[:1]]
+            beginnings |= {part.value for part in strings if isinstance(part, ast.Constant)}
+            whole |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    missing = []
+    for name in METRICS:
+        group, _, leaf = name.partition("/")
+        assembled = f"{group}/" in beginnings and leaf in whole
+        if group not in OF_A_STEP and not (name in whole or name.removesuffix("I") in beginnings or assembled):
+            missing.append(name)
+    assert missing == []
 
 
 def test_a_family_covers_its_positions_and_nothing_else() -> None:

@@ -110,6 +110,7 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
 EXACTNESS = ExactnessResult(
     chi_squared=20.0,
     degrees_of_freedom=18,
+    num_cells=20,
     num_samples=256,
     p_value=0.33,
     num_draft_tokens=700,
@@ -121,6 +122,8 @@ EXACTNESS = ExactnessResult(
         num_unexplained=0,
         cdf_noise=0.004,
         logprob_gap_noise=0.06,
+        limit=0.03125,
+        largest_distance=0.0021,
     ),
     greedy=ParityCounts(
         num_responses=16,
@@ -190,6 +193,8 @@ def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
         "60.0%",
         "p = 0.33",
         "1 differences in 1024",
+        "all near-ties: largest distance 0.0021 of the CDF, limit 0.031",
+        "20 cells told apart",
         "reloaded its last",
     ):
         assert part in text

@@ -8,7 +8,6 @@ from pathlib import Path
 from specrl.artifacts import PretrainResult
 from specrl.context import StageContext
 from specrl.distributed import join, leave
-from specrl.loop import run_loop
 from specrl.processes import end_with_parent
 from specrl.progress import Progress
 from specrl.stages import train
@@ -22,8 +21,8 @@ def run_rank(path: Path, parent: int) -> None:
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Silent())
-        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
-        run_loop(trainer, first_step, progress)
+        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        trainer.run(first_step, progress)
         trainer.engine.shutdown()
     leave()
 

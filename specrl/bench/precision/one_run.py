@@ -12,7 +12,6 @@ from specrl.artifacts import PretrainResult, write_json
 from specrl.bench.precision.runs import END_RESULT_FILE, EndResult
 from specrl.context import StageContext
 from specrl.distributed import join, leave
-from specrl.loop import run_loop
 from specrl.progress import Progress
 from specrl.stages import train
 from specrl.stages.validate import accuracy
@@ -25,9 +24,9 @@ def run_one(path: Path) -> None:
     config, ranks = context.config, join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Silent())
-        first_step = train.restore(trainer, context.input("pretrain", PretrainResult).rollouts_dir)
-        run_loop(trainer, first_step, progress)
-        engine, prompts = trainer.engine, trainer.source.held_out(config.validate_.num_prompts)
+        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        trainer.run(first_step, progress)
+        engine, prompts = trainer.engine, trainer.generator.source.held_out(config.validate_.num_prompts)
         if engine.speculates:
             engine.set_k(engine.longest_k)
         correct, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy")

@@ -1,4 +1,4 @@
-"""Staleness guard: a drafter that is damaged, stale or lost is noticed after the refit, replaced, and told about.
+"""The guard of the drafter: one that is damaged, stale or lost is noticed after the refit, replaced and reported.
 
 Speculation is exact with any drafter, so that a bad one costs nothing but time, silently. After every refit the guard
 compares the engine's drafter with the trainer's, tensor by tensor, and generates a fixed probe with a fixed draft
@@ -29,7 +29,7 @@ PROBE_TOKENS = 24
 
 
 class TrainedDrafter(Protocol):
-    """What the guard needs of the drafter in the trainer; equal on every rank."""
+    """The trainer's drafter as the guard needs it; it is the same on every rank."""
 
     def named_weights(self) -> Weights: ...
 
@@ -39,9 +39,9 @@ class TrainedDrafter(Protocol):
 
 
 class AcceptanceWatch:
-    """Acceptance per position against its running value.
+    """Compares acceptance per position with its running value.
 
-    Collapse at a position is a rate below `COLLAPSE` times the running value and below it by more than
+    A collapse at a position is a rate below `COLLAPSE` times the running value and below it by more than
     `STANDARD_ERRORS` (binomial, from the number of drafts), so that neither noise nor a slow drift trips it.
     """
 
@@ -54,7 +54,8 @@ class AcceptanceWatch:
         """Take the rates of one probe into the running value.
 
         Raises:
-            DrafterCollapseError: names the position; the running value keeps its last good state.
+            DrafterCollapseError: acceptance has collapsed at the position that the error names; the running value keeps
+                its last good state.
         """
         if not stats.num_drafts:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
@@ -77,15 +78,18 @@ class AcceptanceWatch:
 
 @dataclass(frozen=True)
 class GuardReport:
-    """What became of one refit."""
+    """The state of the drafter after one refit."""
 
     reloaded: bool
     """The drafter had collapsed, and its last good version came back."""
     speculating: bool
     acceptance_length: float
-    """On the probe, after whatever was done."""
+    """Acceptance length on the probe after whatever was done; 1 where nothing is drafted."""
+    failures: int = 0
+    """The number of versions of the drafter that were found wrong: of the refit's, and then of its last good one."""
 
     def metrics(self) -> dict[str, float]:
+        """Return the state under its names in MLflow."""
         return {
             "refit/drafter_reloads": float(self.reloaded),
             "refit/speculating": float(self.speculating),
@@ -107,7 +111,10 @@ class DrafterGuard:
         self._events: list[str] = []
 
     def check(self, version: int) -> GuardReport:
-        """Call it after every refit; repairs what can be repaired. Without a trained drafter nothing can go stale."""
+        """Check the drafter after a refit and repair what can be repaired; collective.
+
+        Without a trained drafter nothing can go stale, and nothing is done.
+        """
         if self._drafter is None or not self._engine.speculates:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
         fault = self._fault(version)
@@ -119,24 +126,27 @@ class DrafterGuard:
         fault = self._fault(version)
         if fault is None:
             self._events.append(f"{event}; reloaded its last good version")
-            return self._report(reloaded=True)
+            return self._report(reloaded=True, failures=1)
         self._engine.stop_speculating()
         self._events.append(
             f"{event}; its last good version did not help: {fault}; speculation is off until the stage starts anew"
         )
-        return self._report(reloaded=False)
+        return self._report(reloaded=False, failures=2)
 
     def take_events(self) -> list[str]:
-        """Collapses since the last call, and what was done about them."""
+        """Return the collapses since the last call, and what was done about each."""
         events, self._events = self._events, []
         return events
 
-    def _report(self, *, reloaded: bool) -> GuardReport:
+    def _report(self, *, reloaded: bool, failures: int = 0) -> GuardReport:
         speculating = self._engine.speculates
-        return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0)
+        return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
 
     def _fault(self, version: int) -> str | None:
-        """What is wrong with the drafter of any rank's engine; the ranks must act alike, as they train one drafter."""
+        """Return what is wrong with the drafter in any rank's engine, or None.
+
+        All ranks get the same answer and act alike, because they train one drafter.
+        """
         found = None
         try:
             if self._drafter is not None and self._engine.is_whole:
@@ -148,9 +158,10 @@ class DrafterGuard:
         return next((fault for fault in self._ranks.gather(found) if fault is not None), None)
 
     def _probe(self) -> SpeculationStats:
-        """The same prompts, seeds and draft length each time, prefilled anew; all drafts are the drafter's.
+        """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.
 
-        Stored text is forgotten: it would draft in the drafter's place for a prompt that the step had, too.
+        All drafts must be the drafter's: stored text is forgotten, as it would draft instead for a prompt that the step
+        had, too.
         """
         engine = self._engine
         if engine.replays:
@@ -169,7 +180,7 @@ class DrafterGuard:
 
 
 def snapshot(drafter: TrainedDrafter | None) -> dict[str, Any] | None:
-    """A copy of the drafter's state on the CPU."""
+    """Return a copy of the drafter's state on the CPU."""
     return None if drafter is None else _to_cpu(drafter.state_dict())
 
 
@@ -184,7 +195,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:
-    """A fixed probe: the first prompts that the drafter was pretrained on, a few tokens each, at the run's settings."""
+    """Return a fixed probe: the first prompts that the drafter was pretrained on, at the run's sampling settings."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     prompts = dict.fromkeys(tuple(rollout.prompt_tokens) for rollout in read_rollouts(first))
     sampling = config.sampling

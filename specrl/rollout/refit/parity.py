@@ -1,4 +1,4 @@
-"""Refit is checked, not assumed: engine against trainer on a probe, and what else may be wrong after it."""
+"""Log-probs of engine and trainer on a probe, compared after a refit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import fmean
 from specrl.rollout.errors import PolicyParityError
 
 DECIDED = 0.75
-"""Share of the probe's tokens that must be nearer to one policy than to the other before that is taken for the
+"""The share of the probe's tokens that must be nearer to one policy than to the other before that one is taken for the
 engine's. It is 0.5 on average where rounding is all that tells the two apart."""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """|log-prob(engine) - log-prob(trainer)| over the tokens of a probe, nats."""
+    """Mean and maximum of |log-prob(engine) - log-prob(trainer)| over the tokens of a probe, in nats."""
 
     mean: float
     maximum: float
@@ -56,14 +56,14 @@ def check_policy(
 def check_moved_on(
     engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]], earlier: Sequence[Sequence[float]]
 ) -> bool:
-    """Whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
+    """Return whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
 
     A refit that silently did nothing passes `check_policy` for as long as the policy moves less than the tolerance.
     Rounding alone moves the log-probs of either side by as much as a small step does, a few tokens' by very much: so
     the policies must be well apart, and most tokens must say the same.
 
     Returns:
-        False while the two policies are too near to each other to tell.
+        False as long as the two policies are too near to each other to tell.
 
     Raises:
         PolicyParityError: the engine still computes with the earlier policy.
@@ -83,7 +83,7 @@ def check_moved_on(
 def share_nearer(
     engine: Sequence[Sequence[float]], left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]
 ) -> float:
-    """Share of the tokens at which `engine` is nearer to `left` than to `right`; those as near to both are left out."""
+    """Return the share of the tokens, without undecided ones, at which `engine` is nearer to `left` than to `right`."""
     rows = zip(engine, left, right, strict=True)
     gaps = [abs(e - x) - abs(e - y) for row in rows for e, x, y in zip(*row, strict=True)]
     decided = [gap < 0 for gap in gaps if gap]
@@ -91,5 +91,5 @@ def share_nearer(
 
 
 def mean_distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    """Mean |left - right| of log-probs of the same sequences, nats."""
+    """Return the mean |left - right| of log-probs of the same sequences, in nats."""
     return fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))

@@ -1,4 +1,4 @@
-"""The probe that every refit is checked with: the trainer's log-probs are the truth, the engine's must equal them."""
+"""The probe of the policy after every refit: the engine's log-probs must be the trainer's."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MAX_TOKENS = 64
 
 
 def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
-    """A few of the policy's own responses to task prompts, with their prompts, cut to `MAX_TOKENS` tokens."""
+    """Return a few of the policy's own responses with their prompts, each cut to `MAX_TOKENS` tokens."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     rollouts = read_rollouts(first)[:NUM_SEQUENCES]
     return [(rollout.prompt_tokens + rollout.response_tokens)[:MAX_TOKENS] for rollout in rollouts]
 
 
 def expected_difference(config: PrecisionConfig) -> float:
-    """What the calibration's budget adds to mean |log p_engine - log p_trainer| where the two differ in precision.
+    """Return what the calibration's budget adds to mean |log p_engine - log p_trainer|, in nats; 0 in equal precision.
 
-    Where log-ratios are normal with a variance of s^2, KL is s^2 / 2 and their mean magnitude below s.
+    If log-ratios are normal with a variance of s^2, the KL is s^2 / 2 and their mean magnitude is below s.
     """
     same = config.generation == config.training and config.kv_cache == "bf16"
     return 0.0 if same else math.sqrt(2 * config.max_kl)
 
 
 class RefitProbe:
-    """Invariant 4: refit is checked, not assumed. The drafter has a guard of its own."""
+    """Compares engine and trainer on a few sequences (invariant 4); the drafter has a guard of its own."""
 
     def __init__(self, sequences: list[list[int]], config: Config) -> None:
         self._sequences = sequences

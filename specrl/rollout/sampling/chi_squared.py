@@ -21,6 +21,8 @@ class ChiSquared:
     statistic: float
     degrees_of_freedom: int
     num_samples: int
+    num_cells: int = 0
+    """The number of cells among which samples fall; 0 for a single one, which tells nothing apart."""
 
     @property
     def p_value(self) -> float:
@@ -47,7 +49,9 @@ def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSqua
         smallest = expected.index(min(expected))
         expected[smallest] += rest_expected
         observed[smallest] += rest_observed
-    return ChiSquared(float(stats.chisquare(observed, expected).statistic), len(expected) - 1, total)
+    statistic = float(stats.chisquare(observed, expected).statistic)
+    num_cells = len(expected) if len(expected) > 1 else 0
+    return ChiSquared(statistic, len(expected) - 1, total, num_cells)
 
 
 def combined(tests: Sequence[ChiSquared]) -> ChiSquared:
@@ -56,4 +60,5 @@ def combined(tests: Sequence[ChiSquared]) -> ChiSquared:
         sum(test.statistic for test in tests),
         sum(test.degrees_of_freedom for test in tests),
         sum(test.num_samples for test in tests),
+        sum(test.num_cells for test in tests),
     )

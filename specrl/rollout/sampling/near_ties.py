@@ -52,6 +52,10 @@ class Noise:
     """Largest movement of the distance of the two best log-probs, nats."""
     num_tokens: int
 
+    def limit(self, *, greedy: bool) -> float:
+        """Return the largest distance of a near-tie: nats for greedy responses, a part of the CDF for sampled ones."""
+        return ALLOWANCE * max(self.gap if greedy else self.cdf, FLOOR)
+
     def or_rounding(self, dtype: str) -> Noise:
         """At least what one step of a logit in `dtype` makes, though this measurement did not meet it."""
         if dtype != "bfloat16":
@@ -78,11 +82,10 @@ class Divergence:
 
     def explained(self, noise: Noise) -> bool:
         """A near-tie: each token is what its own distribution gives at u, and the two differ by no more than noise."""
+        is_near = self.distance <= noise.limit(greedy=self.left.greedy)
         if self.left.greedy:
-            return self.distance <= ALLOWANCE * max(noise.gap, FLOOR)
-        if self.left.u != self.right.u or not all(_holds_u(pick) for pick in (self.left, self.right)):
-            return False
-        return self.distance <= ALLOWANCE * max(noise.cdf, FLOOR)
+            return is_near
+        return is_near and self.left.u == self.right.u and all(_holds_u(pick) for pick in (self.left, self.right))
 
 
 def _holds_u(pick: Pick) -> bool:

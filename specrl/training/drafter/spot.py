@@ -74,6 +74,19 @@ class SpotTraining:
         self.micro_steps += 1
         return True
 
+    def update(self, features: Sequence[Features], lr: float) -> dict[str, float]:
+        """Make the drafter's update of a step, collective, and keep the step's features for the next bubble.
+
+        What the ranks learnt while they waited is brought together. Where none of them waited, all train now.
+
+        Args:
+            features: features of this rank's part of the policy's update.
+            lr: the learning rate of a joint update.
+        """
+        metrics = self.merge() or self._drafter.update(list(features), lr=lr)
+        self.remember(features)
+        return metrics
+
     def merge(self) -> dict[str, float]:
         """Make the ranks' drafters one again; collective. Metrics of the micro-steps, none if no rank took any."""
         ranks, drafter = self._drafter.ranks, self._drafter

@@ -1,0 +1,134 @@
+"""The rollouts of a step over all ranks: prompts are dealt, answered and scored, and who must wait uses the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrl.config import Config
+from specrl.data.prompts import Prompt, PromptSource
+from specrl.distributed import Ranks
+from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
+from specrl.rollout.bubbles.bubbles import Activity, Bubbles
+from specrl.rollout.bubbles.pregeneration import PregeneratedText
+from specrl.rollout.collect import Origin, Reward, collect
+from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
+from specrl.rollout.engine import Engine
+from specrl.schemas import Rollout
+from specrl.timeline import Bubble, Pace
+from specrl.training.update import assign_advantages
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """What all ranks generated in one step; the same on every rank."""
+
+    rollouts: list[Rollout]
+    """In the order of the step's prompts and, for each prompt, of its samples; with rewards and advantages."""
+    stats: SpeculationStats
+    """Counters of speculation, summed over the engines; `decode_steps` is that of the engine with the most."""
+    bubbles: list[Bubble]
+    """One for each rank."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank contributes to a step."""
+
+    rollouts: list[Rollout]
+    stats: SpeculationStats
+    bubble: Bubble
+    texts: list[PregeneratedText]
+
+
+class RolloutGenerator:
+    """Generates the rollouts of one step after another. All methods but `metrics` are collective over the ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine,
+        source: PromptSource,
+        reward: Reward,
+        training: Activity | None,
+    ) -> None:
+        """Prepare the use of idle time that `bubbles.use` asks for.
+
+        Args:
+            training: trains the drafter while this rank waits; None where `bubbles.use` does not ask for it.
+        """
+        self.source = source
+        self._config, self._ranks, self._engine, self._reward = config, ranks, engine, reward
+        self._lengths = ResponseLengthEstimator()
+        self._bubbles = Bubbles(config, ranks, engine, source, self._lengths, training)
+
+    def restore(self, pretraining: Path, rollouts_dir: Path, first_step: int) -> None:
+        """Learn the response lengths that an undisturbed run would know before `first_step`, from rollouts on disk.
+
+        Args:
+            pretraining: the folder of the rollouts that the drafter was pretrained on.
+            rollouts_dir: the folder of this stage's own rollouts, complete up to `first_step`.
+        """
+        prompts = self.source.pretraining(self._config.drafter.num_prompts)
+        self._lengths.learn(prompts, stored_lengths(pretraining))
+        for step in range(max(0, first_step - WINDOW), first_step):
+            self._lengths.learn(self.source.batch(step), stored_lengths(rollouts_dir / f"step={step:06d}"))
+
+    def generate(self, step: int) -> StepRollouts:
+        """Sample and score `train.samples_per_prompt` responses to each of the step's prompts.
+
+        The engine must hold the policy of version `step`. The rollouts depend on that policy, the run's seed and the
+        step alone; ranks, drafts and bubbles change nothing but the time.
+        """
+        prompts = self.source.batch(step)
+        shares = self._ranks.gather(self._own_share(prompts, step))
+        engines = shares[:: self._config.engine.tensor_parallel]  # the ranks of one engine have the same rollouts
+        stats = over_engines([share.stats for share in engines])
+        bubbles = [share.bubble for share in shares]
+        self._bubbles.close(bubbles, [share.texts for share in shares], stats)
+        place = {prompt.id: index for index, prompt in enumerate(prompts)}
+        rollouts = sorted(
+            (rollout for share in engines for rollout in share.rollouts),
+            key=lambda rollout: (place[rollout.prompt_id], rollout.sample),
+        )
+        self._lengths.learn(prompts, ((rollout.prompt_id, len(rollout.response_tokens)) for rollout in rollouts))
+        assign_advantages(rollouts, self._config.train)
+        return StepRollouts(rollouts, stats, bubbles)
+
+    def probed(self, acceptance_length: float) -> None:
+        """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
+        self._bubbles.probed(acceptance_length)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the use of idle time is shared out by, under its names in MLflow."""
+        return self._bubbles.metrics()
+
+    def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
+        """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""
+        config, ranks = self._config, self._ranks
+        size, samples = config.engine.tensor_parallel, config.train.samples_per_prompt
+        own = deal(prompts, self._lengths, ranks.world_size // size)[ranks.rank // size]
+        self._bubbles.open(own)
+        started_at = time.time()
+        pace = Pace(len(own) * samples, config.engine.max_num_seqs)
+
+        def on_iteration() -> None:
+            self._bubbles.beat()
+            pace.on_iteration()
+
+        rollouts, generation = collect(
+            self._engine,
+            own,
+            samples,
+            config,
+            self._reward,
+            Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step),
+            on_progress=pace.on_progress,
+            on_iteration=on_iteration,
+            recall=True,
+        )
+        bubble, texts = self._bubbles.spend(step, started_at, generation, pace.rows())
+        return _Share(rollouts, generation.stats, bubble, texts)

@@ -1,0 +1,157 @@
+"""A refit: the engine gets the trainer's policy and drafter, and is then checked for having them (invariant 4)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from specrl import logs
+from specrl.artifacts import write_json
+from specrl.distributed import Ranks
+from specrl.precision.recipe import KvScales
+from specrl.rollout.engine import Engine
+from specrl.rollout.errors import RefitError
+from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
+from specrl.rollout.refit.parity import ParityReport
+from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.megatron.policy import Policy
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What the checks after one refit found."""
+
+    parity: ParityReport
+    guard: GuardReport
+    verification_s: float | None
+    """Seconds that comparing all of the policy's tensors took; None where this refit was not compared so."""
+
+    def timing(self) -> dict[str, float]:
+        """Return what the exact comparison cost under its name in MLflow; empty where there was none."""
+        return {} if self.verification_s is None else {"timing/verification_s": self.verification_s}
+
+    def metrics(self) -> dict[str, float]:
+        """Return costs and findings under their names in MLflow."""
+        return {
+            **self.timing(),
+            "refit/max_abs_logprob_diff": self.parity.maximum,
+            "refit/mean_abs_logprob_diff": self.parity.mean,
+            **self.guard.metrics(),
+        }
+
+
+@dataclass(frozen=True)
+class RefitCounts:
+    """How many refits a stage has checked so far, those before a restart included."""
+
+    checks: int = 0
+    """Refits that were checked; a drafter that was loaded again after a collapse counts as another one."""
+    failures: int = 0
+    """Those of them after which the policy or the drafter was found wrong."""
+
+
+class Refit:
+    """Loads weights into the engine of each rank and checks them. `load` is collective over the ranks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        drafter: Drafter | None,
+        probe: RefitProbe,
+        guard: DrafterGuard,
+        *,
+        ranks: Ranks,
+        verify_every: int,
+        counts_path: Path,
+    ) -> None:
+        """Continue the counts of an earlier start of the stage.
+
+        Args:
+            verify_every: the number of refits from one exact comparison of the policy's tensors to the next, see
+                `Engine.verify_policy`; the first refit has one.
+            counts_path: the file in which the first rank keeps the counts.
+        """
+        self._engine, self._policy, self._drafter = engine, policy, drafter
+        self._probe, self._guard = probe, guard
+        self._ranks, self._verify_every, self._counts_path = ranks, verify_every, counts_path
+        self._num_loads = 0
+        self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
+
+    def load(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
+        """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
+
+        A drafter that did not arrive, or that is no longer accepted, is replaced, and the run goes on.
+
+        Args:
+            kv_scales: new scales of an FP8 KV cache; without them the engine keeps those it has.
+
+        Raises:
+            RefitError: a tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's; on every
+                rank, whichever rank found it.
+        """
+        self._engine.wake()
+        drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
+        self._on_all_ranks(
+            lambda: self._engine.refit(self._policy_weights(), drafter_weights, version=version, kv_scales=kv_scales)
+        )
+        verification_s = self._verify()
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
+        guard = self._guard.check(version)
+        self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
+        self._num_loads += 1
+        return RefitReport(parity, guard, verification_s)
+
+    def take_events(self) -> list[str]:
+        """Return the drafters that collapsed since the last call, and what was done about each."""
+        return self._guard.take_events()
+
+    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Pass the policy's tensors on; the drafter gets those that it shares with the policy on their way."""
+        for name, tensor in self._policy.hf_weights():
+            if self._drafter is not None:
+                self._drafter.share(name, tensor)
+            yield name, tensor
+
+    def _verify(self) -> float | None:
+        """Compare all of the policy's tensors where that is due and possible; return the seconds it took."""
+        if self._num_loads % self._verify_every:
+            return None
+        if reason := self._engine.cannot_verify:
+            if not self._num_loads:
+                logger.info("the exact comparison of the policy's tensors is left out: %s", reason)
+            return None
+        started = time.monotonic()
+        with logs.phase("comparison of all of the policy's tensors"):
+            self._on_all_ranks(lambda: self._engine.verify_policy(self._policy.hf_weights()))
+        return time.monotonic() - started
+
+    def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
+        """Run `check`, and raise what it raised on any rank on all of them, so that none waits for one that is gone."""
+        error: RefitError | None = None
+        try:
+            result = check()
+        except RefitError as raised:
+            error = raised
+        errors = self._ranks.gather(error)
+        found = next((other for other in errors if other is not None), None)
+        if found is None:
+            return result
+        self._count(checks=1, failures=1)
+        raise error or found
+
+    def _count(self, *, checks: int, failures: int) -> None:
+        self.counts = RefitCounts(self.counts.checks + checks, self.counts.failures + failures)
+        if self._ranks.is_first:
+            write_json(self._counts_path, asdict(self.counts))
