@@ -1,4 +1,4 @@
-"""How a run shows itself: bars with an estimate on a terminal, plain lines when piped, artifacts in Prefect."""
+"""Show a run: progress bars on a terminal, plain lines when the output is piped, and artifacts in Prefect."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from specrl.progress import ProgressState
 from tasks.run import Finished, Reporter
 
 LINE_SECONDS = 10
-"""Between two plain lines about the same phase."""
+"""The least number of seconds between two plain lines about the same stage."""
 ARTIFACT_SECONDS = 5
+"""The least number of seconds between two updates of a stage's progress in Prefect."""
 WIDTH = max(len(stage) for stage in STAGES)
+"""The width of the column of stage names, in characters."""
 
 
 @contextmanager
 def make_reporter(console: Console | None = None) -> Iterator[Reporter]:
+    """Yield the reporter that suits the console; standard output by default."""
     console = console or Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield PlainReporter(console)
@@ -33,7 +36,7 @@ def make_reporter(console: Console | None = None) -> Iterator[Reporter]:
 
 
 class PlainReporter:
-    """One line per event, and one every `LINE_SECONDS` while something moves."""
+    """Prints one line per event, and one every `LINE_SECONDS` while something moves."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -72,7 +75,7 @@ class PlainReporter:
 
 
 class BarReporter(PlainReporter):
-    """One bar per stage while it runs; the lines of what is finished stay above it."""
+    """Shows a bar for the stage that runs; the lines about finished stages stay above it."""
 
     def __init__(self, console: Console, bars: Progress) -> None:
         super().__init__(console)
@@ -99,7 +102,7 @@ class BarReporter(PlainReporter):
 
 
 def words(progress: ProgressState) -> str:
-    """`12/160 response  loss 0.41  ETA 1:20`."""
+    """Return progress in words, such as `12/160 response  loss 0.41  ETA 1:20`."""
     left = progress.eta_seconds
     parts = [
         f"{progress.done:g}/{progress.total:g} {progress.unit}".rstrip(),
@@ -110,13 +113,14 @@ def words(progress: ProgressState) -> str:
 
 
 def clock(seconds: float) -> str:
+    """Return a duration as `M:SS`, or as `H:MM:SS` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _ProgressArtifacts:
-    """Progress of the running stage in Prefect, a few calls a minute."""
+    """The progress of the running stage in Prefect, updated at most every `ARTIFACT_SECONDS`."""
 
     def __init__(self) -> None:
         self._artifact: object = None

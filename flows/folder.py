@@ -1,4 +1,4 @@
-"""Run folders: where a run is found, who works on it, what is written when it starts."""
+"""The folders of runs: where a run is found, which flow holds it, and what is written when it starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ HOLDER_FILE = ".flow.holder"
 
 
 def anchor(config: Config) -> Config:
-    """The configuration with all its paths absolute: jobs and later commands run in other folders.
-
-    Raises:
-        ConfigError: the change made it invalid (it does not).
-    """
+    """Return the configuration with all paths absolute, since jobs and later commands run in other folders."""
     data = config.data.model_copy(
         update={
             key: path.expanduser().absolute()
@@ -44,26 +40,26 @@ def anchor(config: Config) -> Config:
 
 
 def find_run(name: str, runs_dir: Path) -> Path:
-    """Folder of a run given by its name in `runs_dir`, or by its path.
+    """Return the folder of a run, which is given by its name in `runs_dir` or by its path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no such run; the message lists those that there are.
     """
     for folder in (runs_dir / name, Path(name)):
         if (folder / CONFIG_FILE).is_file():
             return folder.absolute()
     known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
-    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; there: {known}")
+    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Folders of runs, the one changed last first."""
+    """Return the folders of all runs, the one whose configuration was written last first."""
     configs = runs_dir.glob(f"*/{CONFIG_FILE}")
     return [path.parent for path in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
 def write_config(config: Config) -> None:
-    """Make the run's folder, if need be, and put the configuration there."""
+    """Write the configuration into the run's folder, which is created if need be."""
     write_text(config.run_dir / CONFIG_FILE, dump_config(config))
 
 
@@ -99,9 +95,10 @@ def is_worked_on(run_dir: Path) -> bool:
 
 
 def finished_stages(run_dir: Path) -> list[str]:
-    """Names of the stages that have a result, of whatever configuration."""
+    """Return the names of the stages that have a result, of this configuration or an earlier one."""
     return sorted({path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob("*/result.json")})
 
 
 def model_of(run_dir: Path) -> str:
+    """Return `model.source` of a run."""
     return str(json.loads((run_dir / CONFIG_FILE).read_text())["model"]["source"])

@@ -1,7 +1,7 @@
 """The pipeline, top to bottom: what runs after what.
 
-Each stage is a job; its result file decides whether it runs. Prefect records the run and shows it; it retries and
-caches nothing, since retrying belongs to one layer and the files know what is finished.
+Each stage is a job, and runs unless its result file exists. Prefect records and shows the run. It neither retries nor
+caches anything: retrying belongs to one layer, which is Slurm, and the files say what is finished.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from tasks.validate import validate
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's cancel takes the jobs down; a SIGTERM to the flow does not (Prefect calls hooks by these names)."""
+    """Cancel the run's jobs when the flow is cancelled in Prefect; a SIGTERM to the flow leaves them.
+
+    Prefect passes the arguments by these names.
+    """
     cancel_jobs(Path(flow_run.parameters["run_dir"]))
 
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)
 def pipeline(run_dir: str) -> list[Finished]:
-    """Run all stages of the run whose folder (with `config.json`) is given; what is finished is skipped.
+    """Run all stages of a run, given by its folder with a `config.json`. Finished stages are skipped.
 
     Raises:
-        JobError: a stage failed; one line.
+        JobError: A stage failed.
     """
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
-        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may tell of another configuration
+        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may be of another configuration
         policy = prepare(run)
         drafter = pretrain(run, policy)
         scales = calibrate(run, policy, drafter)
@@ -52,7 +55,7 @@ def pipeline(run_dir: str) -> list[Finished]:
 
 
 def record(run: Run, stages: list[Finished]) -> list[Finished]:
-    """Write `summary.json`, `report.html` and Prefect's table of stages."""
+    """Write `summary.json`, `report.html` and Prefect's table of stages, and return the stages."""
     records: dict[str, StageRecord] = {
         done.stage: StageRecord(done.key, done.folder, done.seconds, done.job_id) for done in stages
     }

@@ -1,4 +1,4 @@
-"""What is looked at before a run writes or submits anything: each problem is one line that says what mends it."""
+"""Look for problems before a run writes or submits anything. Each is one line that says how to fix it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from specrl.projection.plan import plan
 
 GIB = 2**30
 ANSWER_SECONDS = 10
+"""How long an MLflow server may take to answer."""
 CHECKPOINT_BYTES = 14
-"""Per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
+"""The bytes of a checkpoint per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
 
 
 def check(config: Config) -> None:
-    """
+    """Check everything that a run needs.
+
     Raises:
-        ConfigError: every problem found, one per line.
+        ConfigError: The run has problems; each is a line of the message.
     """
     problems = [line for look in CHECKS for line in look(config)]
     if problems:
@@ -35,7 +37,7 @@ def check(config: Config) -> None:
 
 
 def check_model(config: Config) -> list[str]:
-    """The source exists; and, where its shape is known without the hub, parallel sizes and memory fit it."""
+    """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
     try:
         check_source(config.model)
         check_method(config)
@@ -47,7 +49,7 @@ def check_model(config: Config) -> list[str]:
 
 
 def check_draft_model(config: Config) -> list[str]:
-    """The directory of `speculation.draft_model` is a model with the policy's vocabulary."""
+    """Check that `speculation.draft_model` is the directory of a model with the policy's vocabulary."""
     directory = config.speculation.draft_model
     if directory is None:
         return []
@@ -68,19 +70,20 @@ def check_draft_model(config: Config) -> list[str]:
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token ids by token; none where the tokenizer has another format."""
+    """Return the token ids by token, or None where the tokenizer has another format."""
     path = directory / "tokenizer.json"
     return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
 
 
 def check_data(config: Config) -> list[str]:
+    """Check that the data files and the reward exist and that they can be used."""
     named = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
     lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
     return lines or _check_contents(config)
 
 
 def _check_contents(config: Config) -> list[str]:
-    """What only opening the files and making the generators tells."""
+    """Check what only opening the files and making the generators shows."""
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
     try:
@@ -91,7 +94,7 @@ def _check_contents(config: Config) -> list[str]:
 
 
 def check_algorithms(config: Config) -> list[str]:
-    """The chosen loss, advantage estimator and correction exist here, with the options that are given."""
+    """Check that the loss, the advantage estimator and the correction exist here, with the options that are given."""
     lines = []
     for registry, algorithm in config.train.algorithms:
         try:
@@ -102,6 +105,7 @@ def check_algorithms(config: Config) -> list[str]:
 
 
 def check_disk(config: Config) -> list[str]:
+    """Check that the runs folder can be written and has room for the run."""
     folder = config.runs_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -117,14 +121,17 @@ def check_disk(config: Config) -> list[str]:
 
 
 def disk_bytes(config: Config) -> int:
-    """Most that a run leaves: the policy from three stages, checkpoints (one more while it is written), and 1 GiB."""
+    """Return the most bytes that a run leaves.
+
+    They are the policy of three stages, the checkpoints (one more while it is written), and 1 GiB for the rest.
+    """
     parameters = model_shape(config.model).parameters if _shape_is_known(config) else 0
     checkpoints = (config.train.keep_checkpoints + 1) * CHECKPOINT_BYTES
     return int(parameters * (3 * 2 + checkpoints)) + GIB
 
 
 def check_tracking(config: Config) -> list[str]:
-    """An MLflow server answers at `/health`; other stores (files, databases) are MLflow's to check."""
+    """Check that an MLflow server answers at `/health`. Other stores (files, databases) are left to MLflow."""
     uri = config.tracking.uri
     if uri is None or urlsplit(uri).scheme not in ("http", "https"):
         return []
@@ -161,6 +168,6 @@ def _shape_is_known(config: Config) -> bool:
 
 
 def _public(uri: str) -> str:
-    """The address without the credentials that may stand in it."""
+    """Return the address without the credentials that it may contain."""
     parts = urlsplit(uri)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,4 +1,4 @@
-"""The flow behind `specrl serve`: at each of its times, the configuration runs as a run of its own."""
+"""The flow behind `specrl serve`, which runs a configuration under a new name at each scheduled time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.run import cancel_jobs
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's cancel takes the run's jobs down (Prefect calls hooks by these names)."""
+    """Cancel the run's jobs when the flow is cancelled in Prefect, which passes the arguments by these names."""
     assert flow_run.expected_start_time is not None
     run_dir = config_at(flow_run.parameters["config"], flow_run.expected_start_time).run_dir
     if run_dir.is_dir():
@@ -28,14 +28,16 @@ def scheduled(config: str) -> None:
     """Run a configuration, given as JSON.
 
     Raises:
-        ConfigError: the run cannot start; nothing has been written.
-        JobError: a stage failed.
+        ConfigError: The run cannot start; nothing has been written.
+        JobError: A stage failed.
     """
     execute(config_at(config, runtime.flow_run.scheduled_start_time))
 
 
 def config_at(config: str, time: datetime) -> Config:
-    """The configuration under the name of its time, `NAME-YYYYMMDD-HHMM` in UTC: a run of the same name would find
-    itself finished."""
+    """Return the configuration under the name `NAME-YYYYMMDD-HHMM`, with its time in UTC.
+
+    Under its own name it would run once: the second run would find all stages finished.
+    """
     data = json.loads(config)
     return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})

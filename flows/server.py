@@ -1,4 +1,4 @@
-"""Prefect without login or network: its state in the runs folder, its server on loopback for as long as a run lasts."""
+"""Prefect without login or network: its state is in the runs folder, and its server runs on loopback during a run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from filelock import FileLock
 from specrl.processes import end_with_parent, free_port
 
 START_SECONDS = 180
+"""How long the server may take to answer; the first start creates its database."""
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -26,19 +27,24 @@ QUIET = {
     "PREFECT_CLI_PROMPT": "false",
     "DO_NOT_TRACK": "true",
 }
-"""Errors are printed by the command line, once; whoever wants Prefect's own words sets PREFECT_LOGGING_LEVEL."""
+"""The command line prints errors, once. Set PREFECT_LOGGING_LEVEL to see Prefect's own messages."""
 
 
 class ServerError(RuntimeError):
-    """Prefect's server did not start; one line that names its log."""
+    """Prefect's server did not start. The message is one line that names its log."""
 
 
 class PrefectServer:
-    """`with PrefectServer(runs_dir) as server: ...; server.wait(); from flows.pipeline import pipeline`.
+    """A server for the flows of one command.
 
-    Starting takes 6 s, and 20 the first time, when it makes its database: begin early, wait late. Nothing is started
-    when the user has a server (`PREFECT_API_URL`). Prefect reads the environment when it is imported: import it after
-    `wait`. The server ends with this process, even when this process is killed.
+        with PrefectServer(runs_dir) as server:
+            ...  # something that takes a while and does not need Prefect
+            server.wait()
+            from flows.pipeline import pipeline
+
+    Starting takes 6 s, and 20 s the first time, when the database is created: begin early and wait late. Nothing is
+    started when the user has a server (`PREFECT_API_URL`). Prefect reads the environment when it is imported, so import
+    it after `wait`. The server ends with this process, even when this process is killed.
     """
 
     def __init__(self, runs_dir: Path) -> None:
@@ -53,6 +59,7 @@ class PrefectServer:
 
     @property
     def log(self) -> Path:
+        """The file with everything that the server prints."""
         return self.home / "server.log"
 
     def __enter__(self) -> Self:
@@ -78,7 +85,7 @@ class PrefectServer:
         """Return when the server answers.
 
         Raises:
-            ServerError: it ended or does not answer.
+            ServerError: The server ended, or has not answered for `START_SECONDS`.
         """
         if self.process is None:
             return
@@ -105,7 +112,7 @@ class PrefectServer:
 
 
 def serve(port: int, parent: int) -> None:
-    """Serve Prefect's API on loopback until the parent process ends, however it ends."""
+    """Serve Prefect's API on the loopback interface until the parent process ends, however it ends."""
     import uvicorn
 
     end_with_parent(parent, signal.SIGTERM)

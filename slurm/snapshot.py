@@ -1,4 +1,4 @@
-"""A copy of the code in the run's folder: jobs run it, so that editing sources does not change a job that waits."""
+"""A copy of the code in the run's folder. Jobs run it, so that editing sources does not change a job that waits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from specrl.keys import files_digest
 
 PACKAGES = ("specrl", "slurm")
-"""What runs in a job; both lie in the same folder, as in a checkout."""
+"""The packages that run in a job. They lie in one folder, as in a checkout."""
 
 
 def snapshot_code(run_dir: Path) -> Path:
-    """Copy the packages to `run_dir/code/DIGEST`, unless they lie there already, and return that folder."""
+    """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
     root = Path(__file__).parents[1]
     target = run_dir / "code" / files_digest(_files(root))
     if target.is_dir():

@@ -1,4 +1,4 @@
-"""What a stage's process is given: the configuration, where to write, and what earlier stages left."""
+"""What the processes of a stage are given: the configuration, where to write, and what earlier stages left."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from specrl.config import Config, StageName, dump_config, parse_config
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage is a module with `main(context) -> None`, run in every rank; rank 0 writes `result.json` last."""
+    """The argument of a stage: a module with `main(context) -> None`, called in every rank.
+
+    Rank 0 writes `result.json` last.
+    """
 
     config: Config
     stage: StageName
     key: str
-    """Content key: stage name, a dash, and a digest of inputs, config sections and code."""
+    """The content key: the stage's name, a dash, and a digest of its inputs, configuration sections and code."""
     stage_dir: Path
-    """`runs/NAME/stages/KEY`: everything the stage leaves, `result.json` last."""
+    """`runs/NAME/stages/KEY`, for everything that the stage leaves."""
     inputs: dict[StageName, Path]
-    """Folders of the finished stages it reads."""
+    """The folders of the finished stages that it reads."""
     mlflow_run_id: str
-    """Parent run; the stage continues its own child below it."""
+    """The run's MLflow run; the stage continues its own child of it."""
 
     @property
     def run_dir(self) -> Path:
         return self.config.run_dir
 
     def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:
+        """Return the result of an earlier stage.
+
+        Raises:
+            ValueError: The stage has not finished, or its result was written by another version of specrl.
+        """
         return read_result(self.inputs[stage], kind)
 
     def save(self, path: Path) -> None:
+        """Write the context as JSON."""
         write_json(
             path,
             {
@@ -47,6 +56,7 @@ class StageContext:
 
     @classmethod
     def load(cls, path: Path) -> StageContext:
+        """Read a context that `save` wrote."""
         data = json.loads(path.read_text())
         return cls(
             config=parse_config(data["config"]),

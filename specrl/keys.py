@@ -33,28 +33,38 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
     "pretrain": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
     "calibrate": ("seed", "model", "policy", "precision"),
     "train": (
-        *("seed", "model", "data", "sampling", "speculation"),
-        *("bubbles", "engine", "policy", "drafter", "train", "precision"),
+        "seed",
+        "model",
+        "data",
+        "sampling",
+        "speculation",
+        "bubbles",
+        "engine",
+        "policy",
+        "drafter",
+        "train",
+        "precision",
     ),
     "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "validate"),
     "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
 }
-"""The parts of the configuration that each stage reads itself; what its inputs read comes in through their keys."""
+"""The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
 NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tracking")
-"""Where and how a stage runs, not what it computes."""
-
+"""The sections that say where and how a stage runs and not what it computes."""
 
 NO_STAGE_CODE = ("bench", "report", "projection")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:
-    """`STAGE-` and 12 hex digits of its inputs' keys, its config sections, the files they name, and the code.
+    """Return `STAGE-` and 12 hex digits of all that the stage's result depends on.
+
+    That is its inputs' keys, its sections of the configuration, the files that these name, and the code.
 
     Args:
-        inputs: keys of the stages in `INPUTS[stage]`.
-        code: `code_digest` of the sources that will run.
+        inputs: The keys of the stages in `INPUTS[stage]`.
+        code: The `code_digest` of the sources that will run.
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     values = json.loads(dump_config(config))
@@ -74,7 +84,7 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
 
 
 def run_keys(config: Config, code: str) -> dict[StageName, str]:
-    """Keys of all stages: each depends on the keys of its inputs, not on their results."""
+    """Return the keys of all stages. Each depends on the keys of its inputs and not on their results."""
     keys: dict[StageName, str] = {}
     for stage in STAGES:
         keys[stage] = stage_key(config, stage, {name: keys[name] for name in INPUTS[stage]}, code)
@@ -82,13 +92,17 @@ def run_keys(config: Config, code: str) -> dict[StageName, str]:
 
 
 def code_digest(package: Path) -> str:
-    """Digest of the Python sources of the package `specrl`: relative paths and contents."""
+    """Return a digest of the relative paths and contents of the Python sources that stages import.
+
+    Args:
+        package: The folder of the package `specrl`.
+    """
     sources = ((path, path.relative_to(package)) for path in package.rglob("*.py"))
     return files_digest((path, str(name)) for path, name in sources if name.parts[0] not in NO_STAGE_CODE)
 
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:
-    """First 12 hex digits of the SHA-256 over (name, content) of files, independent of their order."""
+    """Return the first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
     total = hashlib.sha256()
     for path, name in sorted(files, key=lambda file: file[1]):
         with path.open("rb") as file:
@@ -98,9 +112,12 @@ def files_digest(files: Iterable[tuple[Path, str]]) -> str:
 
 
 def import_source(name: str) -> Path | None:
-    """Return the file of a function given as `package.module:function`; none for names, and where it is not found.
+    """Return the source file of a function that is given as `package.module:function`.
 
-    Looks in the current folder, then on `sys.path`, and imports nothing.
+    It is looked for in the current folder and then on `sys.path`, and not imported.
+
+    Returns:
+        The file, or None for a name without a module and where there is no such file.
     """
     module, separator, _ = name.partition(":")
     if not separator:
@@ -117,7 +134,7 @@ def import_source(name: str) -> Path | None:
 
 
 def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """The data section with files replaced by what is in them: moving a file changes nothing, editing it does."""
+    """Return the data section with a digest in place of each file: moving a file changes no key, editing it does."""
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
     contents = {key: _content(path) for key, path in named.items()}
     return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
@@ -128,7 +145,10 @@ def _content(path: Path | None) -> str | None:
 
 
 def _model_fingerprint(source: str) -> Any:
-    """Names, sizes and times of the files in a model directory (weights are too large to hash); else the name."""
+    """Return the names, sizes and times of the files in a model's folder, whose weights are too large to hash.
+
+    A source that is not a folder stands for itself.
+    """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return source

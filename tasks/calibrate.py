@@ -1,4 +1,4 @@
-"""FP8 scales of policy and rollouts, the per-layer error table, and what stays in BF16."""
+"""Measure FP8 scales and the error of each layer, and decide which layers stay in BF16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained policy and its drafter as directories that vLLM loads, tried out and registered."""
+"""Export the policy and its drafter as folders that vLLM loads, try them out and register them."""
 
 from __future__ import annotations
 

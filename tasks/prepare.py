@@ -1,4 +1,4 @@
-"""Model source and data in; a Hugging Face policy directory out, after a short supervised warm start if configured."""
+"""Make the policy's Hugging Face folder, after a short supervised warm start if one is configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy's own responses to task prompts, and an EAGLE-3 drafter trained on them."""
+"""Generate the policy's own responses to task prompts, and train a drafter on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tasks of a run share: its configuration, its keys, and the one way a stage is brought to its end."""
+"""What the tasks of a run share: its configuration, its keys, and how a stage is brought to its end."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ MLFLOW_RUN_FILE = "mlflow_run_id"
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage whose result is there."""
+    """A stage that has finished."""
 
     stage: StageName
     key: str
     folder: Path
     seconds: float
-    """Run time the stage itself measured."""
+    """The run time that the stage itself measured."""
     job_id: str | None
     cached: bool
-    """Found finished, not run."""
+    """Whether it had finished before this flow."""
 
 
 class Reporter(Protocol):
-    """Tells people how the stages get on."""
+    """Tells people how the stages are getting on."""
 
     def submitted(self, stage: str, job: Job) -> None: ...
     def polled(self, stage: str, state: State, progress: ProgressState | None) -> None: ...
@@ -48,32 +48,33 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is being worked on."""
+    """A run on which this flow works."""
 
     config: Config
     code: Path
-    """Snapshot of the sources that the jobs import."""
+    """The snapshot of the sources that the jobs import."""
     keys: dict[StageName, str]
     mlflow_run_id: str
     reporter: Reporter = field(repr=False)
 
     def folder(self, stage: StageName) -> Path:
+        """Return the folder of everything that a stage leaves."""
         return self.config.run_dir / "stages" / self.keys[stage]
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """The configuration in a run's folder, bound to that folder wherever it lies now.
+    """Return the configuration in a run's folder, with the name and place that the folder has now.
 
     Raises:
-        ConfigError: it is not one that this version understands.
-        FileNotFoundError: the folder is not a run's.
+        ConfigError: This version of specrl does not understand the configuration.
+        FileNotFoundError: The folder is not a run's.
     """
     data = json.loads((run_dir / CONFIG_FILE).read_text())
     return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder, copy the code, compute all keys, and end jobs of earlier keys that still run."""
+    """Read a run's folder, copy the code, compute all keys, and cancel jobs of other keys that still run."""
     config = read_run_config(run_dir)
     code = snapshot_code(run_dir)
     run_id = run_dir / MLFLOW_RUN_FILE
@@ -87,19 +88,20 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     for key, job in live_jobs(config).items():
         if key not in run.keys.values():
             job.cancel()
-            reporter.note(f"cancelled {job.backend} job {job.job_id}: it ran {key}, of another configuration or code")
+            belongs = "which belongs to another configuration or code"
+            reporter.note(f"cancelled {job.backend} job {job.job_id}: it ran {key}, {belongs}")
     return run
 
 
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
-    """Bring a stage to its end: skip it when finished, else attach to its job or submit one, and wait.
+    """Bring a stage to its end: skip it if it has finished, or else attach to its job or submit one, and wait.
 
     Args:
-        inputs: the finished stages it reads.
-        entry: `module:function` that runs in every rank; `specrl.stages.STAGE:main` unless given.
+        inputs: The finished stages that it reads.
+        entry: `module:function` that runs in every rank; `specrl.stages.STAGE:main` by default.
 
     Raises:
-        JobError: the job failed; one line.
+        JobError: The job failed.
     """
     assert {done.stage for done in inputs} == set(INPUTS[stage])
     folder = run.folder(stage)
@@ -120,7 +122,10 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
 
 
 def _work(run: Run, context: StageContext, entry: str) -> None:
-    """Only the user's own interrupt takes the job down; whoever ends the flow by a signal finds the job again."""
+    """Attach to the stage's job or submit one, and wait for it.
+
+    An interrupt by the user (Ctrl-C) cancels the job. A flow that another signal ends leaves it, to be found again.
+    """
     try:
         job = attach_or_submit(context, entry, run.code)
         if job is None:
@@ -142,7 +147,7 @@ def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """End every job of a run."""
+    """Cancel every job of a run."""
     for job in live_jobs(read_run_config(run_dir)).values():
         job.cancel()
         say(f"cancelled {job.backend} job {job.job_id}")

@@ -1,4 +1,4 @@
-"""Reinforcement learning with speculative rollouts: policy and drafter versions, checkpoints, rollouts."""
+"""Train the policy by reinforcement learning with speculative rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy before and after on held-out prompts, and matched speedups with and without speculation."""
+"""Measure the accuracy on held-out prompts before and after, and the speed with and without speculation."""
 
 from __future__ import annotations
 

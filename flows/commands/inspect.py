@@ -12,11 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
 from specrl.config import STAGES, Config
 from specrl.report.tables import print_line, print_table
-
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,30 +35,39 @@ def ls(runs_dir: RunsDir = Path("runs")) -> None:
     print_table(console, f"Runs in {runs_dir.absolute()}", ("run", "state", ">stages", "model", "started"), rows)
 
 
-def show(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """Show what a run reached, where the time went and where its results lie."""
+def show(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """Show the results of a run.
+
+    The tables say what the run reached, where the time went and where its files are.
+    """
     from specrl.report.summary import render_summary
 
     render_summary(find_run(name, runs_dir), Console(soft_wrap=True))
 
 
-def ui(runs_dir: RunsDir = Path("runs"), port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
-    """Open MLflow's pages on this machine's loopback interface, until Ctrl-C."""
+def ui(
+    runs_dir: RunsDir = Path("runs"),
+    port: Annotated[int, typer.Option(metavar="PORT", help="The port on 127.0.0.1.")] = 5000,
+) -> None:
+    """Serve MLflow's pages on this machine.
+
+    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C.
+    """
     from specrl.tracking import tracking_uri
 
     store = tracking_uri(Config(name="ui", runs_dir=runs_dir))
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
     command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
-    print(f"MLflow at http://127.0.0.1:{port}, until Ctrl-C", flush=True)
+    print(f"MLflow is at http://127.0.0.1:{port}; Ctrl-C ends it", flush=True)
     code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
     raise typer.Exit(code.returncode)
 
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
-    """Say what this machine can run and what is missing, each with the line that mends it."""
+    """Check what this machine can run.
+
+    Everything that is missing comes with a line that says how to fix it. The exit code is 1 when nothing can run.
+    """
     from specrl.report.doctor import checks, exit_code, render
 
     found = checks(runs_dir)
@@ -68,6 +76,7 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def _row(run_dir: Path) -> tuple[str, ...]:
+    """Return a run's row in the table of `specrl ls`."""
     finished = finished_stages(run_dir)
     ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
     state = "running" if is_worked_on(run_dir) else ended

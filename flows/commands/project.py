@@ -1,4 +1,4 @@
-"""`specrl project`: simulate what idle time costs a run, and what its uses would save on more ranks."""
+"""`specrl project`: what idle time costs a run, and what using it would save on more ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, read_config
@@ -19,21 +20,27 @@ def register(app: typer.Typer) -> None:
 
 
 def project(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to look at.")] = "8,32,128",
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")] = Path("runs"),
+    name: RunName,
+    ranks: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="The numbers of ranks to simulate, separated by commas.")
+    ] = "8,32,128",
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Simulate the generation of a run's steps on more ranks, with the uses of idle time."""
+    """Simulate a run on more ranks.
+
+    The command takes the run's measured speeds and response lengths, and predicts how long generation would take on
+    more ranks with each use of idle time (bubbles.use).
+    """
+    from specrl.projection.outlook import agreement, outlook
+
     from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS, read_run
-    from specrl.projection.projected import agreement, project_uses
     from specrl.projection.tail import USES
 
-    if not all(part.isdigit() and int(part) > 0 for part in ranks.split(",")):
-        raise ConfigError(f"--ranks {ranks}: must be positive numbers, such as 8,32,128")
+    counts = _numbers(ranks)
     run_dir = find_run(name, runs_dir)
     config, stages = read_config(run_dir), find_stages(run_dir)
     if "train" not in stages:
-        raise ConfigError(f"run {run_dir.name} has not trained yet; go on with: specrl resume {run_dir.name}")
+        raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
     try:
         run = read_run(stages["train"].stage_dir / "steps", run_dir / "rollouts")
     except ValueError as error:
@@ -42,14 +49,13 @@ def project(
     found = agreement(run, config.bubbles.use, most_running)
     print_line(
         console,
-        f"the run itself: generation {found.generation_s[0]:.1f} s simulated, {found.generation_s[1]:.1f} s measured "
-        f"({found.generation_error:+.1%}); decoding steps {found.iterations[0]:.0f} and {found.iterations[1]:.0f}",
+        f"the run itself: generation takes {found.generation_s[0]:.1f} s simulated, {found.generation_s[1]:.1f} s "
+        f"measured ({found.generation_error:+.1%}); decoding steps {found.iterations[0]:.0f} simulated, "
+        f"{found.iterations[1]:.0f} measured",
     )
     if not run.has_replayed:
-        print_line(console, f"no stored text was followed: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration assumed")
-    print_line(
-        console, "all uses are simulated at the speeds of this run; specrl bench bubbles measures each one's own"
-    )
+        print_line(console, f"the run replayed no text: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration are assumed")
+    print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures each at its own")
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
     rows = [
         (
@@ -61,7 +67,26 @@ def project(
             f"{item.idle_share:.0%}",
             f"{item.used_share:.0%}",
         )
-        for item in project_uses(dict.fromkeys(simulated, run), most_running, [int(part) for part in ranks.split(",")])
+        for item in outlook(dict.fromkeys(simulated, run), most_running, counts)
     ]
-    columns = (">ranks", "bubbles", ">generation, s", ">of none", ">decoding steps, of none", ">idle", ">of it used")
-    print_table(console, f"Generation of a step of {run_dir.name}, simulated", columns, rows)
+    columns = (
+        ">ranks",
+        "bubbles.use",
+        ">generation, s",
+        ">relative to none",
+        ">decoding steps relative to none",
+        ">idle",
+        ">idle time used",
+    )
+    print_table(console, f"Simulated generation of one step of {run_dir.name}", columns, rows)
+
+
+def _numbers(text: str) -> list[int]:
+    """
+    Raises:
+        ConfigError: `text` is not a list of positive numbers.
+    """
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--ranks {text}: allowed: positive whole numbers separated by commas, such as 8,32,128")
+    return [int(part) for part in parts]

@@ -7,16 +7,10 @@ from typing import Annotated
 
 import typer
 
+from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
 from flows.execute import execute
-from flows.folder import anchor, find_run
+from flows.folder import find_run
 from slurm.registry import backend_of
-from specrl.config import load_config
-
-Cluster = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Where the jobs run, instead of cluster.backend: local, slurm, or module:Class."),
-]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,14 +19,18 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    config_path: ConfigPath,
     cluster: Cluster = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print jobs and memory; submit nothing.")] = False,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the jobs and the memory of each rank, and submit nothing.")
+    ] = False,
 ) -> None:
-    """Run the pipeline: what is finished is skipped, what still runs is joined."""
-    backend = [f'cluster.backend="{cluster}"'] if cluster else []
-    config = anchor(load_config(config_path, [*(overrides or []), *backend]))
+    """Run all stages of a configuration.
+
+    Stages that have finished are skipped, and jobs that are still running are waited for. Ctrl-C cancels the jobs.
+    """
+    config = load(config_path, cluster, overrides)
     if dry_run:
         from specrl.projection.plan import plan, render
 
@@ -41,12 +39,12 @@ def run(
     execute(config)
 
 
-def resume(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its folder.")],
-    cluster: Cluster = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """Go on with a run whose flow was ended: its configuration is the one in its folder."""
+def resume(name: RunName, cluster: Cluster = None, runs_dir: RunsDir = Path("runs")) -> None:
+    """Continue a run that was ended.
+
+    The configuration is the one in the run's folder. Stages that have finished are skipped, and jobs that are still
+    running are waited for.
+    """
     from tasks.run import read_run_config
 
     config = read_run_config(find_run(name, runs_dir))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from cronsim import CronSim, CronSimError
 from rich.console import Console
 
-from flows.commands.run import Cluster
-from flows.folder import anchor
+from flows.commands.options import Cluster, ConfigPath, Overrides, load
 from flows.preflight import check
 from flows.server import PrefectServer
 from slurm.registry import backend_of
-from specrl.config import Config, ConfigError, dump_config, load_config
+from specrl.config import Config, ConfigError, dump_config
 
 
 def register(app: typer.Typer) -> None:
@@ -23,27 +21,33 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
-    cron: Annotated[str, typer.Option(help='When, as five cron fields in UTC, such as "0 2 * * *".')],
+    config_path: ConfigPath,
+    cron: Annotated[
+        str,
+        typer.Option(metavar="FIELDS", help='The schedule, as five cron fields in UTC, such as "0 2 * * *".'),
+    ],
     cluster: Cluster = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+    overrides: Overrides = None,
 ) -> None:
-    """Run the pipeline at the times of a cron schedule, as NAME-YYYYMMDD-HHMM each, until Ctrl-C."""
+    """Run a configuration on a schedule.
+
+    Each time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C.
+    """
     check_cron(cron)
-    backend = [f'cluster.backend="{cluster}"'] if cluster else []
-    config = anchor(load_config(config_path, [*(overrides or []), *backend]))
+    config = load(config_path, cluster, overrides)
     backend_of(config.cluster).connect()
     check(config)
     with PrefectServer(config.runs_dir) as server:
         server.wait()
         Console(soft_wrap=True).print(
-            f"{config.name} at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it", markup=False
+            f"{config.name} runs at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it", markup=False
         )
         _serve(config, cron)
 
 
 def check_cron(cron: str) -> None:
-    """
+    """Check a schedule before anything starts.
+
     Raises:
         ConfigError: `cron` is not a schedule of five cron fields.
     """
@@ -66,7 +70,7 @@ def _serve(config: Config, cron: str) -> None:
         name=config.name,
         cron=cron,
         parameters={"config": dump_config(config)},
-        limit=1,  # the machine or the allocation is one run's
+        limit=1,  # one run has the machine, or the allocation, to itself
         print_starting_message=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )

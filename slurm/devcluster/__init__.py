@@ -1,7 +1,7 @@
-"""A real Slurm of N virtual nodes on one machine: munge, MariaDB, slurmdbd, slurmctld, one slurmd per node.
+"""A real Slurm of N virtual nodes on one machine: munge, MariaDB, slurmdbd, slurmctld, and one slurmd per node.
 
-For development and tests, with accounting, preemption and requeue, without systemd and without touching the
-machine's own Slurm: everything lives under one folder and listens on the loopback interface alone.
+It is for development and tests, and has accounting, preemption and requeue. It needs no systemd and does not touch the
+machine's own Slurm: all its files are in one folder, and it listens on the loopback interface only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bring the development cluster up and down, and say how it is."""
+"""Start and stop the development cluster, and report its state."""
 
 from __future__ import annotations
 
@@ -17,50 +17,59 @@ from specrl.artifacts import write_json
 from specrl.processes import free_ports
 
 MARIADB_OPTIONS = (
-    *("--skip-networking", "--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M", "--skip-log-bin"),
-    *("--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=off"),
+    "--skip-networking",
+    "--innodb-buffer-pool-size=64M",
+    "--innodb-log-file-size=16M",
+    "--skip-log-bin",
+    "--innodb-lock-wait-timeout=900",
+    "--innodb-flush-log-at-trx-commit=0",
+    "--performance-schema=off",
 )
 SYSTEM_CONFS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
 
 
 def default_root() -> Path:
-    """`$SPECRL_DEVCLUSTER`, else `~/.specrl/devcluster`."""
+    """Return the cluster's folder: `$SPECRL_DEVCLUSTER`, or else `~/.specrl/devcluster`."""
     return Path(os.environ.get("SPECRL_DEVCLUSTER") or Path.home() / ".specrl" / "devcluster").absolute()
 
 
 @dataclass(frozen=True)
 class Status:
-    """Which daemons live, and the nodes' states as `sinfo` names them."""
+    """Which daemons are alive, and the states of the nodes as `sinfo` names them."""
 
     daemons: dict[str, bool]
     nodes: dict[str, str]
 
     @property
     def up(self) -> bool:
+        """Whether all daemons are alive."""
         return bool(self.daemons) and all(self.daemons.values())
 
 
 class DevCluster:
-    """The cluster whose files lie under `root`; up, down and status may be called at any time, any number of times."""
+    """The cluster whose files lie under `root`. Its methods may be called at any time, any number of times."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or default_root()).absolute()
 
     @property
     def slurm_conf(self) -> Path:
-        """What `SLURM_CONF` must name for Slurm's commands to talk to this cluster."""
+        """The file that `SLURM_CONF` must name for Slurm's commands to talk to this cluster."""
         return self.root / "etc" / "slurm.conf"
 
     def use_if_up(self) -> None:
-        """Let this process talk to this cluster, when it is up and the machine has no Slurm of its own configured."""
+        """Let this process talk to this cluster if it is up and no other Slurm is configured on this machine."""
         if "SLURM_CONF" not in os.environ and not any(path.exists() for path in SYSTEM_CONFS) and self.status().up:
             os.environ["SLURM_CONF"] = str(self.slurm_conf)
 
     def up(self, nodes: int = 2) -> None:
-        """Start whatever does not run.
+        """Start the daemons that do not run.
+
+        Args:
+            nodes: The number of virtual nodes.
 
         Raises:
-            DevClusterError: programs are missing, another number of nodes is up, or a daemon does not start.
+            DevClusterError: Programs are missing, another number of nodes is up, or a daemon does not start.
         """
         daemons.check_installed()
         status = self.status()
@@ -86,6 +95,7 @@ class DevCluster:
             daemons.stop(layout.pid_file(name), program)
 
     def status(self) -> Status:
+        """Return which daemons are alive and how the nodes are."""
         if not (self.root / "layout.json").exists():
             return Status({}, {})
         layout = self._layout()
@@ -180,7 +190,7 @@ class DevCluster:
 
 
 def _daemons(layout: Layout) -> dict[str, str]:
-    """Name of the pid file -> program, in the order of starting."""
+    """Return the program of each daemon by the name of its pid file, in the order of starting."""
     names = {"munged": "munged", "mariadbd": "mariadbd", "slurmdbd": "slurmdbd", "slurmctld": "slurmctld"}
     return names | {f"slurmd-{node}": "slurmd" for node in layout.node_names}
 

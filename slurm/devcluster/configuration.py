@@ -8,12 +8,12 @@ from pathlib import Path
 CPUS_PER_NODE = 8
 MEMORY_MIB_PER_NODE = 65536
 GPUS_PER_NODE = 2
-"""Virtual: nodes promise more than the machine has, so that the requests of small jobs fit."""
+"""The numbers of a virtual node. It promises more than the machine has, so that the requests of small jobs fit."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the cluster lives and on which loopback address and ports it listens."""
+    """Where the cluster's files are, and on which loopback address and ports its daemons listen."""
 
     root: Path
     user: str
@@ -44,7 +44,7 @@ class Layout:
 
 
 def files(layout: Layout) -> dict[str, str]:
-    """File name under `etc/` -> content."""
+    """Return the contents of the configuration files by their names under `etc/`."""
     return {
         "slurm.conf": slurm_conf(layout),
         "slurmdbd.conf": slurmdbd_conf(layout),

@@ -1,4 +1,4 @@
-"""Starting and stopping the daemons of the development cluster, without systemd."""
+"""Start and stop the daemons of the development cluster, without systemd."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PROGRAMS = (
-    *("munged", "mungekey", "mariadbd", "mariadb-install-db", "mariadb"),
-    *("slurmdbd", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo", "sacct", "sacctmgr"),
+    "munged",
+    "mungekey",
+    "mariadbd",
+    "mariadb-install-db",
+    "mariadb",
+    "slurmdbd",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "squeue",
+    "scancel",
+    "sinfo",
+    "sacct",
+    "sacctmgr",
 )
 APT_LINE = (
     "apt-get install --no-install-recommends slurm-wlm munge slurm-wlm-basic-plugins slurmdbd "
@@ -23,11 +36,11 @@ APT_LINE = (
 
 
 class DevClusterError(RuntimeError):
-    """The development cluster cannot be brought up; the message is one line that says how to fix it."""
+    """The development cluster cannot be started. The message is one line that says how to fix it."""
 
 
 def find(program: str) -> str | None:
-    """Path of a program; daemons lie in folders that are not on every user's PATH."""
+    """Return the path of a program, also from the folders of daemons, which are not on every user's PATH."""
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 
@@ -36,19 +49,20 @@ def missing_programs() -> list[str]:
 
 
 def check_installed() -> None:
-    """
+    """Check that all programs are installed.
+
     Raises:
-        DevClusterError: programs are missing; names them and the line that installs them.
+        DevClusterError: Programs are missing; the message names them and the line that installs them.
     """
     if missing := missing_programs():
         raise DevClusterError(f"Slurm is not installed here ({', '.join(missing)} missing); run: {APT_LINE}")
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """Output of a short command.
+    """Return the output of a short command.
 
     Raises:
-        DevClusterError: it failed; with the last line it printed.
+        DevClusterError: The command failed; the message has the last line that it printed.
     """
     program = find(str(command[0])) or str(command[0])
     done = subprocess.run(
@@ -65,7 +79,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def pid_of(pid_file: Path, program: str) -> int | None:
-    """Process id in the file, if that process lives and runs `program` (ids are used again)."""
+    """Return the process id in the file if that process is alive and runs `program`, since ids are used again."""
     try:
         pid = int(pid_file.read_text())
         name = Path(f"/proc/{pid}/stat").read_text()
@@ -76,10 +90,10 @@ def pid_of(pid_file: Path, program: str) -> int | None:
 
 
 def start(command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None, hostname: bool = False) -> None:
-    """Start a daemon in a session of its own, its output appended to `log`.
+    """Start a daemon in a session of its own, and append its output to `log`.
 
     With `hostname` it runs under the host name `localhost` in a UTS namespace of its own: Slurm's daemons listen on
-    the address of the host's name, and must not listen on another than loopback.
+    the address of the host's name, and must listen on loopback only.
     """
     words = [find(str(command[0])) or str(command[0]), *map(str, command[1:])]
     if hostname:
@@ -96,7 +110,7 @@ def start(command: Sequence[str | Path], log: Path, env: dict[str, str] | None =
 
 
 def stop(pid_file: Path, program: str, seconds: float = 10.0) -> None:
-    """End a daemon: SIGTERM, and SIGKILL if it is still there after `seconds`."""
+    """End a daemon with SIGTERM, and with SIGKILL if it is still alive after `seconds`."""
     pid = pid_of(pid_file, program)
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
@@ -107,6 +121,7 @@ def stop(pid_file: Path, program: str, seconds: float = 10.0) -> None:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, for at most `seconds`, and return whether it does."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -116,16 +131,17 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def listens(address: str, port: int) -> bool:
+    """Return whether a process accepts connections there."""
     with socket.socket() as client:
         client.settimeout(1)
         return client.connect_ex((address, port)) == 0
 
 
 def loopback_address() -> tuple[str, bool]:
-    """Address for the daemons, and whether they need a host name of their own to listen on it.
+    """Return the address for the daemons, and whether they need a host name of their own to listen on it.
 
     Raises:
-        DevClusterError: the host's name is not a loopback address and it cannot be changed for the daemons.
+        DevClusterError: The host's name is not a loopback address, and it cannot be changed for the daemons.
     """
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
@@ -135,6 +151,6 @@ def loopback_address() -> tuple[str, bool]:
     if shutil.which("unshare") and subprocess.run(trial, capture_output=True, check=False).returncode == 0:
         return "127.0.0.1", True
     raise DevClusterError(
-        f"Slurm would listen beyond this machine: its host name is no loopback address; "
+        f"Slurm would listen beyond this machine: its host name is not a loopback address; "
         f"add the line '127.0.0.1 {socket.gethostname()}' to /etc/hosts, or run as root"
     )

@@ -1,4 +1,4 @@
-"""Resources of the jobs, the cluster, and tracking."""
+"""The resources of jobs, the cluster, and tracking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class StageResources(Section):
-    """Overrides of `[resources]` for one stage; what is not given is inherited."""
+    """Overrides of `[resources]` for one stage. What is not given is inherited."""
 
     nodes: PositiveInt | None = None
     ranks_per_node: PositiveInt | None = None
@@ -29,11 +29,11 @@ class Resources(Section):
     gpus_per_rank: Literal[0, 1] = 0
     cpus_per_rank: PositiveInt = 2
     memory_gib_per_rank: PositiveFloat = 8.0
-    """Host memory of a rank, GiB."""
+    """Host memory of a rank, in GiB."""
     gpu_memory_gib: PositiveFloat = 80.0
-    """Memory of one GPU, GiB; only the plan reads it."""
+    """Memory of one GPU, in GiB. Only the plan reads it."""
     minutes: PositiveInt = 60
-    """Wall-clock limit of the job, minutes."""
+    """The wall-clock limit of the job, in minutes."""
 
     @property
     def ranks(self) -> int:
@@ -49,17 +49,17 @@ class ClusterConfig(Section):
     qos: str | None = None
     constraint: str | None = None
     setup: tuple[str, ...] = ()
-    """Shell lines run in the job before Python starts (module loads, exports)."""
+    """Shell lines that the job runs before Python starts, such as module loads and exports."""
     interface: str | None = None
-    """Network interface for gloo/NCCL, such as `ib0`; none lets them choose."""
+    """The network interface for gloo and NCCL, such as `ib0`. Without it they choose."""
     log_level: LogLevel = "info"
     """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
     and how many seconds it took."""
     queue_minutes: PositiveInt = 24 * 60
-    """How long a job may wait in the queue before the flow gives up."""
+    """How many minutes a job may wait in the queue before the flow gives up."""
 
 
 class TrackingConfig(Section):
     uri: str | None = None
-    """MLflow tracking server; without it a sqlite file in the runs folder."""
+    """The MLflow tracking server. Without it, a sqlite file in the runs folder is used."""
     experiment: str = "specrl"

@@ -1,4 +1,4 @@
-"""One finding of `specrl doctor`."""
+"""The type of a finding of `specrl doctor`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `fail`: nothing runs without it; `warn`: something specific does not run, or runs slower."""
+    """One finding: with `fail` nothing runs; with `warn` something does not run, or runs slower."""
 
     name: str
     status: Status
     found: str
-    mend: str = ""
-    """A line to type, or what to do; empty when nothing is wrong."""
+    """What is there, in a few words."""
+    fix: str = ""
+    """A line to type, or what to do. Empty when nothing is wrong."""

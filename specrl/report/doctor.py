@@ -1,4 +1,4 @@
-"""What this machine can run and what is missing, each with the line that mends it. Imports nothing heavy."""
+"""Check what this machine can run, and say how to fix what is missing. This imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from specrl.report.tables import print_line, print_table
 
 
 def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> list[Check]:
-    """Everything that is looked at, in the order it is shown. Seconds at most; nothing that it writes stays."""
+    """Return all findings in the order in which they are shown. This takes a few seconds and leaves no file behind.
+
+    Args:
+        runs_dir: The folder that will hold the runs.
+        tracking_uri: The address of MLflow, as in `tracking.uri`.
+    """
     return [
         *doctor_machine.checks(runs_dir),
         *doctor_packages.checks(gpu=doctor_machine.has_gpu()),
@@ -24,16 +29,16 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """1 when a check failed, else 0; warnings do not count."""
+    """Return 1 when a check failed, and 0 otherwise. Warnings do not count."""
     return int(any(check.status == "fail" for check in found))
 
 
 def render(found: list[Check], console: Console | None = None) -> None:
-    """Print the checks as a table, then every line that mends something."""
+    """Print the findings as a table, and below it how to fix what is missing."""
     console = console or Console()
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(check.name, Text(check.status, styles[check.status]), check.found) for check in found]
     print_table(console, f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows)
     for check in found:
-        if check.mend:
-            print_line(console, f"{check.name}: {check.mend}")
+        if check.fix:
+            print_line(console, f"{check.name}: {check.fix}")

@@ -1,4 +1,4 @@
-"""Python, cores, memory, disk and accelerators of this machine."""
+"""Check the Python version, the cores, the memory, the disk and the accelerators of this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16
+"""The memory that `configs/quickstart.toml` needs, in GiB."""
 QUICKSTART_DISK_GIB = 10
+"""The disk space that `configs/quickstart.toml` needs, in GiB."""
 PROBE_SECONDS = 10
+"""How long nvidia-smi may take to answer."""
 
 
 def checks(runs_dir: Path) -> list[Check]:
@@ -43,12 +46,12 @@ def check_memory() -> Check:
     total = psutil.virtual_memory().total / GIB
     if total >= QUICKSTART_MEMORY_GIB:
         return Check("memory", "ok", f"{total:.0f} GiB")
-    mend = f"the quickstart needs {QUICKSTART_MEMORY_GIB} GiB; configs/smoke.toml needs less"
-    return Check("memory", "warn", f"{total:.0f} GiB", mend)
+    fix = f"the quickstart needs {QUICKSTART_MEMORY_GIB} GiB; configs/smoke.toml needs less"
+    return Check("memory", "warn", f"{total:.0f} GiB", fix)
 
 
 def check_disk(runs_dir: Path) -> Check:
-    """Free space where the runs lie: a full disk stops a run in its middle."""
+    """Check the free space where the runs will be. A full disk would stop a run half-way."""
     folder = runs_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -57,18 +60,18 @@ def check_disk(runs_dir: Path) -> Check:
     free = shutil.disk_usage(folder).free / GIB
     if free >= QUICKSTART_DISK_GIB:
         return Check("disk", "ok", f"{free:.0f} GiB free in {folder}")
-    mend = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
-    return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", mend)
+    fix = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
+    return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", fix)
 
 
 def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
-    """AVX-512 BF16 is what makes bfloat16 fast on a CPU; AMX tiles do it faster still."""
+    """Check for AVX-512 BF16, which makes bfloat16 fast on a CPU, and for AMX tiles, which are faster still."""
     flags = cpu_flags(cpuinfo)
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
     if fast:
         return Check("CPU bfloat16", "ok", ", ".join(fast))
-    mend = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
-    return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", mend)
+    fix = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
+    return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", fix)
 
 
 def has_gpu() -> bool:
@@ -80,12 +83,12 @@ def check_gpu() -> Check:
     if gpus:
         return Check("GPU", "ok", "; ".join(gpus))
     if shutil.which("nvidia-smi"):
-        return Check("GPU", "warn", "nvidia-smi lists none", "nvidia-smi -L shows why; runs go on CPU meanwhile")
-    return Check("GPU", "ok", "none: runs go on CPU")
+        return Check("GPU", "warn", "nvidia-smi lists none", "nvidia-smi -L shows why; until then, runs use the CPU")
+    return Check("GPU", "ok", "none; runs use the CPU")
 
 
 def _gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU; empty without a driver."""
+    """Return the name, memory and driver of each NVIDIA GPU, or nothing without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""Whether the packages the project imports are there, in the locked version. Nothing is imported to find out."""
+"""Check that the packages which specrl imports are installed in their locked versions, without importing them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def checks(*, gpu: bool) -> list[Check]:
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
     pins = read_pins(lock)
     packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)
-    mend = f"make env LOCK=requirements/{lock.name}"
+    fix = f"make env LOCK=requirements/{lock.name}"
     return [
-        *(check_package(name, module, pins.get(name), mend) for name, module in packages.items()),
+        *(check_package(name, module, pins.get(name), fix) for name, module in packages.items()),
         check_files(Path(sysconfig.get_path("purelib"))),
     ]
 
@@ -55,16 +55,16 @@ def read_pins(lock: Path) -> dict[str, str]:
     return {pin[1].lower().replace("_", "-"): pin[2] for pin in pins if pin}
 
 
-def check_package(name: str, module: str, pinned: str | None, mend: str) -> Check:
-    """Compare what is installed with its pin; local parts of versions (`+cpu`) do not count."""
+def check_package(name: str, module: str, pinned: str | None, fix: str) -> Check:
+    """Compare an installed package with its locked version. Local parts of versions (`+cpu`) do not count."""
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Check(name, "fail", "not installed", mend)
+        return Check(name, "fail", "not installed", fix)
     if not _importable(module):
-        return Check(name, "fail", f"{found}, but there is no module {module}", mend)
+        return Check(name, "fail", f"{found}, but there is no module {module}", fix)
     if pinned and found.partition("+")[0] != pinned.partition("+")[0]:
-        return Check(name, "warn", f"{found}, locked is {pinned}", mend)
+        return Check(name, "warn", f"{found}, locked is {pinned}", fix)
     return Check(name, "ok", found)
 
 
@@ -77,7 +77,7 @@ def check_files(site_packages: Path) -> Check:
 
 
 def _importable(module: str) -> bool:
-    """Looks for the module's file; only packages around it (`megatron`) are imported."""
+    """Return whether the module's file exists. Only the packages around it (`megatron`) are imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

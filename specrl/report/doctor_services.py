@@ -1,4 +1,4 @@
-"""Slurm, MLflow and Prefect: what a run talks to."""
+"""Check the services that a run talks to: Slurm, MLflow and Prefect."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
 PROBE_SECONDS = 5
+"""How long each service may take to answer."""
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
@@ -24,17 +25,17 @@ def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
 
 
 def missing(commands: Iterable[str]) -> list[str]:
-    """Commands that are neither on PATH nor where system daemons lie."""
+    """Return the commands that are neither on PATH nor in the folders of system daemons."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATHS}"
     return [command for command in commands if not shutil.which(command, path=path)]
 
 
 def check_slurm() -> list[Check]:
-    """Client commands, accounting, munge and the cluster itself; without the client nothing else is asked."""
+    """Check the client commands and, where they are there, accounting, munge and the cluster itself."""
     absent = missing(CLIENT)
     if len(absent) == len(CLIENT):
-        mend = f"only for --cluster slurm: {APT} slurm-client munge, or run on a login node"
-        return [Check("Slurm", "warn", "no Slurm commands: --cluster local works", mend)]
+        fix = f"only for --cluster slurm: {APT} slurm-client munge, or run on a login node"
+        return [Check("Slurm", "warn", "no Slurm commands; --cluster local works", fix)]
     if absent:
         return [Check("Slurm", "warn", f"missing {', '.join(absent)}", f"{APT} slurm-client")]
     return [
@@ -47,8 +48,8 @@ def check_slurm() -> list[Check]:
 
 def _check_sacct() -> Check:
     if missing(["sacct"]):
-        mend = f"{APT} slurm-client; meanwhile job states come from squeue and from files"
-        return Check("Slurm accounting", "warn", "no sacct", mend)
+        fix = f"{APT} slurm-client; until then, job states come from squeue and from files"
+        return Check("Slurm accounting", "warn", "no sacct", fix)
     if _succeeds("sacct", "-n", "-X", "-S", "now"):
         return Check("Slurm accounting", "ok", "sacct answers")
     return Check("Slurm accounting", "warn", "sacct does not answer", "job states come from squeue and from files")
@@ -58,7 +59,7 @@ def _check_munge() -> Check:
     if missing(["munge"]):
         return Check("munge", "warn", "no munge command", f"{APT} munge")
     if _succeeds("munge", "-n"):
-        return Check("munge", "ok", "makes credentials")
+        return Check("munge", "ok", "creates credentials")
     return Check("munge", "warn", "munged is not running", "systemctl start munge, or specrl devcluster up")
 
 
@@ -66,12 +67,12 @@ def _check_cluster() -> Check:
     nodes = _output("sinfo", "-h", "-o", "%D %P")
     if nodes:
         return Check("Slurm cluster", "ok", "nodes and partition: " + ", ".join(nodes.split("\n")))
-    mend = "set SLURM_CONF to your cluster's slurm.conf, or specrl devcluster up for one on this machine"
-    return Check("Slurm cluster", "warn", "no controller answers", mend)
+    fix = "set SLURM_CONF to your cluster's slurm.conf, or run specrl devcluster up for a cluster on this machine"
+    return Check("Slurm cluster", "warn", "no controller answers", fix)
 
 
 def check_devcluster() -> Check:
-    """What `specrl devcluster up` starts; users of a real cluster do not need it."""
+    """Check the daemons that `specrl devcluster up` starts. Users of a real cluster do not need them."""
     absent = missing(DAEMONS)
     if not absent:
         return Check("devcluster", "ok", "can be started")
@@ -80,30 +81,30 @@ def check_devcluster() -> Check:
 
 
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
-    """A server must answer; a sqlite file must open; a database that is not there yet is made by the first run."""
+    """Check that an MLflow server answers or that a database file opens. The first run creates a missing database."""
     if tracking_uri and tracking_uri.startswith(("http://", "https://")):
         try:
             with urlopen(f"{tracking_uri.rstrip('/')}/health", timeout=PROBE_SECONDS):
                 return Check("MLflow", "ok", f"{tracking_uri} answers")
         except OSError as error:
             reason = getattr(error, "reason", error)
-            mend = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
-            return Check("MLflow", "fail", f"{tracking_uri}: {reason}", mend)
+            fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
+            return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
     if not database.is_file():
-        return Check("MLflow", "ok", f"{database} will be made by the first run")
+        return Check("MLflow", "ok", f"{database} will be created by the first run")
     try:
         with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=PROBE_SECONDS) as connection:
             count = connection.execute("select count(*) from runs").fetchone()[0]
     except sqlite3.Error as error:
-        return Check("MLflow", "fail", f"{database}: {error}", f"move {database} away; the next run makes a new one")
+        return Check("MLflow", "fail", f"{database}: {error}", f"move {database} away; the next run creates a new one")
     return Check("MLflow", "ok", f"{database}, {count} runs")
 
 
 def check_prefect_home(runs_dir: Path) -> Check:
-    """Prefect's folder, beside the runs unless PREFECT_HOME says otherwise, can be written or made."""
+    """Check that Prefect's folder can be written. It is beside the runs unless PREFECT_HOME says otherwise."""
     home = Path(os.environ.get("PREFECT_HOME", runs_dir.absolute() / ".prefect")).expanduser()
     folder = home
     while not folder.exists():
@@ -126,7 +127,7 @@ def _first_line(*command: str) -> str:
 
 
 def _run(command: tuple[str, ...]) -> str | None:
-    """Standard output; none when the command fails or does not answer in time."""
+    """Return the standard output, or None when the command fails or does not answer in time."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except (subprocess.TimeoutExpired, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The doctor tells what is there and how to mend what is not."""
+"""The doctor says what is there and how to fix what is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from specrl.report import doctor, doctor_machine, doctor_packages, doctor_services
 from specrl.report.check import Check
 
-MENDED_BY_NOTHING = ""
+NOTHING_TO_FIX = ""
 
 
 def fake_command(folder: Path, name: str, script: str) -> None:
@@ -24,11 +24,11 @@ def fake_command(folder: Path, name: str, script: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_every_finding_that_is_not_ok_says_what_mends_it(tmp_path: Path) -> None:
+def test_every_finding_that_is_not_ok_says_how_to_fix_it(tmp_path: Path) -> None:
     found = doctor.checks(tmp_path / "runs")
     assert len({check.name for check in found}) == len(found)
     assert all(check.found for check in found)
-    assert [check.name for check in found if (check.status == "ok") != (check.mend == MENDED_BY_NOTHING)] == []
+    assert [check.name for check in found if (check.status == "ok") != (check.fix == NOTHING_TO_FIX)] == []
 
 
 def test_this_environment_has_the_packages_it_needs() -> None:
@@ -41,7 +41,7 @@ def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path)
     pins = doctor_packages.read_pins(lock)
     assert pins == {"rich": "1.0.0", "typing-extensions": "4.0"}
     other = doctor_packages.check_package("rich", "rich", pins["rich"], "make env")
-    assert (other.status, other.mend) == ("warn", "make env")
+    assert (other.status, other.fix) == ("warn", "make env")
     assert "locked is 1.0.0" in other.found
     assert doctor_packages.check_package("no-such-package", "nothing", None, "make env").status == "fail"
     assert doctor_packages.check_package("rich", "rich.absent.module", None, "make env").status == "fail"
@@ -55,7 +55,7 @@ def test_cpu_flags_decide_on_bfloat16(tmp_path: Path) -> None:
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse\n")
     slow = doctor_machine.check_bf16(cpuinfo)
     assert slow.status == "warn"
-    assert "model.dtype=float32" in slow.mend
+    assert "model.dtype=float32" in slow.fix
 
 
 def test_a_machine_without_slurm_is_told_which_packages_bring_it(
@@ -65,8 +65,8 @@ def test_a_machine_without_slurm_is_told_which_packages_bring_it(
     monkeypatch.setattr(doctor_services, "SYSTEM_PATHS", str(tmp_path))
     [slurm] = doctor_services.check_slurm()
     assert slurm.status == "warn"
-    assert "apt-get install" in slurm.mend
-    assert "mariadb-server-core" in doctor_services.check_devcluster().mend
+    assert "apt-get install" in slurm.fix
+    assert "mariadb-server-core" in doctor_services.check_devcluster().fix
 
 
 def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch:
 
 
 def test_mlflow_is_asked_where_it_is(tmp_path: Path) -> None:
-    assert "will be made" in doctor_services.check_mlflow(tmp_path, None).found
+    assert "will be created" in doctor_services.check_mlflow(tmp_path, None).found
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         connection.execute("create table runs (id text)")
     assert "0 runs" in doctor_services.check_mlflow(tmp_path, None).found
@@ -138,4 +138,4 @@ def test_the_table_is_plain_when_piped_and_only_failures_set_the_exit_code() -> 
     assert "b      warn    [2]" in text.getvalue()
     assert "b: make [b]" in text.getvalue()
     assert doctor.exit_code(found) == 0
-    assert doctor.exit_code([*found, Check("c", "fail", "3", "mend")]) == 1
+    assert doctor.exit_code([*found, Check("c", "fail", "3", "fix")]) == 1

@@ -1,0 +1,41 @@
+"""The options and arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.folder import anchor
+from specrl.config import Config, load_config
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="FOLDER", help="The folder that holds the runs.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Where the jobs run: local (this machine), slurm, or a class as module:Class. It overrides "
+        "cluster.backend.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the configuration, as in --set train.num_steps=10. May be given several times.",
+    ),
+]
+
+
+def load(config_path: Path, cluster: str | None, overrides: list[str] | None) -> Config:
+    """Read a configuration as the command line asks for it, with all paths absolute.
+
+    Raises:
+        ConfigError: The file or an override is wrong.
+    """
+    backend = [f'cluster.backend="{cluster}"'] if cluster else []
+    return anchor(load_config(config_path, [*(overrides or []), *backend]))
