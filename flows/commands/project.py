@@ -31,9 +31,8 @@ def project(
     The command takes the run's measured speeds and response lengths, and predicts how long generation would take on
     more ranks with each use of idle time (bubbles.use).
     """
-    from specrl.projection.outlook import agreement, outlook
-
     from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS, read_run
+    from specrl.projection.projected import agreement, project_uses
     from specrl.projection.tail import USES
 
     counts = _numbers(ranks)
@@ -67,7 +66,7 @@ def project(
             f"{item.idle_share:.0%}",
             f"{item.used_share:.0%}",
         )
-        for item in outlook(dict.fromkeys(simulated, run), most_running, counts)
+        for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)
     ]
     columns = (
         ">ranks",
