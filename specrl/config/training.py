@@ -1,4 +1,4 @@
-"""The policy's trainer, the drafter, the RL step, precision and validation."""
+"""Configuration of the policy's trainer, the drafter, the RL step, precision and validation."""
 
 from __future__ import annotations
 
@@ -13,79 +13,98 @@ LrDecay = Literal["constant", "linear", "cosine"]
 
 
 class PolicyConfig(Section):
-    """Megatron-core trainer of the policy."""
+    """The Megatron-core trainer of the policy: its layout over the ranks, AdamW, and micro-batches."""
 
     tensor_parallel: PositiveInt = 1
+    """Number of ranks that share each layer."""
     pipeline_parallel: PositiveInt = 1
+    """Number of ranks that share the stack of layers."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of the RL updates."""
     lr_schedule: LrDecay = "constant"
-    """How the learning rate falls over the run's updates, to `lr_final_fraction` of `lr` after the last."""
+    """Whether the learning rate stays at `lr`, or falls over the run's updates as a line or a cosine."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Updates in which the learning rate rises linearly to what the schedule says."""
+    """Number of updates in which the learning rate rises linearly to what the schedule says."""
     lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Fraction of `lr` that a linear or cosine schedule reaches after the last update."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of AdamW."""
     beta1: Fraction = 0.9
+    """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.95
+    """Decay rate of AdamW's second moment."""
     clip_grad: PositiveFloat = 1.0
+    """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 1024
-    """Sequences of similar length are packed into one micro-batch until its padded size reaches this."""
+    """Largest size of a micro-batch in tokens, padding included; one sequence may exceed it."""
     recompute: bool = False
-    """Recompute activations in the backward pass: less memory, a third more compute."""
+    """Whether activations are computed again in the backward pass: less memory, a third more compute."""
 
 
 class DrafterConfig(Section):
-    """The drafter: EAGLE-3's shape, pretraining on the policy's own responses, online update.
+    """The drafter: the shape of EAGLE-3, pretraining on the policy's own responses, and the online update.
 
-    A policy's multi-token-prediction layer (`speculation.method = "mtp"`) is trained the same way, from what it is; its
-    shape is the policy's. Its loss is never added to the policy's: it has its own optimizer, and its learning rates
-    are what a loss weight would be.
+    A policy's multi-token-prediction layer (`speculation.method = "mtp"`) is trained in the same way, starting from its
+    own weights; its shape is the policy's. The drafter's loss is never added to the policy's: the drafter has an
+    optimizer of its own, and its learning rates take the place of a loss weight.
     """
 
     draft_vocab_size: PositiveInt = 2048
-    """Tokens that EAGLE-3 drafts."""
+    """Number of tokens that EAGLE-3 can draft."""
     intermediate_size: PositiveInt | None = None
-    """MLP width of EAGLE-3; the policy's by default."""
+    """Width of EAGLE-3's MLP; the policy's by default."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
-    """Training-time-test unrolling depth."""
+    """Number of draft positions that the training-time test unrolls."""
     num_prompts: PositiveInt = 160
-    """Prompts answered for pretraining."""
+    """Number of prompts that the policy answers for the pretraining."""
     samples_per_prompt: PositiveInt = 2
+    """Number of responses to each of these prompts."""
     epochs: PositiveInt = 6
+    """Number of passes over these responses."""
     lr: PositiveFloat = 1e-3
+    """Peak learning rate of the pretraining."""
     online_lr: NonNegativeFloat = 1e-4
     """Learning rate of the update in each RL step; 0 freezes the drafter."""
     clip_grad: PositiveFloat = 0.5
+    """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 512
-    """Padded tokens per rank and optimizer step of the pretraining."""
+    """Number of tokens, padding included, per rank and optimizer step of the pretraining."""
     max_tokens_per_step: PositiveInt = 32768
-    """Features of at most this many padded tokens per rank are recorded for the online update, longest first."""
+    """Largest number of tokens, padding included, of which a rank records features for the online update; the longest
+    sequences come first."""
     max_tokens_per_window: PositiveInt = 131072
-    """Features of at most this many padded tokens per rank are held at once in pretraining. If all fit they are
-    computed once; otherwise anew in every epoch, window by window: slower, with the same result."""
+    """Largest number of tokens, padding included, of which a rank holds features at once in pretraining. Features that
+    all fit are computed once; otherwise they are computed again in every epoch, which is slower and gives the same
+    result."""
 
 
 class TrainConfig(Section):
+    """The RL steps: their size, the algorithms, and checkpoints."""
+
     num_steps: PositiveInt = 8
+    """Number of RL steps of the run."""
     prompts_per_step: PositiveInt = 16
+    """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
-    """Group size: advantages are relative to the group."""
+    """Number of responses to a prompt: the group that advantages are relative to."""
     updates_per_step: PositiveInt = 1
-    """Optimizer steps per batch; 1 is strictly on-policy and needs no separate log-prob pass."""
+    """Number of optimizer steps on the rollouts of a step; 1 is strictly on-policy and needs no log-prob pass."""
     loss: Loss = Field(default_factory=LOSSES.default)
-    """The policy loss, one of `specrl/algorithms/losses.py` or an import path; a table of `name` and its options."""
+    """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
+    of that `name` and the loss's options."""
     advantage: Advantage = Field(default_factory=ADVANTAGES.default)
-    """The advantage estimator, from `specrl/algorithms/advantages.py`; given as the loss is."""
+    """The advantage estimator from `specrl/algorithms/advantages.py`, given in the same way as the loss."""
     correction: Correction = Field(default_factory=CORRECTIONS.default)
-    """What becomes of tokens on whose probability the engine and the trainer disagree, from
-    `specrl/algorithms/corrections.py`; given as the loss is."""
+    """The weights of tokens on whose probability the engine and the trainer disagree, from
+    `specrl/algorithms/corrections.py`, given in the same way as the loss."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty to the reference policy; 0 keeps no reference."""
+    """Weight of the KL penalty to the reference policy, the one before RL; 0 keeps no reference in memory."""
     drop_zero_signal_groups: bool = True
-    """Leave out groups whose rewards are all equal."""
+    """Whether groups whose rewards are all equal are left out of the update."""
     checkpoint_every: PositiveInt = 1
-    """Steps between checkpoints; a restart redoes at most this many."""
+    """Number of steps between checkpoints; a restart redoes at most as many."""
     keep_checkpoints: PositiveInt = 2
+    """Number of checkpoints to keep, the newest first."""
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
@@ -102,37 +121,46 @@ class PrecisionConfig(Section):
     """FP8: e4m3, weights in blocks of 128x128, activations in blocks of 1x128; the drafter stays in BF16."""
 
     generation: Literal["bf16", "fp8"] = "bf16"
+    """Arithmetic of the engine's linear layers."""
     training: Literal["bf16", "fp8"] = "bf16"
+    """Arithmetic of the trainer's linear layers."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """KV cache of the engine; its scales are measured anew in every step."""
+    """Type of the engine's KV cache; the scales of an FP8 one are measured anew in every step."""
     hardware: Literal["any", "native"] = "any"
-    """`native` refuses to emulate FP8 on devices without it."""
+    """Whether a device without FP8 may emulate it (`any`), or is refused (`native`)."""
     scales: Literal["fp32", "power_of_two"] = "fp32"
+    """Which scales a block may have."""
     bf16_first_layers: NonNegativeInt = 0
-    """Transformer layers at the beginning that stay in BF16, whatever the calibration finds."""
+    """Number of transformer layers at the beginning that stay in BF16, whatever the calibration finds."""
     bf16_last_layers: NonNegativeInt = 0
-    """The same at the end."""
+    """Number of transformer layers at the end that stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005
-    """Budget of the calibration, nats per token at the model's output."""
+    """Largest KL divergence from BF16 that the calibration allows, nats per token at the model's output."""
     calibration_tokens: PositiveInt = 2048
+    """Number of tokens that the calibration measures with."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1)] = 1.5
-    """Largest mean exp(|log p_training - log p_generation|) of a step's tokens, the largest thousandth of them left
-    out; above it the run stops. 1 is perfect agreement."""
+    """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens without their largest thousandth;
+    above it the run stops. 1 is perfect agreement."""
 
     @property
     def uses_fp8(self) -> bool:
+        """Whether anything computes in FP8 or is stored in it."""
         return "fp8" in (self.generation, self.training, self.kv_cache)
 
 
 class ValidateConfig(Section):
+    """What the last policy and drafter are measured with."""
+
     num_prompts: PositiveInt = 128
-    """Held-out prompts for the accuracy before and after."""
+    """Number of held-out prompts for the accuracy before and after RL."""
     speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
+    """Batch sizes at which plain and speculative generation are timed."""
     speed_prompts: PositiveInt = 16
-    """Held-out prompts of each timed pair; a larger batch takes at least one full batch."""
+    """Number of held-out prompts of each timed pair; a larger batch takes at least one full batch."""
     speed_repeats: PositiveInt = 3
-    """Interleaved plain/speculative pairs per batch size; the median ratio counts."""
+    """Number of interleaved plain/speculative pairs per batch size; the median ratio counts."""
     exactness_prompts: PositiveInt = 16
-    """Held-out prompts answered with and without speculation, sampled and greedy, and compared token by token."""
+    """Number of held-out prompts answered with and without speculation, sampled and greedy, and compared token by
+    token."""
     exactness_samples: PositiveInt = 128
-    """Speculative samples of the first tokens of each of two held-out prompts, for the chi-squared test."""
+    """Number of speculative samples of the first tokens of each of two held-out prompts, for the chi-squared test."""

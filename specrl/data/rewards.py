@@ -1,4 +1,4 @@
-"""Rewards: how good a response is, as a number. A scorer judges arbitrary model output and never stops the run."""
+"""Rewards: how good a response is, as a number. A reward judges whatever a model writes, and never stops the run."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ class TokenSequence:
     tokens: list[int]
     """Prompt, then response."""
     prompt_length: int
-    """Tokens of `tokens` that are the prompt, at least 1."""
+    """The number of leading tokens that are the prompt, at least 1."""
     index: int
-    """Position in the caller's list."""
+    """The position in the caller's list."""
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], index: int) -> TokenSequence:
@@ -43,18 +43,18 @@ class MicroBatch:
     """[batch, seq] bool: True at [b, i] where `tokens[b, i + 1]` is a response token, so that the policy's output at i
     is trained on. The last column is always False."""
     lengths: Tensor
-    """[batch] int64, without padding."""
+    """[batch] int64: the length of each sequence without padding."""
     indices: list[int]
     """`TokenSequence.index` of each row."""
 
     @property
     def area(self) -> int:
-        """Tokens, padding included."""
+        """The number of tokens, padding included."""
         return self.tokens.numel()
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens to train on."""
+        """The number of response tokens to train on."""
         return int(self.mask.sum())
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -62,13 +62,13 @@ class MicroBatch:
 
 
 def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
-    """Sort by length, longest first, and cut into micro-batches.
+    """Sort sequences by length, longest first, and cut them into micro-batches.
 
     Each holds as many sequences as fit a padded area of `tokens_per_micro_batch`, and at least one. The same sequences
     give the same micro-batches. Longest first, so that memory peaks at the beginning.
 
     Args:
-        pad_multiple: the padded length of every micro-batch is a multiple of it.
+        pad_multiple: What the padded length of every micro-batch is a multiple of.
     """
     if tokens_per_micro_batch < 1 or pad_multiple < 1:
         raise ValueError(
@@ -90,10 +90,10 @@ def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_mu
 
 
 def within_budget(areas: Iterable[int], max_tokens: int) -> int:
-    """How many micro-batches, from the first on, stay within `max_tokens` together, but at least one.
+    """Return how many leading micro-batches stay within `max_tokens` together, but at least one.
 
     Args:
-        areas: padded tokens of each; `pack` puts the longest sequences first.
+        areas: The size of each micro-batch in tokens, padding included; `pack` puts the longest sequences first.
     """
     count = total = 0
     for area in areas:
@@ -105,7 +105,7 @@ def within_budget(areas: Iterable[int], max_tokens: int) -> int:
 
 
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
-    """No sequence at all: what a rank without work passes through the model, so that it takes part in collectives."""
+    """Return a micro-batch without a sequence, with which a rank without work takes part in collective passes."""
     return MicroBatch(
         tokens=torch.zeros(1, pad_multiple, dtype=torch.int64),
         mask=torch.zeros(1, pad_multiple, dtype=torch.bool),

@@ -1,4 +1,4 @@
-"""One policy update from scored rollouts: who trains on what, the loss, and the log-probs that come back."""
+"""The policy update from scored rollouts: which rank trains on what, the loss, and the log-probs that come back."""
 
 from __future__ import annotations
 
@@ -29,16 +29,20 @@ def assign_advantages(rollouts: list[Rollout], config: TrainConfig) -> None:
 def update_policy(
     policy: Policy, rollouts: list[Rollout], config: Config, spec: FeatureSpec | None
 ) -> tuple[dict[str, float], list[Features]]:
-    """Train on the rollouts that carry signal; collective: every rank passes all of the step's, in the same order.
+    """Train the policy on the rollouts that carry signal (collective).
 
-    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. Fills in
-    `Rollout.policy_logprobs` of the rollouts trained on: under the policy that sampled them.
+    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
+    their `policy_logprobs`, under the policy that sampled them.
+
+    Args:
+        rollouts: All rollouts of the step, in the same order on every rank.
+        spec: The features that the drafter is trained on; none keeps no features.
 
     Returns:
-        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics; `grad_norm` and `lr`
-        (means over the updates); `num_tokens`, prompts included; and `logprob_s`, the seconds of separate log-prob
-        passes. With them this rank's features of the micro-batches that stay within `drafter.max_tokens_per_step`; a
-        whole step's would fill the memory.
+        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
+        (means over the updates), `num_tokens`, prompts included, and `logprob_s`, the seconds of separate log-prob
+        passes; and this rank's features of the micro-batches that stay within `drafter.max_tokens_per_step`, because
+        those of a whole step would fill the memory.
     """
     chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
     parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
@@ -67,7 +71,7 @@ def update_policy(
 
 
 def align(rows: list[list[float]], mask: Tensor) -> Tensor:
-    """Per-token values of each sequence, laid out at the True places of `mask` [batch, seq]; zero elsewhere."""
+    """Return each sequence's values at the True places of its row of `mask` [batch, seq], and zeros elsewhere."""
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
     assert len(flat) == int(mask.sum()), "one value per response token"
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
@@ -105,7 +109,13 @@ def _loss(
     *,
     several: bool,
 ) -> LossFn:
-    """The loss of one micro-batch over the token count of the whole update; keeps the log-probs it sees."""
+    """Return the loss of a micro-batch as a share of the whole update's; it keeps the log-probs it sees in `recorded`.
+
+    Args:
+        reference: Log-probs under the reference policy by rollout; empty without a KL penalty.
+        num_tokens: The number of response tokens of the whole update.
+        several: Whether this is one of several updates on the same batch.
+    """
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         rows = [rollouts[i] for i in batch.indices]
@@ -124,12 +134,12 @@ def _loss(
 
 
 def _rows(logprobs: Tensor, batch: MicroBatch) -> dict[int, list[float]]:
-    """Log-probs of each sequence's response tokens, by its index."""
+    """Return the log-probs of each sequence's response tokens, by the sequence's index."""
     return {i: logprobs[row][batch.mask[row]].tolist() for row, i in enumerate(batch.indices)}
 
 
 def _fill_logprobs(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> None:
-    """The log-prob pass before several updates on one batch; collective."""
+    """Set the rollouts' `policy_logprobs`, before several updates on one batch (collective)."""
     _store_logprobs(policy, rollouts, _logprob_pass(policy, rollouts, chosen, config))
 
 
@@ -142,7 +152,7 @@ def _logprob_pass(policy: Policy, rollouts: list[Rollout], chosen: list[int], co
 def _reference_logprobs(
     policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config
 ) -> dict[int, list[float]]:
-    """Log-probs of every chosen rollout under the reference policy; empty without a KL penalty; collective."""
+    """Return every chosen rollout's log-probs under the reference policy, none without a KL penalty (collective)."""
     if not config.train.kl_coef:
         return {}
     with policy.reference_weights():
@@ -151,7 +161,7 @@ def _reference_logprobs(
 
 
 def _store_logprobs(policy: Policy, rollouts: list[Rollout], own: dict[int, list[float]]) -> None:
-    """Write each rank's log-probs into every rank's copy of the rollouts; collective."""
+    """Write each rank's log-probs into every rank's copy of the rollouts (collective)."""
     for rank in policy.ranks.gather(own):
         for index, row in rank.items():
             rollouts[index].policy_logprobs = row

@@ -15,9 +15,9 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.schedules import lr_factor
 
 WARMUP_SHARE = 0.1
-"""Share of the steps in which the learning rate rises."""
+"""The share of the steps in which the learning rate rises."""
 FINAL_LR_FRACTION = 0.1
-"""What the learning rate falls to, of its peak."""
+"""The fraction of its peak that the learning rate falls to."""
 
 
 def warm_start(
@@ -26,13 +26,13 @@ def warm_start(
     config: Config,
     on_step: Callable[[int, int, dict[str, float]], None] = lambda step, steps, metrics: None,
 ) -> tuple[float, float]:
-    """Train the policy on `warm_start.num_examples` demonstrations, once each; collective over the ranks.
+    """Train the policy once on each of `warm_start.num_examples` demonstrations (collective).
 
     Args:
-        on_step: called after each step with the step, the number of steps and the metrics.
+        on_step: Called after each step with the step, the number of steps and the metrics.
 
     Returns:
-        Cross-entropy of the first and of the last tenth of the steps, nats per response token.
+        The cross-entropy of the first and of the last tenth of the steps, nats per response token.
     """
     batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
     losses = []
@@ -48,7 +48,7 @@ def warm_start(
 
 
 def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenSequence]:
-    """Demonstrations as tokens, each response ended with the end-of-sequence token.
+    """Return demonstrations as tokens, each response ended with the end-of-sequence token.
 
     Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
     """
@@ -61,7 +61,7 @@ def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenS
 
 
 def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> list[list[TokenSequence]]:
-    """Batches of sequences of similar length, so that nothing is padded, in random order."""
+    """Return batches of sequences of similar length, so that little is padded, in random order."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     Random(derive_seed(seed, "warm-start")).shuffle(batches)
@@ -75,7 +75,7 @@ def schedule(step: int, num_steps: int) -> float:
 
 
 def cross_entropy(num_tokens: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Loss whose sum over all ranks and micro-batches is the mean negative log-prob of the batch's response tokens."""
+    """Return a loss that sums, over ranks and micro-batches, to the mean negative log-prob of the response tokens."""
 
     def loss(
         logprobs: torch.Tensor,  # [batch, seq]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from specrl.config import PolicyConfig
 from specrl.config.training import LrDecay
+from specrl.distributed import Ranks, join, leave
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.megatron.policy import Policy
 from specrl.training.schedules import lr_factor
 
 
@@ -39,3 +53,22 @@ def test_no_rate_is_above_the_peak_or_below_zero(
     num_steps: int, decay: LrDecay, warmup_steps: int, final_fraction: float
 ) -> None:
     assert all(0 <= factor <= 1 for factor in factors(num_steps, decay, warmup_steps, final_fraction))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+def test_the_policy_follows_its_schedule(tmp_path: Path, ranks: Ranks) -> None:
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2)).save_pretrained(tmp_path)
+    config = PolicyConfig(lr=1e-3, lr_schedule="linear", lr_warmup_steps=2)
+    policy = Policy(tmp_path, config, dtype="float32", ranks=ranks, num_updates=4, seed=0)
+    batches = pack([TokenSequence([1, 2, 3], 1, 0)], 8)
+    rates = [policy.train_step(batches, lambda lp, *_: (-lp.sum(), {}))[0]["lr"] for _ in range(4)]
+    assert rates == pytest.approx([0.5e-3, 0.775e-3, 0.55e-3, 0.325e-3])
+    assert policy.train_step(batches, lambda lp, *_: (-lp.sum(), {}), lr=1e-4)[0]["lr"] == 1e-4
+    assert torch.isfinite(next(policy.model.parameters())).all()
