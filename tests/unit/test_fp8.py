@@ -380,7 +380,7 @@ def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, rank
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.config = layer.config
+            self.family, self.config = LLAMA, layer.config
             self.decoder = torch.nn.Module()
             block = torch.nn.Module()
             block.layer_number = 1  # type: ignore[assignment]

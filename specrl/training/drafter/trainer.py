@@ -240,7 +240,7 @@ class Drafter:
         """*`update` on what `batches` yields for an order of this rank's `size` micro-batches."""
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(size))
-        sums = torch.zeros(self.config.ttt_steps + 1, 4, dtype=torch.float64, device=self.ranks.device)
+        sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=self.ranks.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         norms: list[float] = []
         for epoch in range(epochs):
