@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specrl.artifacts import digest
 from specrl.config import ConfigError, DataConfig
 from specrl.data.answers import state_answer
 from specrl.data.problems import Problem, derive_seed
@@ -80,7 +78,6 @@ class FileProblems:
         assert config.path is not None
         self.seed = seed
         self._paths = [path for path in (config.path, config.validation_path) if path is not None]
-        self._fraction = config.validation_fraction
         problems = read_problems(config.path, config.prompt_column, config.answer_column)
         if config.validation_path is not None:
             self._held_out = read_problems(config.validation_path, config.prompt_column, config.answer_column)
@@ -110,10 +107,6 @@ class FileProblems:
                 "ask for fewer, or raise data.validation_fraction or give data.validation_path"
             )
         return self._held_out[:count]
-
-    def fingerprint(self) -> str:
-        contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self._paths]
-        return digest([contents, self._fraction, self.seed])
 
     @lru_cache(maxsize=4)  # noqa: B019 - lives as long as the run anyway
     def _order(self, stream: str, epoch: int) -> list[int]:

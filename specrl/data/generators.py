@@ -6,14 +6,12 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
-from importlib.metadata import version
 from itertools import islice
 from random import Random
 from typing import Any
 
 from pydantic import ValidationError
 
-from specrl.artifacts import digest
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import state_answer, stated_answer
 from specrl.data.problems import Generator, Problem, derive_seed, is_held_out
@@ -128,10 +126,6 @@ class GeneratorMixture:
                 "ask for fewer, widen the generators' parameters, or raise data.validation_fraction"
             )
         return problems
-
-    def fingerprint(self) -> str:
-        parts = [generator.model_dump(mode="json") for generator in self.config.generators]
-        return digest([parts, self.config.validation_fraction, self.seed, version("reasoning-gym")])
 
     def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
         seen: set[str] = set()

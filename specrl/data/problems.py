@@ -44,10 +44,6 @@ class ProblemSource(Protocol):
         """The first `count` distinct held-out problems."""
         ...
 
-    def fingerprint(self) -> str:
-        """Digest of everything that decides which problems are drawn."""
-        ...
-
 
 def derive_seed(*parts: int | str) -> int:
     """63-bit seed from a tuple of numbers and names: SHA-256, so that neighbouring inputs give unrelated seeds."""

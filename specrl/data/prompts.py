@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrl.artifacts import digest
 from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import FileProblems
 from specrl.data.generators import GeneratorMixture
@@ -57,11 +56,6 @@ class PromptSource:
             raise ConfigError(
                 'data.template = "chat": the tokenizer has no chat template; give a format string instead'
             )
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of problems and template: with another digest a step would draw from another data set."""
-        return digest([self._problems.fingerprint(), self._config.data.template])
 
     def batch(self, step: int) -> list[Prompt]:
         """The `train.prompts_per_step` training prompts of a step: a pure function of (seed, step)."""
