@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig
 from specrl.distributed import Ranks
-from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
+from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 
@@ -71,7 +72,7 @@ def policy_weights(seed: int, *, tied: bool = False) -> dict[str, Tensor]:
 
 def llama_config(tied: bool = False, max_length: int = 192) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TINY_VOCAB_SIZE,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=LAYERS,
@@ -144,7 +145,7 @@ def drafter_weights(seed: int, dtype: str = "float32") -> dict[str, Tensor]:
     weights |= {f"midlayer.{name}.weight": torch.rand(HIDDEN, generator=generator) + 0.5 for name in norms}
     weights["norm.weight"] = torch.rand(HIDDEN, generator=generator) + 0.5
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    is_drafted = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    is_drafted = torch.zeros(TINY_VOCAB_SIZE, dtype=torch.bool)
     is_drafted[draft_tokens] = True
     return weights | {"d2t": draft_tokens - torch.arange(NUM_LIKELY), "t2d": is_drafted}
 
@@ -160,7 +161,7 @@ def write_drafter(directory: Path, weights: dict[str, Tensor], dtype: str = "flo
         "num_key_value_heads": KV_HEADS,
         "head_dim": HIDDEN // HEADS,
         "num_hidden_layers": 1,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": TINY_VOCAB_SIZE,
         "draft_vocab_size": NUM_LIKELY,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1024,

@@ -24,7 +24,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join
 from specrl.models.families import FAMILIES
-from specrl.models.tiny import VOCAB_SIZE, character_tokenizer
+from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.tiny import character_tokenizer
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
 from specrl.precision.recipe import Recipe, engine_name
@@ -47,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("this GPU has no FP8 in blocks")
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TINY_VOCAB_SIZE,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=1,
@@ -77,7 +78,7 @@ def ranks() -> Iterator[Ranks]:
 def sequences() -> list[TokenSequence]:
     """5 x 77 tokens, which no multiple of 16 divides."""
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(3, VOCAB_SIZE, (5, 77), generator=generator).tolist()
+    rows = torch.randint(3, TINY_VOCAB_SIZE, (5, 77), generator=generator).tolist()
     return [TokenSequence(row, 7, index) for index, row in enumerate(rows)]
 
 
