@@ -40,16 +40,21 @@ def policy_loss(
     Returns:
         The objective and the metrics `entropy`, `kl`, `corrected_fraction` and the loss's own, each summed over the
         mask's tokens.
+
+    Raises:
+        ValueError: The loss returns a metric with one of these names.
     """
     old = logprobs.detach() if targets.old_logprobs is None else targets.old_logprobs
     loss, metrics = LOSSES.function(config.loss)(LossInputs(logprobs, old, targets.advantages, mask))
     log_ratio = ((old - targets.generation_logprobs) * mask).detach()
     weights, corrected = CORRECTIONS.function(config.correction)(log_ratio, mask)
     per_token = weights * loss
-    metrics |= {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
+    shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
         log_ratio = targets.reference_logprobs - logprobs
-        metrics["kl"] = log_ratio.exp() - log_ratio - 1
-        per_token = per_token + config.kl_coef * metrics["kl"]
-    sums = {name: (values.detach() * mask).sum().float() for name, values in metrics.items()}
+        shared["kl"] = log_ratio.exp() - log_ratio - 1
+        per_token = per_token + config.kl_coef * shared["kl"]
+    if taken := metrics.keys() & shared.keys():
+        raise ValueError(f"train.loss = {config.loss.name!r} returns metrics that every loss has: {sorted(taken)}")
+    sums = {name: (values.detach() * mask).sum().float() for name, values in (metrics | shared).items()}
     return (per_token * mask).sum(), sums
