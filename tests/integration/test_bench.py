@@ -24,8 +24,16 @@ from tests.integration.pipeline_runs import finish, specrl
 
 pytestmark = pytest.mark.engine
 COLUMNS = {
-    *("method", "k", "batch", "tokens_per_s", "speedup", "speedup_min", "speedup_max"),
-    *("acceptance_length", "acceptance_rate_per_pos", "decode_steps"),
+    "method",
+    "k",
+    "batch",
+    "tokens_per_s",
+    "speedup",
+    "speedup_min",
+    "speedup_max",
+    "acceptance_length",
+    "acceptance_rate_per_pos",
+    "decode_steps",
 }
 
 
@@ -44,16 +52,30 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drafter_dir=drafter_dir, rollouts_dir=config.run_dir, num_responses=1, reward_mean=0.0, seconds=1.0
     )
     trained = TrainResult(
-        **{"policy_dir": policy_dir, "drafter_dir": drafter_dir, "steps": 1, "step_seconds_median": 1.0},
-        **{"timing_share": {}, "reward_first": 0.0, "reward_last": 0.0, "mismatch": {}, "seconds": 1.0},
-        **{"acceptance_length": 1.0, "acceptance_rate_per_pos": []},
-        **{"refit_checks": 1, "refit_failures": 0, "refit_max_abs_logprob_diff": 0.0},
+        policy_dir=policy_dir,
+        drafter_dir=drafter_dir,
+        steps=1,
+        step_seconds_median=1.0,
+        timing_share={},
+        reward_first=0.0,
+        reward_last=0.0,
+        mismatch={},
+        seconds=1.0,
+        acceptance_length=1.0,
+        acceptance_rate_per_pos=[],
+        refit_checks=1,
+        refit_failures=0,
+        refit_max_abs_logprob_diff=0.0,
     )
     num_layers = json.loads((policy_dir / "config.json").read_text())["num_hidden_layers"]
     write_recipe(config.run_dir / "scales.json", Recipe(LLAMA, num_layers), policy_dir)
     calibrated = CalibrateResult(
-        **{"scales_path": config.run_dir / "scales.json", "layers_path": config.run_dir, "bf16_layers": []},
-        **{"kl_all_fp8": 0.0, "kl_chosen": 0.0, "seconds": 1.0},
+        scales_path=config.run_dir / "scales.json",
+        layers_path=config.run_dir,
+        bf16_layers=[],
+        kl_all_fp8=0.0,
+        kl_chosen=0.0,
+        seconds=1.0,
     )
     results = {
         "prepare": PrepareResult(policy_dir=policy_dir, seconds=1.0),
