@@ -309,7 +309,7 @@ class Drafter:
         if not alone:
             self._all_reduce(counts)
         loss = torch.zeros((), device=device)
-        sums = torch.zeros(steps + 1, 4, dtype=torch.float64, device=device)
+        sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
         self._gradient.zero_()
         if batch is not None:
             tally = Tally(batch, self.draft_tokens) if measure else None
