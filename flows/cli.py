@@ -1,4 +1,4 @@
-"""The `specrl` command. A mistake of the user's is one line on stderr and exit code 2, without a traceback."""
+"""The `specrl` command. A user's mistake is one line on standard error and exit code 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from specrl.config import ConfigError
 
 app = typer.Typer(
     name="specrl",
-    help="RL post-training with exact speculative rollouts.",
+    help="Post-train language models by reinforcement learning, with exact speculative rollouts.\n\n"
+    "Begin with: specrl doctor, then specrl run configs/quickstart.toml",
+    context_settings={"max_content_width": 120},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -36,7 +38,11 @@ def main() -> None:
 
 
 def invoke(arguments: list[str]) -> int:
-    """Run a command line and return its exit code."""
+    """Run a command line and return its exit code.
+
+    Args:
+        arguments: The words after `specrl`; without any, the help is printed.
+    """
     try:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
     except typer.TyperException as error:  # an unknown option or a missing argument, in Typer's words

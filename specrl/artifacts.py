@@ -1,7 +1,7 @@
-"""What passes between stages: typed results on disk, and the one way files are written.
+"""What passes between stages: typed results on disk, and how all files are written.
 
-A file that exists is complete: it is written under a temporary name, flushed to disk and renamed. A stage is finished
-when its `result.json` exists; that manifest is always written last.
+A file that exists is complete: it is written under a temporary name, flushed to disk and renamed. A stage has finished
+when its `result.json` exists; it is always written last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Artifact(BaseModel):
 
 class PrepareResult(Artifact):
     policy_dir: Path
-    """Hugging Face directory: config, tokenizer, safetensors."""
+    """The policy as a Hugging Face folder: configuration, tokenizer and safetensors."""
     warm_start_loss_first: float | None = None
     warm_start_loss_last: float | None = None
     seconds: float
@@ -33,7 +33,7 @@ class PrepareResult(Artifact):
 
 class PretrainResult(Artifact):
     drafter_dir: Path | None
-    """EAGLE-3 directory, or for `mtp` the policy's with its layer as trained; none when nothing is trained."""
+    """The EAGLE-3 drafter; for `mtp`, the policy with its trained layer; None when no drafter is trained."""
     rollouts_dir: Path
     num_responses: int
     reward_mean: float
@@ -44,16 +44,16 @@ class PretrainResult(Artifact):
 class CalibrateResult(Artifact):
     scales_path: Path
     layers_path: Path
-    """Arrow table, one row per linear layer: errors, amax percentiles, the precision chosen."""
+    """An Arrow table with a row for each linear layer: its errors, amax percentiles and chosen precision."""
     bf16_layers: list[str]
     kl_all_fp8: float
     kl_chosen: float
-    """Nats per token at the model's output, with the chosen layers kept in BF16."""
+    """The KL divergence at the model's output with the chosen layers kept in BF16, in nats per token."""
     seconds: float
 
 
 class PrecisionReport(Artifact):
-    """What was asked of each engine, and what it did: `native` or `emulated` FP8, or `off`."""
+    """The precision that was asked of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
 
     generation: str = "bf16"
     generation_mode: str = "off"
@@ -61,15 +61,15 @@ class PrecisionReport(Artifact):
     training_mode: str = "off"
     kv_cache: str = "bf16"
     fp8_layers: int = 0
-    """Linear layers in FP8, where an engine computes in FP8."""
+    """The number of linear layers in FP8, where an engine computes in FP8."""
     bf16_layers: list[str] = []
-    """Linear layers that the calibration keeps in BF16."""
+    """The linear layers that the calibration keeps in BF16."""
 
 
 class TrainResult(Artifact):
     policy_dir: Path
     drafter_dir: Path | None
-    """`policy_dir` for `mtp`, whose layer belongs to the policy."""
+    """The drafter; for `mtp`, whose layer belongs to the policy, `policy_dir`."""
     steps: int
     step_seconds_median: float
     timing_share: dict[str, float]
@@ -83,12 +83,12 @@ class TrainResult(Artifact):
     refit_failures: int
     refit_max_abs_logprob_diff: float
     drafter_events: list[str] = []
-    """Drafters that collapsed after a refit, and what was done about it."""
+    """The collapses of the drafter after a refit, and what was done about each."""
     seconds: float
 
 
 class SpeedPair(Artifact):
-    """Plain against speculative generation of the same tokens: same prompts, weights, seeds; interleaved; medians."""
+    """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians."""
 
     batch: int
     plain_tokens_per_s: float
@@ -97,20 +97,20 @@ class SpeedPair(Artifact):
     speedup_min: float
     speedup_max: float
     decode_step_reduction: float
-    """1 - speculative iterations / plain iterations."""
+    """1 - speculative decoding steps / plain decoding steps."""
     tokens_equal: float
-    """Share of responses that are the same, token for token, on both sides."""
+    """The share of responses that are the same with and without speculation, token for token."""
 
 
 class ParityCounts(Artifact):
-    """Plain against speculative responses with the same seeds."""
+    """Plain and speculative responses with the same seeds, compared token by token."""
 
     num_responses: int
     num_tokens: int
     num_differences: int
-    """Responses that part; tokens after a first difference follow from it."""
+    """The number of responses that differ. Only the first difference of each counts: later ones follow from it."""
     num_unexplained: int
-    """Differences that are no near-tie; gated to be 0."""
+    """The number of differences that are not near-ties. Validation fails unless it is 0."""
     cdf_noise: float
     """Largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float
@@ -123,7 +123,7 @@ class ParityCounts(Artifact):
 
 
 class ExactnessResult(Artifact):
-    """Speculation against plain decoding on held-out prompts."""
+    """Speculative and plain decoding, compared on held-out prompts."""
 
     chi_squared: float | None
     degrees_of_freedom: int
@@ -132,10 +132,10 @@ class ExactnessResult(Artifact):
     results of earlier versions."""
     num_samples: int
     p_value: float | None
-    """Of first tokens against exact probabilities; none for greedy runs."""
+    """The p-value of the first tokens under their exact probabilities; None for greedy runs."""
     num_draft_tokens: int
     num_accepted_tokens: int
-    """Drafted for those samples: without drafts the test says nothing."""
+    """The drafted tokens that were accepted in these samples. Without drafts the test says nothing."""
     sampled: ParityCounts
     greedy: ParityCounts
 
@@ -155,16 +155,16 @@ class ValidateResult(Artifact):
 class ExportResult(Artifact):
     policy_dir: Path
     drafter_dir: Path | None
-    """`policy_dir` for `mtp`."""
+    """The drafter; for `mtp`, `policy_dir`."""
     vllm_acceptance_length: float | None
-    """Acceptance length of the exported directory, loaded on its own in a fresh vLLM."""
+    """The acceptance length of the exported drafter, loaded on its own into a fresh vLLM."""
     model_version: str | None
     seconds: float
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success flush it to disk and rename it, on error remove it."""
+    """Yield a temporary path beside `path`. On success it is flushed to disk and renamed, on an error removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -177,15 +177,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file so that it is complete when it exists."""
     with atomic_path(path) as temporary:
         temporary.write_text(text)
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON; what JSON does not know, such as a path, becomes its text."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_result(stage_dir: Path, result: Artifact) -> None:
+    """Write a stage's result. The stage counts as finished from then on."""
     write_text(stage_dir / RESULT_FILE, result.model_dump_json(indent=2) + "\n")
 
 
@@ -193,10 +196,10 @@ ResultType = TypeVar("ResultType", bound=Artifact)
 
 
 def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
-    """The finished stage's result.
+    """Return the result of a finished stage.
 
     Raises:
-        ValueError: the stage has not finished, or its result was written by another version.
+        ValueError: The stage has not finished, or its result was written by another version of specrl.
     """
     path = stage_dir / RESULT_FILE
     if not path.exists():
@@ -204,9 +207,11 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
     try:
         return kind.model_validate_json(path.read_text())
     except ValidationError as error:
-        raise ValueError(f"{path} is no {kind.__name__}; remove the folder to run the stage again") from error
+        raise ValueError(
+            f"{path} is not a {kind.__name__} of this version; remove the folder to run the stage again"
+        ) from error
 
 
 def digest(value: Any) -> str:
-    """First 12 hex digits of the SHA-256 of `value` as canonical JSON."""
+    """Return the first 12 hex digits of the SHA-256 of `value` as canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -55,7 +55,9 @@ SHARED = {
 }
 DEFAULTS = {"run": Parameter.empty, "json_path": None, "page": None, "runs_dir": Path("runs")}
 
-group = typer.Typer(help="Measure a finished run's policy and drafter: tables, charts, a dated page.")
+group = typer.Typer(
+    help="Measure a finished run's policy and drafter.\n\nEach benchmark writes a dated page with tables and charts."
+)
 
 
 def register(app: typer.Typer) -> None:
