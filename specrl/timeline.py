@@ -18,6 +18,8 @@ GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "draft
 
 @dataclass(frozen=True)
 class Span:
+    """A piece of work from one time to another, Unix seconds."""
+
     name: str
     started_at: float
     ended_at: float
@@ -66,11 +68,11 @@ class Pace:
         self._found: dict[int, list[float]] = {}
 
     def on_progress(self, finished: int, total: int) -> None:
-        """For `Engine.generate`."""
+        """Note how many requests are finished; a hook for `Engine.generate`."""
         self._left = total - finished
 
     def on_iteration(self) -> None:
-        """For `Engine.generate`."""
+        """Note that an iteration has ended; a hook for `Engine.generate`."""
         now = time.perf_counter()
         count_seconds = self._found.setdefault(self._batch, [0, 0.0])
         count_seconds[0] += 1

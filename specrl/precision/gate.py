@@ -15,14 +15,16 @@ class EngineMismatchError(RuntimeError):
 
 
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
-    """
+    """Check that training and generation agree about the tokens of a step.
+
     Args:
-        metrics: of a step; without `mismatch/bulk_error` (nothing was trained on) there is nothing to check.
-        limit: `precision.max_token_mult_prob_error`.
+        metrics: the step's metrics; without `mismatch/bulk_error` nothing was trained on and there is nothing to check.
+        limit: the largest error allowed, `precision.max_token_mult_prob_error`.
         layers_path: the calibration's table of layers.
 
     Raises:
-        EngineMismatchError: the error is above the limit, or not a number; with the layers that FP8 changes most.
+        EngineMismatchError: the error is above the limit or not a number; the message lists the layers that FP8 changes
+            most.
     """
     error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:
@@ -36,7 +38,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 
 def layer_table(layers_path: Path) -> str:
-    """The layers with the largest errors alone in FP8, as text."""
+    """Return those layers as text whose FP8 alone moves the model's output most."""
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])

@@ -29,7 +29,8 @@ class KvObserver:
     """Watches the attention layers of a policy: hand it to the policy as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """
+        """Watch the attention layers of a model.
+
         Args:
             training_only: leave out passes that do not train: the parity probe's and those of reference weights.
         """
@@ -50,7 +51,7 @@ class KvObserver:
                 self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
 
     def detach(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for attention in self._watched:
             if hasattr(attention, "observe"):
                 attention.observe = None
@@ -58,7 +59,11 @@ class KvObserver:
             hook.remove()
 
     def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """*Scales from all tokens of all ranks since the last call, and the seconds it took; none without a token."""
+        """*Return the scales for all tokens of all ranks since the last call, and the seconds that measuring took.
+
+        Returns:
+            None where there was no token.
+        """
         started = time.perf_counter()
         if ranks.world_size > 1:
             dist.all_reduce(self._counts)
@@ -72,7 +77,7 @@ class KvObserver:
 
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """[batch, heads, seq, width] each."""
+        """Count the maxima of queries, keys and values, [batch, heads, seq, width] each."""
         if self.lengths is None:
             return
         started = time.perf_counter()
@@ -85,13 +90,13 @@ class KvObserver:
 
 
 def kv_scale(counts: Tensor) -> Tensor:
-    """[layers, bins] counts of tokens -> scales [layers], float64."""
+    """Return the scales [layers], float64, for counts of tokens [layers, bins]."""
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
 
 
 def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    """Of attention that gets queries and keys already rotated, [seq, batch, heads, width]."""
+    """Observe attention that gets queries and keys already rotated, [seq, batch, heads, width]."""
     query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
     observe(query, key, value)

@@ -21,7 +21,7 @@ LARGE_RATIO = 2.0
 
 
 def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
-    """log r = log q - log p, float64 [tokens].
+    """Return log r = log q - log p as float64 [tokens].
 
     Raises:
         ValueError: nothing to compare, or another number of tokens on each side.
@@ -35,15 +35,15 @@ def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
 
 
 def token_mult_prob_error(training: Tensor, generation: Tensor) -> float:
-    """mean exp(|log q - log p|), NeMo RL's gate: 1 is perfect agreement, below 1.1 is asked for."""
+    """Return the mean of exp(|log q - log p|), NeMo RL's gate: 1 is perfect agreement, below 1.1 is asked for."""
     return float(log_ratio(training, generation).abs().exp().mean())
 
 
 def bulk_error(training: Tensor, generation: Tensor) -> float:
-    """`token_mult_prob_error` without the largest thousandth of its terms, and without one at least; 1 of one token.
+    """Return `token_mult_prob_error` without the largest thousandth of its terms, but without one at least.
 
     A digit that the model is of two minds about can be hundreds of times likelier after a rounding: one such token of a
-    thousand weighs as much as all others, and is no loss of agreement. NaN is kept.
+    thousand weighs as much as all others, and is no loss of agreement. A single token gives 1, and NaN gives NaN.
     """
     terms = log_ratio(training, generation).abs().exp().sort().values
     left_out = max(1, len(terms) // 1000)
@@ -52,13 +52,16 @@ def bulk_error(training: Tensor, generation: Tensor) -> float:
 
 
 def kl(training: Tensor, generation: Tensor) -> float:
-    """KL(p || q), nats per token, Schulman's k3: mean of r - 1 - log r. Unbiased, and no term is negative."""
+    """Return KL(p || q) in nats per token by Schulman's k3, the mean of r - 1 - log r.
+
+    The estimate is unbiased, and no term is negative.
+    """
     log_r = log_ratio(training, generation)
     return float((log_r.expm1() - log_r).mean())
 
 
 def js(training: Tensor, generation: Tensor) -> float:
-    """Jensen-Shannon divergence, nats per token, between 0 and log 2 in expectation.
+    """Return the Jensen-Shannon divergence in nats per token, between 0 and log 2 in expectation.
 
     JS = E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; f is convex and f(1) = f'(1) = 0, so that
     no term is negative.
@@ -69,14 +72,14 @@ def js(training: Tensor, generation: Tensor) -> float:
 
 
 def importance_ratio_quantiles(training: Tensor, generation: Tensor) -> dict[float, float]:
-    """Quantiles of r at `QUANTILES`, and its maximum at 1.0."""
+    """Return the quantiles of r by their share, those of `QUANTILES` and the maximum as 1.0."""
     ordered = log_ratio(training, generation).exp().sort().values
     positions = {share: min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1) for share in (*QUANTILES, 1.0)}
     return {share: float(ordered[position]) for share, position in positions.items()}
 
 
 def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> float:
-    """Share of tokens whose r is above `cap`, where truncated importance sampling cuts it off."""
+    """Return the share of the tokens whose r is above `cap`, where truncated importance sampling cuts it off."""
     return float((log_ratio(training, generation) > math.log(cap)).double().mean())
 
 
@@ -104,5 +107,5 @@ def rollout_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _suffix(share: float) -> str:
-    """0.99 as `p99`, 1.0 as `max`."""
+    """Return 0.99 as `p99` and 1.0 as `max`."""
     return "max" if share == 1.0 else "p" + f"{share:g}".removeprefix("0.").ljust(2, "0")
