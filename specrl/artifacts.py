@@ -56,6 +56,7 @@ class PrecisionReport(Artifact):
     """The precision that was asked of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
 
     generation: str = "bf16"
+    """`fp8`, or the type that the model has: `bf16` or `fp32`; the same for `training` and `kv_cache`."""
     generation_mode: str = "off"
     training: str = "bf16"
     training_mode: str = "off"
@@ -80,7 +81,9 @@ class TrainResult(Artifact):
     mismatch: dict[str, float]
     precision: PrecisionReport = PrecisionReport()
     refit_checks: int
+    """Refits that were checked in all starts of the stage; a drafter that was loaded again counts as another one."""
     refit_failures: int
+    """Those of them after which the policy or the drafter was found wrong."""
     refit_max_abs_logprob_diff: float
     drafter_events: list[str] = []
     """The collapses of the drafter after a refit, and what was done about each."""
