@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,19 @@ from flows.folder import find_run
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, read_config
 from specrl.report.tables import print_line, print_table
+
+if TYPE_CHECKING:
+    from specrl.projection.projected import Projection
+
+COLUMNS = (
+    ">ranks",
+    "bubbles.use",
+    ">generation, s",
+    ">relative to none",
+    ">decoding steps relative to none",
+    ">idle",
+    ">idle time used",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -56,28 +69,20 @@ def project(
         print_line(console, f"the run replayed no text: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration are assumed")
     print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures each at its own")
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
-    rows = [
-        (
-            str(item.ranks),
-            item.use,
-            f"{item.generation_s:.2f}",
-            f"{item.generation_ratio:.2f}",
-            f"{item.decode_step_ratio:.2f}",
-            f"{item.idle_share:.0%}",
-            f"{item.used_share:.0%}",
-        )
-        for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)
-    ]
-    columns = (
-        ">ranks",
-        "bubbles.use",
-        ">generation, s",
-        ">relative to none",
-        ">decoding steps relative to none",
-        ">idle",
-        ">idle time used",
+    rows = [_row(item) for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)]
+    print_table(console, f"Simulated generation of one step of {run_dir.name}", COLUMNS, rows)
+
+
+def _row(item: Projection) -> tuple[str, ...]:
+    return (
+        str(item.ranks),
+        item.use,
+        f"{item.generation_s:.2f}",
+        f"{item.generation_ratio:.2f}",
+        f"{item.decode_step_ratio:.2f}",
+        f"{item.idle_share:.0%}",
+        f"{item.used_share:.0%}",
     )
-    print_table(console, f"Simulated generation of one step of {run_dir.name}", columns, rows)
 
 
 def _numbers(text: str) -> list[int]:

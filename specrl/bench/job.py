@@ -35,10 +35,12 @@ class BenchJob:
     json_path: Path | None = None
 
     def save(self, path: Path) -> None:
+        """Write the job as JSON."""
         write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> BenchJob:
+        """Return the job that was written as JSON."""
         data = json.loads(path.read_text())
         paths = {key: Path(data[key]) for key in ("run_dir", "page")}
         json_path = Path(data["json_path"]) if data["json_path"] else None
@@ -46,6 +48,7 @@ class BenchJob:
 
 
 def main(path: Path, parent: int) -> None:
+    """Run the benchmark of a job file, for as long as the parent process lives."""
     end_with_parent(parent)  # nobody waits for a benchmark whose command was ended, however that was
     job = BenchJob.load(path)
     module, _, function = job.entry.partition(":")

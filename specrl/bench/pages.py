@@ -26,14 +26,17 @@ class Page:
     """The SVG text by file name."""
 
     def text(self, paragraph: str) -> None:
+        """Add a paragraph."""
         self.sections.append(paragraph.strip())
 
     def plot(self, name: str, svg: str, caption: str) -> None:
+        """Add a chart, which becomes the file PAGE-NAME.svg."""
         file = f"{self.path.stem}-{name}.svg"
         self.plots[file] = svg
         self.sections.append(f"![{caption}]({file})")
 
     def write(self) -> None:
+        """Write the page and its charts."""
         for name, svg in self.plots.items():
             write_text(self.path.with_name(name), svg)
         write_text(self.path, "\n\n".join(self.sections) + "\n")

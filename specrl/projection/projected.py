@@ -39,6 +39,7 @@ class Agreement:
 
     @property
     def generation_error(self) -> float:
+        """The relative error of the simulated time."""
         simulated, measured = self.generation_s
         return simulated / measured - 1
 

@@ -8,7 +8,7 @@ from typing import Any
 from specrl.report.plots import PIXELS_PER_INCH, STYLE, svg_of
 from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline, Span
 
-COLOURS = {
+SPAN_COLOURS = {
     GENERATION: "#0072b2",
     PREGENERATION: "#56b4e9",
     SPOT_TRAINING: "#e69f00",
@@ -23,7 +23,6 @@ WIDTH, ROW = 900, 26
 """Width of the picture and height of a rank's row, in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
 """Margins, in pixels: names of the ranks on the left, the time axis and the legend at the bottom."""
-LEGEND_COLUMNS = 4
 BOX = 0.65
 """Height of a box as a share of its row."""
 
@@ -33,7 +32,7 @@ def gantt(ranks: Sequence[RankTimeline]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    drawn = [[span for span in rank.spans if span.name in COLOURS] for rank in ranks]
+    drawn = [[span for span in rank.spans if span.name in SPAN_COLOURS] for rank in ranks]
     start = min(span.started_at for row in drawn for span in row)
     end = max(span.ended_at for row in drawn for span in row)
     height = TOP + ROW * len(ranks) + BOTTOM
@@ -61,7 +60,9 @@ def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict
     for place, row in enumerate(rows):
         for span in row:
             left, width = span.started_at - start, span.ended_at - span.started_at
-            box = Rectangle((left, place - BOX / 2), width, BOX, color=COLOURS[span.name], linewidth=0.5, clip_on=False)
+            box = Rectangle(
+                (left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5, clip_on=False
+            )
             box.set_gid(f"span-{len(titles)}")
             titles[f"span-{len(titles)}"] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
             axes.add_artist(box)
@@ -71,5 +72,7 @@ def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict
 def _draw_legend(figure: Any, names: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in COLOURS.items() if name in names]
-    figure.legend(handles=handles, loc="lower center", ncols=LEGEND_COLUMNS)
+    handles = [
+        Patch(color=colour, label=name.replace("_", " ")) for name, colour in SPAN_COLOURS.items() if name in names
+    ]
+    figure.legend(handles=handles, loc="lower center", ncols=4)

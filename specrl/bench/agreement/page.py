@@ -29,6 +29,7 @@ over the sampled tokens of exp(|log p_training - log p_generation|); *bulk* leav
 
 
 def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs: Sequence[EnginePair]) -> None:
+    """Write the page."""
     page = Page(job.page)
     page.text(heading("agreement of the two engines by precision", job.command, torch.get_num_threads()))
     page.text(

@@ -12,6 +12,7 @@ from specrl.bench.settings import BubbleSettings
 
 
 def main(job: BenchJob) -> None:
+    """Run every setting, and write the rows and the page."""
     settings = BubbleSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "bubbles"
     # All of them before the first run: what cannot work is refused at once, not after an hour.

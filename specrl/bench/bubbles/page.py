@@ -41,6 +41,7 @@ STORED = ("0", "1", "2 or 3", "4 or more", "own, shorter", "own")
 def write_page(
     job: BenchJob, settings: BubbleSettings, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, SettingRun]
 ) -> None:
+    """Write the page."""
     page = Page(job.page)
     page.text(heading("what ranks do while they wait", job.command, settings.threads))
     plain = runs["plain"]

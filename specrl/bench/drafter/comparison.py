@@ -61,7 +61,7 @@ class DrafterResult:
         }
 
 
-class Comparison:
+class DrafterComparison:
     """One RL run on one rank with the drafters beside it; the engine drafts with the last of them.
 
     The two pretrained drafters stay in `folder`, so that `specrl bench bubbles --drafter` can begin with one.

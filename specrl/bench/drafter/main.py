@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from specrl.bench.drafter.comparison import Comparison
+from specrl.bench.drafter.comparison import DrafterComparison
 from specrl.bench.drafter.page import DrafterFindings, write_page
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
@@ -15,13 +15,18 @@ from specrl.distributed import join, leave
 
 
 def main(job: BenchJob) -> None:
+    """Run the comparison, and write the rows and the page.
+
+    Raises:
+        ConfigError: the run has no EAGLE-3 drafter.
+    """
     started = time.monotonic()
     settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)
     method = subject.config.speculation.draft_method
     if method.model != "drafter" or method.texts or subject.first_drafter_dir is None:
         raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
     ranks = join()
-    comparison = Comparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")
+    comparison = DrafterComparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")
     comparison.pretrain()
     counted = comparison.run()
     results = comparison.speedups()

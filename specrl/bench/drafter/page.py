@@ -41,6 +41,7 @@ class DrafterFindings:
 
 
 def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings) -> None:
+    """Write the page."""
     page = Page(job.page)
     page.text(heading("drafter initialisation and online adaptation", job.command, torch.get_num_threads()))
     page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
@@ -68,6 +69,7 @@ def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings)
 
 
 def table(results: list[DrafterResult]) -> str:
+    """Return acceptance lengths and speedups, with a row for each drafter."""
     batches = [pair.batch for pair in results[0].pairs]
     speedups = [f">speedup at batch {batch}" for batch in batches]
     columns = ("pretrained on", "in RL", ">acceptance length, first steps", ">last steps", *speedups)

@@ -10,6 +10,7 @@ from specrl.bench.settings import PrecisionSettings
 
 
 def main(job: BenchJob) -> None:
+    """Run every setting with every seed, and write the rows and the page."""
     settings = PrecisionSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "precision"
     calibrated, max_kl = check(job.run_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from specrl.artifacts import CalibrateResult
@@ -27,6 +27,25 @@ limit stops a setting here. *update* is the cost of training on a token against 
 the steps that trained. *KV scales* is the share of a step that measuring them took, in the steps that measured them.
 *engine* and *trainer* say how FP8 was computed.
 """
+COLUMNS = (
+    "setting",
+    "correction",
+    ">error",
+    ">bulk",
+    ">worst step",
+    ">KL, nats/token",
+    ">accuracy",
+    ">last reward",
+    ">acceptance length",
+    ">parity",
+    ">update",
+    ">KV scales",
+    ">generated tokens/s",
+    ">GPU memory",
+    "engine / trainer",
+    ">FP8 layers",
+)
+"""The columns of the table."""
 
 
 def write_page(
@@ -67,6 +86,7 @@ def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[Prec
 
 
 def by_setting(found: Sequence[PrecisionRun]) -> dict[str, list[PrecisionRun]]:
+    """Return the runs grouped by the name of their setting."""
     groups: dict[str, list[PrecisionRun]] = {}
     for item in found:
         groups.setdefault(item.setting.name, []).append(item)
@@ -74,53 +94,36 @@ def by_setting(found: Sequence[PrecisionRun]) -> dict[str, list[PrecisionRun]]:
 
 
 def table(found: Sequence[PrecisionRun]) -> str:
+    """Return the figures of every setting, as means over the seeds."""
     groups = by_setting(found)
-    plain = {item.seed: item for item in groups["BF16"]}
-    rows = []
-    for name, items in groups.items():
-        updates = [cost for item in items if (cost := update_cost(item, plain[item.seed])) is not None]
-        shares = [share for item in items if (share := kv_scales_share(item)) is not None]
-        worst = max(record.metrics.get(ERROR, 1.0) for item in items for record in item.records)
-        memory = max((item.end_result.memory_gib or 0.0) for item in items)
-        rows.append(
-            [
-                name,
-                items[0].correction,
-                spread([item.mean(ERROR) for item in items], ".4f"),
-                spread([item.mean(BULK) for item in items], ".4f"),
-                f"{worst:.3f}",
-                spread([item.mean("mismatch/kl") for item in items], ".5f"),
-                spread([item.end_result.accuracy for item in items], ".1%"),
-                spread([item.records[-1].metrics["reward/mean"] for item in items], ".3f"),
-                f"{fmean(item.end_result.acceptance_length for item in items):.2f}",
-                spread([item.mean(PARITY) for item in items], ".4f"),
-                f"{fmean(updates):.2f}x" if updates else "-",
-                f"{fmean(shares):.1%}" if shares else "-",
-                f"{fmean(item.median('performance/generation_tokens_per_s') for item in items):.0f}",
-                f"{memory:.1f} GiB" if memory else "-",
-                f"{items[0].end_result.engine_mode} / {items[0].end_result.training_mode}",
-                str(items[0].end_result.quantised_layers),
-            ]
-        )
-    columns = (
-        "setting",
-        "correction",
-        ">error",
-        ">bulk",
-        ">worst step",
-        ">KL, nats/token",
-        ">accuracy",
-        ">last reward",
-        ">acceptance length",
-        ">parity",
-        ">update",
-        ">KV scales",
-        ">generated tokens/s",
-        ">GPU memory",
-        "engine / trainer",
-        ">FP8 layers",
-    )
-    return markdown_table(columns, rows)
+    plain = {run.seed: run for run in groups["BF16"]}
+    return markdown_table(COLUMNS, [_row(runs, plain) for runs in groups.values()])
+
+
+def _row(runs: Sequence[PrecisionRun], plain: Mapping[int, PrecisionRun]) -> list[str]:
+    """Return one setting's row of the table; `plain` holds the BF16 run of each seed."""
+    updates = [cost for run in runs if (cost := update_cost(run, plain[run.seed])) is not None]
+    shares = [share for run in runs if (share := kv_scales_share(run)) is not None]
+    worst = max(record.metrics.get(ERROR, 1.0) for run in runs for record in run.records)
+    memory = max((run.end_result.memory_gib or 0.0) for run in runs)
+    return [
+        runs[0].setting.name,
+        runs[0].correction,
+        spread([run.mean(ERROR) for run in runs], ".4f"),
+        spread([run.mean(BULK) for run in runs], ".4f"),
+        f"{worst:.3f}",
+        spread([run.mean("mismatch/kl") for run in runs], ".5f"),
+        spread([run.end_result.accuracy for run in runs], ".1%"),
+        spread([run.records[-1].metrics["reward/mean"] for run in runs], ".3f"),
+        f"{fmean(run.end_result.acceptance_length for run in runs):.2f}",
+        spread([run.mean(PARITY) for run in runs], ".4f"),
+        f"{fmean(updates):.2f}x" if updates else "-",
+        f"{fmean(shares):.1%}" if shares else "-",
+        f"{fmean(run.median('performance/generation_tokens_per_s') for run in runs):.0f}",
+        f"{memory:.1f} GiB" if memory else "-",
+        f"{runs[0].end_result.engine_mode} / {runs[0].end_result.training_mode}",
+        str(runs[0].end_result.quantised_layers),
+    ]
 
 
 def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:

@@ -117,6 +117,7 @@ class Engines:
         return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
+        """Stop all engines."""
         for variant in [*self.plain_variants, *self.drafting.values()]:
             variant.engine.shutdown()
 

@@ -22,6 +22,7 @@ PILOT_ROUNDS = 3
 
 
 def main(job: BenchJob) -> None:
+    """Measure every variant on every workload, and write the rows and the page."""
     started = time.monotonic()
     ranks = join()
     settings, subject = RolloutSettings.model_validate(job.settings), find_subject(job.run_dir)

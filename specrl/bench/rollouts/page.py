@@ -41,6 +41,7 @@ class RolloutFindings:
 
 
 def write_page(job: BenchJob, settings: RolloutSettings, found: RolloutFindings) -> None:
+    """Write the page."""
     page = Page(job.page)
     page.text(heading("speculative against plain rollouts", job.command, torch.get_num_threads()))
     page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
@@ -76,6 +77,7 @@ def _how(settings: RolloutSettings, cells: Sequence[Cell]) -> dict[str, object]:
 
 
 def cell_table(cells: Sequence[Cell]) -> str:
+    """Return speed and acceptance of every variant on every workload."""
     columns = ("batch", "method", "k", ">tokens/s", ">speedup", ">range", ">acceptance length", "by position", ">steps")
     rows = []
     for cell in cells:
@@ -98,6 +100,7 @@ def cell_table(cells: Sequence[Cell]) -> str:
 
 
 def equality(cells: Sequence[Cell]) -> str:
+    """Return how many responses differ from plain decoding, and why, in words."""
     compared = [cell for cell in cells if cell.variant.k != 0]
     wrong = sum(cell.num_differing for cell in compared)
     total = sum(len(cell.measured.tokens) for cell in compared)
@@ -111,6 +114,7 @@ def equality(cells: Sequence[Cell]) -> str:
 
 
 def machine_text(roofline: Roofline) -> str:
+    """Return the speed of the machine and the size of the networks, in words."""
     policy, machine = roofline.policy, roofline.machine
     size = policy.weights * policy.bytes_per_weight / 1e6
     text = (
@@ -129,6 +133,7 @@ def machine_text(roofline: Roofline) -> str:
 
 
 def limit_table(found: RolloutFindings) -> str:
+    """Return the time of an iteration beside its roofline, by batch size."""
     k = found.middle_k
     columns = (
         "batch",
