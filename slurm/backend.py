@@ -7,12 +7,12 @@ rest of the project learns of it there.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from slurm.records import jobs_dir, record_path
-from specrl.artifacts import RESULT_FILE, digest
+from specrl.artifacts import RESULT_FILE, digest, write_json
 from specrl.config import ClusterConfig, Config, Resources
 from specrl.context import StageContext
 
@@ -69,15 +69,40 @@ class JobKey:
     @property
     def folder(self) -> Path:
         """The folder of the job's files: its context and its logs."""
-        return jobs_dir(self.config.run_dir, self.key)
+        return self.config.run_dir / "jobs" / self.key
 
     @property
     def record_path(self) -> Path:
-        return record_path(self.config.run_dir, self.key)
+        """The note that says which job runs, or last ran, the stage."""
+        return self.config.run_dir / "jobs" / f"{self.key}.json"
 
     @property
     def context_path(self) -> Path:
         return self.folder / "context.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Names the job that runs, or last ran, a stage."""
+
+    backend: str
+    job_id: str
+    started: int | None
+    """When a local job's controller started, in clock ticks since boot. None for jobs of other backends."""
+    host: str
+    submitted_at: float
+    """Unix time in seconds."""
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """Return the record, or None when no job has been submitted for the stage."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from slurm import submitit_jobs
-from slurm.backend import Failure, JobError, JobKey, StageRequest, State
+from slurm.backend import Failure, JobError, JobKey, Record, StageRequest, State
 from slurm.environment import LOOPBACK
 from slurm.local_controller import is_locked, outcome_path
-from slurm.records import Record, is_alive, read_record
 from slurm.walltime import MAX_TIMEOUTS
 from specrl.config import ClusterConfig, Config, Resources
-from specrl.processes import end_with_parent, interrupts_held
+from specrl.processes import end_with_parent, interrupts_held, start_ticks
 
 START_SECONDS = 60
 """The longest time that a controller may take to start Python and write its record."""
@@ -45,7 +44,7 @@ class LocalJob:
         return self.record.job_id
 
     def state(self) -> State:
-        if is_alive(self.record):
+        if _is_alive(self.record):
             return State("running", "RUNNING")
         path = outcome_path(self.folder, self.job_id)
         if not path.exists():
@@ -61,12 +60,12 @@ class LocalJob:
     def cancel(self) -> None:
         group = int(self.job_id)
         for number in (signal.SIGINT, signal.SIGKILL):
-            if not is_alive(self.record):
+            if not _is_alive(self.record):
                 return
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
             deadline = time.monotonic() + CANCEL_SECONDS
-            while is_alive(self.record) and time.monotonic() < deadline:
+            while _is_alive(self.record) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def log(self, rank: int) -> Path:
@@ -81,6 +80,11 @@ class LocalJob:
         path = outcome_path(self.folder, self.job_id)
         codes = json.loads(path.read_text())["exit_codes"] if path.exists() else []
         return {rank: code for rank, code in enumerate(codes) if code}
+
+
+def _is_alive(record: Record) -> bool:
+    """Return whether the controller that the record names is alive on this host."""
+    return record.started is not None and start_ticks(int(record.job_id)) == record.started
 
 
 def _how_it_ended(rank: int, code: int) -> str:
@@ -109,10 +113,10 @@ class LocalBackend:
         """
         deadline = time.monotonic() + START_SECONDS
         while is_locked(key.record_path):
-            record = read_record(key.record_path)
+            record = Record.read(key.record_path)
             if record is not None and record.host != os.uname().nodename:
                 raise JobError(f"the job runs on {record.host} as process {record.job_id}; resume the run there")
-            if record is not None and is_alive(record):
+            if record is not None and _is_alive(record):
                 return LocalJob(record, key.folder, attached=True)
             if time.monotonic() > deadline:
                 raise JobError(f"{key.record_path} is locked but names no living process; remove it")
@@ -161,7 +165,7 @@ class LocalBackend:
                 return LocalJob(job.record, key.folder, attached=job.record.job_id != str(process.pid))
             if process.poll() is not None:
                 # The job was so short that its lock was not seen; its record tells.
-                record = read_record(key.record_path)
+                record = Record.read(key.record_path)
                 if record is not None and record.job_id == str(process.pid):
                     return LocalJob(record, key.folder, attached=False)
                 if request.result_path.exists():

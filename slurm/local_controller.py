@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from submitit.local.local import Controller, LocalJobEnvironment
 
-from slurm.records import Record, write_record
+from slurm.backend import Record
 from specrl.artifacts import write_json
 from specrl.processes import start_ticks
 
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         if result_path.exists():
             return
         started = start_ticks(os.getpid())
-        write_record(record_path, Record("local", str(os.getpid()), started, os.uname().nodename, time.time()))
+        Record("local", str(os.getpid()), started, os.uname().nodename, time.time()).write(record_path)
         controller = LocalController(folder)
         try:
             controller.run()

@@ -20,10 +20,9 @@ import submitit
 from submitit.core.utils import FailedJobError
 
 from slurm import submitit_jobs
-from slurm.backend import Cause, Failure, JobError, JobKey, SilentSchedulerError, StageRequest, State
+from slurm.backend import Cause, Failure, JobError, JobKey, Record, SilentSchedulerError, StageRequest, State
 from slurm.devcluster import DevCluster
 from slurm.environment import LOOPBACK, named_interface
-from slurm.records import Record, read_record, write_record
 from slurm.walltime import MAX_TIMEOUTS
 from specrl.config import ClusterConfig, Config
 
@@ -121,7 +120,7 @@ class SlurmBackend:
         ids = _ask("squeue", "-h", "-u", getpass.getuser(), "-n", key.job_name, "-o", "%i").split()
         if not ids:
             return None
-        record = read_record(key.record_path)
+        record = Record.read(key.record_path)
         if record is None or record.job_id != ids[0]:
             _write_record(key, ids[0])
         return SlurmJob(ids[0], key.folder, attached=True)
@@ -202,7 +201,7 @@ def _outside_jobs() -> Iterator[None]:
 
 
 def _write_record(key: JobKey, job_id: str) -> None:
-    write_record(key.record_path, Record("slurm", job_id, None, "", time.time()))
+    Record("slurm", job_id, None, "", time.time()).write(key.record_path)
 
 
 def _reason(text: str) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from slurm.backend import Job, JobKey, State
-from slurm.records import read_record, record_path
+from slurm.backend import Job, JobKey, Record, State
 from slurm.snapshot import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import wait
@@ -142,7 +141,7 @@ def _work(run: Run, context: StageContext, entry: str) -> None:
 def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
     folder = run.folder(stage)
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    record = read_record(record_path(run.config.run_dir, run.keys[stage]))
+    record = Record.read(JobKey(run.config, run.keys[stage]).record_path)
     return Finished(stage, run.keys[stage], folder, seconds, record.job_id if record else None, cached)
 
 
