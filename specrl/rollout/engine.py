@@ -16,10 +16,10 @@ from specrl.distributed import join
 from specrl.models.directory import read_config
 from specrl.models.families import family_of
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.drafts.estimates import DraftLengths
-from specrl.rollout.drafts.replay import ReplayIndex
 from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
@@ -36,7 +36,7 @@ from specrl.rollout.vllm.load import (
     refit_policy,
 )
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import Recorder
+from specrl.rollout.vllm.recorder import DraftObserver, Recorder
 from specrl.rollout.vllm.sampler import InvariantSampler
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.timing import IterationTimes, iteration_times
@@ -72,6 +72,7 @@ class Engine:
         speculate: bool = True,
         recipe: Recipe | None = None,
         overrides: Mapping[str, Any] | None = None,
+        control: ControlSettings | None = None,
     ) -> None:
         """Start the engine and test its sampler.
 
@@ -84,6 +85,7 @@ class Engine:
             speculate: draft as `speculation` says; otherwise decode plainly.
             recipe: which FP8 `precision` means for this policy; without one everything is in `model.dtype`.
             overrides: vLLM engine arguments that replace the project's.
+            control: the constants that steer drafting, for a benchmark that varies them; None for the project's.
 
         Raises:
             ValueError: EAGLE-3 without a drafter.
@@ -105,7 +107,7 @@ class Engine:
         pick_drafts_faster(self._runner)
         self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
-        self._drafting = self._install_drafting(seed) if longest else None
+        self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
         self._tokenizer = self._llm.get_tokenizer()
         self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
@@ -120,9 +122,9 @@ class Engine:
         self.set_k(None if config.speculation.adaptive else self.longest_k)
         self.self_test()
 
-    def _install_drafting(self, seed: int) -> Drafting:
-        controller = Controller(self.max_k, self.max_replay_k, seed)
-        drafting = Drafting(self._runner, self._sampler, self.config, controller)
+    def _install_drafting(self, seed: int, settings: ControlSettings) -> Drafting:
+        controller = Controller(self.max_k, self.max_replay_k, seed, settings)
+        drafting = Drafting(self._runner, self._sampler, self.config, controller, settings)
         drafting.install()
         return drafting
 
@@ -221,7 +223,7 @@ class Engine:
         """
         if self._stored is None:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        self._stored.index = ReplayIndex.of(texts, seeds)
+        self._stored.store(texts, seeds)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """How many responses to its prompt are stored, and how many tokens of the one of its own seed."""
@@ -259,6 +261,16 @@ class Engine:
     def recorder(self) -> Recorder:
         """Records what every token is picked from, as a context manager."""
         return Recorder(self._runner)
+
+    def observe_drafts(self, k: int) -> DraftObserver:
+        """Return a context manager that records the drafter's proposals after every token, and verifies none."""
+        assert self._drafting is not None and self.max_k, "no drafter"
+        return DraftObserver(self._drafting, k)
+
+    def control_with(self, controller: Controller) -> None:
+        """Let another controller choose how far to draft while no k is set."""
+        assert self._drafting is not None, "an engine that does not draft"
+        self._drafting.controller = controller
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""

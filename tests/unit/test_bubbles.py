@@ -17,6 +17,7 @@ from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.pregeneration import PendingResponse, PregeneratedText, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request
 from specrl.timeline import (
@@ -138,11 +139,11 @@ def test_the_share_of_both_follows_what_is_measured() -> None:
     for step in range(9):
         bubble_share.probed(4.0 + step)
         bubble_share.learn(seconds, stats(replayed=0, drafts=100))
-    assert bubble_share.pregeneration == BubbleShare.LEAST
+    assert bubble_share.pregeneration == ControlSettings().least_share
     for _ in range(9):
         bubble_share.probed(1.0)  # worse is no gain
         bubble_share.learn(seconds, stats(replayed=300, drafts=100))
-    assert bubble_share.pregeneration == 1 - BubbleShare.LEAST
+    assert bubble_share.pregeneration == 1 - ControlSettings().least_share
 
 
 def test_pregeneration_is_first_and_goes_on_while_nobody_knows_for_how_long() -> None:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from specrl.rollout.drafts.recent import MOST_PLACES, RecentText
-from specrl.rollout.drafts.replay import LONGEST_SUFFIX, ReplayCursor, StoredResponses
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.recent import RecentText
+from specrl.rollout.drafts.replay import ReplayCursor, StoredResponses
+
+SETTINGS = ControlSettings()
 
 
 def remembered(*responses: Sequence[int], most: int = 10_000) -> RecentText:
@@ -66,7 +69,7 @@ def test_the_oldest_responses_are_dropped_whole() -> None:
 
 def test_of_what_occurs_all_the_time_the_latest_places_are_kept() -> None:
     text = remembered([5, 6] * 10_000, [7, 5, 6, 8])
-    assert max(map(len, text._places.values())) <= 2 * MOST_PLACES
+    assert max(map(len, text._places.values())) <= 2 * SETTINGS.most_recent_places
     assert follow(text, [7, 5, 6], 1) == ([8], 3)
 
 
@@ -81,4 +84,4 @@ def test_it_finds_what_a_search_of_all_responses_finds(seed: int) -> None:
         positions, agreed = text.after_longest_suffix(output)
         expected, longest = stored.after_longest_suffix(output)
         assert (sorted(positions), agreed) == (sorted(expected), longest)
-        assert agreed <= LONGEST_SUFFIX
+        assert agreed <= SETTINGS.longest_suffix

@@ -6,9 +6,11 @@ from types import FrameType
 
 import pytest
 
-from specrl.rollout.drafts.replay import LONGEST_SUFFIX, ReplayIndex
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.replay import ReplayIndex
 
 PROMPT = (1, 2, 3)
+SETTINGS = ControlSettings()
 
 
 def propose(responses: list[list[int]], output: list[int], k: int = 4) -> list[int]:
@@ -79,7 +81,7 @@ def test_after_a_divergence_the_longest_suffix_is_found_again() -> None:
 
 
 def test_where_several_places_match_alike_most_decide() -> None:
-    suffix = list(range(50, 50 + LONGEST_SUFFIX))
+    suffix = list(range(50, 50 + SETTINGS.longest_suffix))
     responses = [[9, 8, *suffix, 1], [7, 8, *suffix, 2], [5, 5, *suffix, 2]]
     assert propose(responses, [4, 4, *suffix], 1) == [2]
 
@@ -112,7 +114,7 @@ def check_match(responses: list[list[int]], output: list[int], draft: list[int])
     ends = [(text[:i], text[i]) for text in responses for i in range(len(text))]
     agreeing = {len(common_suffix(before, output)) for before, after in ends if after == draft[0]}
     longest = max(len(common_suffix(before, output)) for before, _ in ends)
-    assert min(max(agreeing), LONGEST_SUFFIX) == min(longest, LONGEST_SUFFIX) or output in [
+    assert min(max(agreeing), SETTINGS.longest_suffix) == min(longest, SETTINGS.longest_suffix) or output in [
         t[: len(output)] for t in responses
     ]
 

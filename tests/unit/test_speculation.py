@@ -12,11 +12,13 @@ from statistics import fmean
 import pytest
 
 from specrl.config import Config
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, DraftOutcome
 from specrl.rollout.drafts.controller import Controller, bucket_of
-from specrl.rollout.drafts.curve import SpeculationCurve, read_curve, write_curve
+from specrl.rollout.drafts.curve import SpeculationCurve, write_curve
 from specrl.rollout.drafts.estimates import DraftLengths, TokensPerIteration, possible_lengths
 
+SETTINGS = ControlSettings()
 NOISE = 0.05
 """Standard deviation of the log time of an iteration."""
 
@@ -118,7 +120,7 @@ def test_within_two_percent_of_the_best_fixed_length_once_calibrated(machine: Ma
         controller = Controller(5, 0, seed)
         run(controller, machine, constant(batch, 150), seed)
         steps = run(controller, machine, constant(batch, 800), seed + 100)
-        reached.append(efficiency(machine, batch, steps, controller.arms))
+        reached.append(efficiency(machine, batch, steps, controller.choices))
     assert fmean(reached) > 0.98
     assert min(reached) > 0.96  # a neighbour that is 3 % slower is not always told apart in time
 
@@ -128,7 +130,7 @@ def test_replay_and_drafter_lengths_are_found_together(batch: int) -> None:
     controller = Controller(3, 16, 0)
     run(controller, REPLAYING, constant(batch, 400), 1)
     steps = run(controller, REPLAYING, constant(batch, 1500), 2)
-    assert efficiency(REPLAYING, batch, steps, controller.arms) > 0.97
+    assert efficiency(REPLAYING, batch, steps, controller.choices) > 0.97
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -140,7 +142,7 @@ def test_a_drafter_is_found_though_every_request_has_text(seed: int) -> None:
     run(controller, alone, constant(1, 400), seed)
     run(controller, many, constant(16, 400), seed)
     steps = run(controller, many, constant(16, 800), seed + 100)
-    assert efficiency(many, 16, steps, controller.arms) > 0.97
+    assert efficiency(many, 16, steps, controller.choices) > 0.97
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU, SLOW_DRAFTER, GOOD_DRAFTER], ids=["cpu", "gpu", "slow", "good"])
@@ -148,7 +150,7 @@ def test_calibration_is_short(machine: Machine) -> None:
     """From nothing, 300 iterations at one batch size cost little against knowing the best arm beforehand."""
     for batch in (1, 8, 64):
         controller = Controller(3, 0, 0)
-        assert efficiency(machine, batch, run(controller, machine, constant(batch, 300), 5), controller.arms) > 0.88
+        assert efficiency(machine, batch, run(controller, machine, constant(batch, 300), 5), controller.choices) > 0.88
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU, SLOW_DRAFTER, GOOD_DRAFTER], ids=["cpu", "gpu", "slow", "good"])
@@ -161,7 +163,7 @@ def test_it_says_when_a_batch_size_is_calibrated(machine: Machine) -> None:
     assert 16 <= iterations <= 160
     assert not controller.is_settled(32)
     steps = run(controller, machine, constant(4, 400), 1)
-    assert efficiency(machine, 4, steps, controller.arms) > 0.95
+    assert efficiency(machine, 4, steps, controller.choices) > 0.95
 
 
 @pytest.mark.parametrize("machine", [CPU, GOOD_DRAFTER], ids=["cpu", "good"])
@@ -169,7 +171,7 @@ def test_a_long_tail_is_decoded_faster_than_with_any_fixed_length(machine: Machi
     """64 requests of 20 to 250 tokens, in fifteen steps of a run, calibration included."""
     controller = Controller(3, 0, 0)
     adaptive = fmean(decode(machine, controller, seed) for seed in range(15))
-    fixed = {arm: fmean(decode(machine, Fixed(arm), seed) for seed in range(15)) for arm in controller.arms}
+    fixed = {arm: fmean(decode(machine, Fixed(arm), seed) for seed in range(15)) for arm in controller.choices}
     assert adaptive < 1.01 * min(fixed.values())
     assert adaptive < 0.95 * fixed[DraftLengths(0, 0)]
 
@@ -240,14 +242,14 @@ def test_batch_sizes_fall_into_doubling_buckets() -> None:
 
 
 def test_arms_are_few_and_end_at_the_longest_drafts() -> None:
-    assert [arm.k for arm in possible_lengths(3, 0)] == [0, 1, 2, 3]
-    assert [arm.k for arm in possible_lengths(7, 0)] == [0, 1, 2, 3, 5, 7]
-    assert {arm.replay_k for arm in possible_lengths(0, 12)} == {0, 4, 8, 12}
-    assert len(possible_lengths(3, 16)) == 16
+    assert [arm.k for arm in possible_lengths(3, 0, SETTINGS)] == [0, 1, 2, 3]
+    assert [arm.k for arm in possible_lengths(7, 0, SETTINGS)] == [0, 1, 2, 3, 5, 7]
+    assert {arm.replay_k for arm in possible_lengths(0, 12, SETTINGS)} == {0, 4, 8, 12}
+    assert len(possible_lengths(3, 16, SETTINGS)) == 16
 
 
 def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
-    seen = TokensPerIteration(possible_lengths(3, 0))
+    seen = TokensPerIteration(possible_lengths(3, 0, SETTINGS), SETTINGS)
     for _ in range(100):
         seen.observe(4, DraftLengths(3, 0), [DraftOutcome(DRAFTER, 3, accepted) for accepted in (0, 1, 3, 3)])
     expected = [1.0, 1 + 3 / 4, 1 + 5 / 4, 1 + 7 / 4]
@@ -256,16 +258,16 @@ def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
 
 def test_text_that_begins_to_match_late_breaks_no_estimate() -> None:
     """Longer drafts were seen while nothing matched, shorter ones while much did: extrapolated, that was below zero."""
-    seen = TokensPerIteration(possible_lengths(0, 16))
+    seen = TokensPerIteration(possible_lengths(0, 16, SETTINGS), SETTINGS)
     for _ in range(60):
         seen.observe(1, DraftLengths(0, 8), [])
     for _ in range(2900):
         seen.observe(1, DraftLengths(0, 4), [DraftOutcome(REPLAY, 4, 1)])
-    assert all(seen.expected(arm) >= 1 for arm in possible_lengths(0, 16))
+    assert all(seen.expected(arm) >= 1 for arm in possible_lengths(0, 16, SETTINGS))
 
 
 def test_what_replay_hides_of_the_drafter_is_not_guessed() -> None:
-    seen = TokensPerIteration(possible_lengths(1, 4))
+    seen = TokensPerIteration(possible_lengths(1, 4, SETTINGS), SETTINGS)
     before = seen.expected(DraftLengths(1, 0))
     seen.observe(2, DraftLengths(1, 4), [DraftOutcome(DRAFTER, 1, 1), DraftOutcome(REPLAY, 4, 0)])
     assert seen.expected(DraftLengths(1, 0)) == before
@@ -284,7 +286,8 @@ def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> No
             assert point.acceptance_length == pytest.approx(CPU.tokens(arm), rel=0.15)
             assert point.seconds == pytest.approx(CPU.seconds(8, arm), rel=0.1)
     expected = SpeculationCurve(method="eagle3", temperature=1.0, points=points)
-    assert read_curve(write_curve(tmp_path, Config(name="run"), points)) == expected
+    path = write_curve(tmp_path, Config(name="run"), points)
+    assert SpeculationCurve.model_validate_json(path.read_text()) == expected
 
 
 def test_mean_length_is_of_the_iterations_since_it_was_taken() -> None:

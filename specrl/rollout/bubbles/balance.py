@@ -1,4 +1,4 @@
-"""Prompts dealt to engines by expected response length, so that what remains of a bubble is true tail.
+"""Prompts are dealt to engines by expected response length, so that what remains of a bubble is true tail.
 
 The expectation is the mean length of the responses to prompts of the same difficulty in the last steps: a function of
 those steps' rollouts alone, so that a restarted run deals as an undisturbed one.
@@ -17,11 +17,11 @@ from specrl.data.prompts import Prompt
 from specrl.dealing import deal_longest_first
 
 WINDOW = 8
-"""Steps whose responses count: old enough to have seen every difficulty, young enough to follow the policy."""
+"""The number of latest steps whose responses count: enough to have seen every difficulty, and to follow the policy."""
 
 
 class ResponseLengthEstimator:
-    """Mean response length by difficulty over the last `WINDOW` batches."""
+    """Expects of a response the mean length of those to prompts of the same difficulty in the last `WINDOW` batches."""
 
     def __init__(self) -> None:
         self._batches: deque[list[tuple[str, int, int]]] = deque(maxlen=WINDOW)
@@ -32,7 +32,7 @@ class ResponseLengthEstimator:
         """Add one batch.
 
         Args:
-            lengths: (prompt id, response tokens) of each response; responses to other prompts are passed over.
+            lengths: (prompt id, response tokens) of each response; responses to other prompts are ignored.
         """
         by_id = {prompt.id: prompt for prompt in prompts}
         known = ((by_id[prompt_id], length) for prompt_id, length in lengths if prompt_id in by_id)
@@ -48,14 +48,15 @@ class ResponseLengthEstimator:
         self._per_prompt_token = response_tokens / prompt_tokens if prompt_tokens else 1.0
 
     def of(self, prompt: Prompt) -> float:
-        """Tokens; of a difficulty never seen, as many per token of the prompt as responses have on average."""
+        """Return tokens; for a difficulty never seen, as many per prompt token as responses have on average."""
         return self._means.get(prompt.difficulty, self._per_prompt_token * len(prompt.tokens))
 
 
 def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: int) -> list[list[Prompt]]:
-    """As many prompts for each engine, longest expected first to the engine with the least to do that has room.
+    """Return as many prompts for each engine, by expected length.
 
-    A prompt's responses stay together. Within a share the prompts keep the order of `prompts`.
+    The longest go first, each to the engine with the least to do that has room. A prompt's responses stay together, and
+    within a share the prompts keep the order of `prompts`.
     """
     assert len(prompts) % engines == 0
     lengths = [expected.of(prompt) for prompt in prompts]
@@ -64,7 +65,7 @@ def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: 
 
 
 def stored_lengths(folder: Path) -> list[tuple[int, int]]:
-    """(prompt id, response tokens) of every rollout below a folder."""
+    """Return (prompt id, response tokens) of every rollout below a folder."""
     found: list[tuple[int, int]] = []
     for path in sorted(folder.rglob("rank-*.arrow")):
         with pa.memory_map(str(path)) as source:
@@ -75,5 +76,5 @@ def stored_lengths(folder: Path) -> list[tuple[int, int]]:
 
 
 def piece(left: int, num_ranks: int) -> int:
-    """Of `left` responses to pre-generate, how many an idle rank claims at once: at least one rank is not idle."""
+    """Return how many of `left` responses an idle rank claims at once: at least one rank is not idle."""
     return -(-left // max(1, num_ranks - 1))

@@ -1,8 +1,8 @@
-"""The time between the end of a rank's own rollouts and the end of the slowest rank's, put to use.
+"""The time between the end of a rank's own rollouts and the end of the slowest rank's is put to use.
 
-Ranks tell each other through the process group's store: one counter of ranks that are done. Whatever is done meanwhile
-ends within one engine iteration or one micro-step of the last rank's word. Nothing of it reaches a rollout: text made
-here is only ever a draft, and drafts decide nothing but the time (invariants 1 and 2). A restart finds no stored text.
+Ranks count in the process group's store how many are done. Whatever is done meanwhile ends within one engine iteration
+or one micro-step after the last rank. Nothing of it reaches a rollout: text made here is only ever a draft, and drafts
+decide nothing but the time (invariants 1 and 2). After a restart there is no stored text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
 from specrl.timeline import PREGENERATION, SPOT_TRAINING, Bubble, Span, joined, tail_seconds
-
-IDLE_KEPT = 4
-"""Bubbles of a rank whose mean is expected of its next."""
 
 
 class Activity(Protocol):
@@ -35,16 +33,16 @@ class Activity(Protocol):
     name: str
 
     def begin(self, step: int) -> None:
-        """A new bubble, in the generation of `step`."""
+        """Begin a new bubble, in the generation of `step`."""
         ...
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """One piece of work, ended early when `stop()`; False, at once, when there is none left."""
+        """Do one piece of work, ended early once `stop()` is true; return False, at once, when there is none left."""
         ...
 
 
 class Bubbles:
-    """What one rank does with its bubbles, by `bubbles.use`; measured, whatever that is."""
+    """Puts the bubbles of one rank to use as `bubbles.use` says, and measures them in any case."""
 
     def __init__(
         self,
@@ -55,21 +53,24 @@ class Bubbles:
         expected: ResponseLengthEstimator,
         training: Activity | None,
     ) -> None:
-        """
+        """Begin without stored text.
+
         Args:
-            training: of the drafter, where `bubbles.use` asks for it.
+            expected: of the lengths of responses, by which pre-generation is ordered.
+            training: trains the drafter, where `bubbles.use` asks for it.
         """
         self._ranks, self._engine = ranks, engine
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
-        self._share = BubbleShare()
-        self._idle: deque[float] = deque(maxlen=IDLE_KEPT)
-        """Seconds of this rank's last bubbles."""
+        settings = ControlSettings()
+        self._share = BubbleShare(settings)
+        self._idle: deque[float] = deque(maxlen=settings.expected_bubbles)
+        """Seconds of this rank's latest bubbles."""
         self._stored: dict[int, list[PregeneratedText]] = {}
-        """Texts for the step that comes, by prompt id."""
+        """Texts for the next step, by prompt id."""
         self._spent: dict[str, float] = {}
-        """Seconds of the last bubbles by use, all ranks'."""
+        """Seconds of all ranks' last bubbles, by use."""
         self._replays = config.bubbles.pregenerates
         if ranks.world_size == 1 or config.bubbles.use == "none":
             return
@@ -78,7 +79,7 @@ class Bubbles:
             self._pregeneration = Pregeneration(engine, source, expected, config, self._coordinator)
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Before the generation of a step: the engine gets the texts stored for this rank's prompts."""
+        """Begin the generation of a step: give the engine the texts stored for this rank's prompts."""
         if self._coordinator is not None:
             self._coordinator.open()
         if self._replays:
@@ -94,19 +95,23 @@ class Bubbles:
             self._coordinator.beat()
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in MLflow."""
+        """Return the metrics of the sharing, by their names in MLflow."""
         if self._pregeneration is None or self._training is None:
             return {}
         return {"bubble/pregeneration_share": self._share.pregeneration}
 
     def probed(self, acceptance_length: float) -> None:
-        """After a refit: what the guard's probe found of the drafter."""
+        """Take what the guard's probe found of the drafter after a refit."""
         self._share.probed(acceptance_length)
 
     def spend(
         self, step: int, started_at: float, generation: Generation, pace: list[tuple[int, int, float]]
     ) -> tuple[Bubble, list[PregeneratedText]]:
-        """From the end of this rank's own share to the end of the last rank's; with the texts generated meanwhile."""
+        """Work from the end of this rank's own share to the end of the last rank's.
+
+        Returns:
+            The bubble, and the texts generated in it.
+        """
         generated_at = time.time()
         spans, drafter_steps = self._use(step)
         texts = self._pregeneration.texts if self._pregeneration is not None and spans else []
@@ -127,7 +132,7 @@ class Bubbles:
     def close(
         self, bubbles: Sequence[Bubble], texts: Sequence[Sequence[PregeneratedText]], stats: SpeculationStats
     ) -> None:
-        """After all ranks' generation: learn what the last bubbles were worth, keep the texts of these."""
+        """End the generation of all ranks: learn what the last bubbles were worth, keep the texts of these."""
         if self._spent:
             self._share.learn(self._spent, stats)
         self._spent = by_use([span for bubble in bubbles for span in bubble.spans])
@@ -139,7 +144,7 @@ class Bubbles:
             self._stored.setdefault(text.prompt_id, []).append(text)
 
     def _use(self, step: int) -> tuple[list[Span], int]:
-        """Work until all ranks are done or nothing is left to do; what was done, and updates of the drafter."""
+        """Work until all ranks are done or nothing is left to do; return what was done and the drafter's updates."""
         coordinator = self._coordinator
         if coordinator is None:
             return [], 0
@@ -158,7 +163,7 @@ class Bubbles:
         return joined(spans), sum(span.name == SPOT_TRAINING for span in spans)
 
     def _choose(self, left: list[Activity], spans: Sequence[Span]) -> tuple[Activity, float]:
-        """What is done next, and for how many seconds at most."""
+        """Return what is done next, and for how many seconds at most."""
         if len(left) == 1:
             return left[0], math.inf
         due = self._share.due(by_use(spans), fmean(self._idle) if self._idle else None)
@@ -167,13 +172,13 @@ class Bubbles:
 
 
 def _after(seconds: float, over: Callable[[], bool]) -> Callable[[], bool]:
-    """True once `over()` is, or so many seconds have passed."""
+    """Return a function that is true once `over()` is, or so many seconds have passed."""
     until = time.monotonic() + seconds
     return lambda: over() or time.monotonic() >= until
 
 
 def by_use(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds."""
+    """Return the seconds of each use."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.ended_at - span.started_at

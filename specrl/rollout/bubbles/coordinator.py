@@ -1,4 +1,4 @@
-"""Words that ranks leave for each other in the process group's store while one of them still generates."""
+"""How ranks tell each other, through the process group's store, that they are done, alive, and what they work on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import piece
 
 POLL_SECONDS = 0.02
+"""How often a waiting rank asks the store whether all are done."""
 BEAT_SECONDS = 5.0
+"""How often a rank says that it is alive."""
 STALE_SECONDS = 60.0
+"""After this long without a sign of life nobody waits for a rank any more."""
 
 
 class BubbleCoordinator:
@@ -38,10 +41,10 @@ class BubbleCoordinator:
         self._beat_at = 0.0
         self._looked_at = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
-        """Of ranks that are not done: their last beat and when it was new here."""
+        """The last heartbeat of each rank that is not done, and when it was new here."""
 
     def open(self) -> None:
-        """A new generation begins."""
+        """Begin a new generation."""
         if self._round and self._ranks.is_first:
             self._store.delete_key(f"done/{self._round}")
             self._store.delete_key(f"claimed/{self._round}")
@@ -50,19 +53,19 @@ class BubbleCoordinator:
         self._seen, self._looked_at = {}, 0.0
 
     def beat(self) -> None:
-        """This rank is alive; call it in every iteration, it costs nothing most times."""
+        """Say that this rank is alive. Call it in every iteration: mostly it does nothing."""
         now = time.monotonic()
         if now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
             self._store.add(f"beat/{self._ranks.rank}", 1)
 
     def arrive(self) -> None:
-        """This rank's own share is done."""
+        """Say that this rank's own share is done."""
         self._store.add(f"rounds/{self._ranks.rank}", 1)
         self._all_done = self._store.add(f"done/{self._round}", 1) == self._ranks.world_size
 
     def all_done(self) -> bool:
-        """Whether every rank's share is done; asks the store at most every `poll_seconds`."""
+        """Return whether every rank's share is done; this asks the store at most every `poll_seconds`."""
         now = time.monotonic()
         if not self._all_done and now - self._asked_at >= self._poll_seconds:
             self._asked_at = now
@@ -70,17 +73,17 @@ class BubbleCoordinator:
         return self._all_done
 
     def over(self) -> bool:
-        """Whether there is nobody left to wait for: all are done, or one that is not has been silent for long.
+        """Return whether there is nobody left to wait for: all are done, or one that is not has been silent for long.
 
         What comes next is a collective: it waits for a rank that was merely slow, and fails where one is dead.
         """
         return self.all_done() or self._one_is_lost()
 
     def claim(self, total: int, at_least: int = 1) -> range:
-        """The next items of a list of `total` that is the same on every rank; no item is given twice.
+        """Return the next items of a list of `total` that is the same on every rank; no item is given twice.
 
-        What is left, shared out over all ranks but the one that they wait for: pieces are as large as they can be,
-        because an engine's iteration takes little longer with many requests than with few, and get smaller.
+        What is left is shared out over all ranks but the one that they wait for. So pieces are as large as they can be,
+        because an iteration takes little longer with many requests than with few, and get smaller.
         """
         left = total - self._store.add(f"claimed/{self._round}", 0)
         if left <= 0:

@@ -20,22 +20,25 @@ class PregeneratedText(NamedTuple):
 
     prompt_id: int
     seed: int
-    """It was sampled with."""
+    """The seed that it was sampled with."""
     tokens: list[int]
 
 
 @dataclass
 class PendingResponse:
-    """A response to pre-generate, in pieces where it must."""
+    """A response that is pre-generated, in pieces where it must be."""
 
     prompt_id: int
     request: Request
-    """Of the whole response."""
+    """The request for the whole response."""
     tokens: list[int] = field(default_factory=list)
-    """That it has."""
+    """The tokens that it has so far."""
 
     def rest(self) -> Request:
-        """Asks for what is missing: random numbers go by seed and position in the sequence, so that they go on."""
+        """Return a request for what is missing.
+
+        Random numbers depend on the seed and the position in the sequence alone, so that they go on where they stopped.
+        """
         if not self.tokens:
             return self.request
         prompt_tokens = [*self.request.prompt_tokens, *self.tokens]
@@ -43,7 +46,7 @@ class PendingResponse:
 
 
 class Pregeneration:
-    """Responses to the next step's prompts under the current policy, longest expected first."""
+    """Generates responses to the next step's prompts under the current policy, those expected to be longest first."""
 
     name = PREGENERATION
 
@@ -59,21 +62,23 @@ class Pregeneration:
         self._config, self._coordinator = config, coordinator
         self._step = 0
         self._list: list[tuple[Prompt, int]] | None = None
+        """(prompt, sample) of every response of the next step; None until a bubble needs it."""
         self._claimed: list[PendingResponse] = []
         self._unfinished: list[PendingResponse] = []
 
     def begin(self, step: int) -> None:
+        """Begin a new bubble, in the generation of `step`."""
         self._step, self._list, self._claimed, self._unfinished = step + 1, None, [], []
 
     @property
     def texts(self) -> list[PregeneratedText]:
-        """Of this bubble."""
+        """The texts made in this bubble."""
         return [
             PregeneratedText(item.prompt_id, item.request.seed, item.tokens) for item in self._claimed if item.tokens
         ]
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """First what an earlier piece left unfinished."""
+        """Generate until `stop()`, first what an earlier piece left unfinished; return whether there was anything."""
         items = self._unfinished or self._claim()
         if not items:
             return False
@@ -85,6 +90,7 @@ class Pregeneration:
         return True
 
     def _claim(self) -> list[PendingResponse]:
+        """Claim responses that no other rank makes."""
         if self._list is None:
             self._list = self._all()
         claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
@@ -94,14 +100,14 @@ class Pregeneration:
         return items
 
     def _all(self) -> list[tuple[Prompt, int]]:
-        """Every response of the next step, groups together; none after the last step."""
+        """Return every response of the next step, groups together; none after the last step."""
         if self._step >= self._config.train.num_steps:
             return []
         prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
         return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
 
     def _request(self, prompt: Prompt, sample: int) -> Request:
-        """The very request of the next step, or one of the same group that the next step does not make."""
+        """Return the very request of the next step, or, with other seeds, one that the next step does not make."""
         other = self._config.bubbles.seeds == "other"
         index = sample + self._config.train.samples_per_prompt if other else sample
         return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
@@ -110,7 +116,7 @@ class Pregeneration:
 def by_tokens(
     prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]
 ) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """Stored texts of these prompts, by the tokens of the prompt; prompts of equal text share theirs."""
+    """Return the stored texts of these prompts by the prompt's tokens; prompts of equal text share theirs."""
     found: dict[tuple[int, ...], list[PregeneratedText]] = {}
     for prompt in prompts:
         if prompt.id in stored:

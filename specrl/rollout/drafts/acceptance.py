@@ -1,4 +1,4 @@
-"""What became of drafts: the accepted prefix, and the counters that speculation is judged by."""
+"""What became of drafts: their accepted prefixes, and the counters that speculation is judged by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Collection[int] = ()) -> int:
-    """Number of leading drafts that are the tokens the sampler picked at their positions, to the response's end.
+    """Return how many leading draft tokens are those that the sampler picked, up to the end of the response.
 
     Past a stop token a draft may agree with what would have been picked, but nobody gets that token.
     """
@@ -24,11 +24,11 @@ def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: C
 
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
-"""Sources of drafts: the method's own proposals, text stored for the prompt, and recent responses to any prompt."""
+"""The sources of drafts: the method's drafter, text stored for the prompt, and recent responses to any prompt."""
 
 
 class SourceCounts(NamedTuple):
-    """What became of one source's drafts."""
+    """Counters of one source's drafts."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -39,14 +39,16 @@ class SourceCounts(NamedTuple):
 
 
 class DraftOutcome(NamedTuple):
-    """What became of one draft."""
+    """The outcome of one draft."""
 
     source: str
-    """`DRAFTER`, `REPLAY` or `RECENT`."""
+    """`DRAFTER` or the name of a text source."""
     drafted: int
+    """Tokens of the draft."""
     accepted: int
+    """How many of them were accepted."""
     agreement: int = 0
-    """Of text with the response before it (`ReplayCursor.agreement`)."""
+    """How well text agreed with the response before it (`ReplayCursor.agreement`)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class SpeculationStats:
 
     @classmethod
     def of(cls, outcomes: Sequence[DraftOutcome], decode_steps: int = 0) -> SpeculationStats:
-        """Counters of single drafts, each of at least one token."""
+        """Count single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}
         for source, drafted, accepted, _ in outcomes:
@@ -102,24 +104,24 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a draft yields, the bonus token included: 1 + accepted / drafts; 1 without drafts."""
+        """Return the tokens that a draft brings, bonus token included: 1 + accepted / drafts; 1 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 without drafts."""
+        """Return accepted over drafted tokens; 0 without drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:
-        """Unconditional: drafts accepted up to and including position i, over all drafts that are so long."""
+        """Return, for each position, the share of the drafts so long that were accepted up to and including it."""
         return tuple(
             accepted / drafted for accepted, drafted in zip(self.accepted_per_pos, self.drafted_per_pos, strict=True)
         )
 
 
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Counters of engines that ran side by side: sums, and the decode steps of the engine that took most."""
+    """Return the counters of engines that ran side by side: sums, and the decode steps of the one that took most."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
 
 

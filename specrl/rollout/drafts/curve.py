@@ -1,4 +1,4 @@
-"""What the controller has learned, as a file: tokens per iteration and per second by batch size and draft length."""
+"""What the controller has learned, as a file: tokens per iteration and per second by batch size and draft lengths."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ CURVE_FILE = "speculation.json"
 
 
 class CurvePoint(Artifact):
-    """One range of batch sizes with drafts of one length: its latest iterations."""
+    """The latest iterations with drafts of one length in one range of batch sizes."""
 
     batch: int
     """The largest running batch size of the range; it begins above half of it."""
     k: int
     """Longest draft of the drafter, tokens."""
     replay_k: int
-    """Longest draft from stored text, tokens."""
+    """Longest draft from text, stored or recent, tokens."""
     iterations: int
-    """How many were measured."""
+    """How many iterations the point was measured in."""
     batch_mean: float
     """Mean number of requests in them."""
     acceptance_length: float
     """Tokens per request and iteration, bonus token included; requests without a draft count with 1."""
     seconds: float
-    """Of an iteration, median."""
+    """Median time of an iteration."""
     tokens_per_s: float
+    """Tokens of all requests per second."""
     chosen: bool
-    """The controller had settled on it."""
+    """Whether the controller had settled on these lengths."""
 
     @classmethod
     def of(
         cls, batch: int, lengths: DraftLengths, measured: Sequence[tuple[int, int, float]], *, chosen: bool
     ) -> CurvePoint:
-        """From (requests, tokens, seconds) of iterations."""
+        """Summarise the (requests, tokens, seconds) of iterations."""
         requests, tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
         return cls(
             batch=batch,
@@ -54,7 +55,7 @@ class CurvePoint(Artifact):
 
 
 class SpeculationCurve(Artifact):
-    """`specrl project` reads it: how speculation behaves on this machine, with this policy and drafter."""
+    """What speculation brought on this machine, with this policy and drafter; for people and for MLflow."""
 
     method: str
     temperature: float
@@ -62,12 +63,8 @@ class SpeculationCurve(Artifact):
 
 
 def write_curve(directory: Path, config: Config, points: list[CurvePoint]) -> Path:
-    """What one engine's controller learned since the stage last started."""
+    """Write what one engine's controller has learned since the stage last started; return the file's path."""
     curve = SpeculationCurve(method=config.speculation.method, temperature=config.sampling.temperature, points=points)
     path = directory / CURVE_FILE
     write_text(path, curve.model_dump_json(indent=2) + "\n")
     return path
-
-
-def read_curve(path: Path) -> SpeculationCurve:
-    return SpeculationCurve.model_validate_json(path.read_text())

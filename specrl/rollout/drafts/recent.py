@@ -1,8 +1,8 @@
 """Recent responses, to whatever prompts, as drafts: where a response goes on as one did that this engine has finished.
 
-Responses of one task resemble each other: their format, phrases, results of the same small steps. Looking them up needs
-no drafter and no warm-up, and like every draft decides nothing but the time. After SuffixDecoding (arXiv:2411.04975),
-which keeps a tree of earlier outputs; here the last ones, found by their last tokens.
+Responses to one task resemble each other: in their format, their phrases and the results of the same small steps.
+Looking them up needs no drafter and no warm-up, and like every draft decides nothing but the time. After SuffixDecoding
+(arXiv:2411.04975), which keeps a tree of earlier outputs; here the latest ones are kept and found by their last tokens.
 """
 
 from __future__ import annotations
@@ -10,60 +10,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from specrl.rollout.drafts.replay import END, SHORTEST_SUFFIX, longest_agreement
-
-LOOKED_UP = (4, SHORTEST_SUFFIX)
-"""Numbers of last tokens that are looked up: the first that occur."""
-MOST_PLACES = 64
-"""Latest places that are kept of each, at least; up to twice as many."""
-KEPT = 0.5
-"""Of the most tokens, once there are more: so that the index is made anew only now and then."""
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.replay import END, longest_agreement
 
 
 class RecentText:
     """The latest responses as one sequence, `END` around each, and where their short sequences of tokens occur."""
 
-    def __init__(self, most_tokens: int) -> None:
-        """
+    def __init__(self, most_tokens: int, settings: ControlSettings | None = None) -> None:
+        """Begin without responses.
+
         Args:
-            most_tokens: of all responses together; the oldest are dropped.
+            most_tokens: the tokens of all responses together; the oldest responses are dropped.
         """
+        self.settings = settings or ControlSettings()
         self.tokens: list[int] = [END]
         self.starts: list[int] = []
+        """Always empty, like `start_of`: a response is not expected to begin as another one did."""
         self.start_of: dict[int, int] = {}
-        """None: a response is not expected to begin as another one did."""
         self._most = most_tokens
+        self._sizes = (self.settings.recent_suffix, self.settings.shortest_suffix)
+        """Numbers of last tokens that are looked up: the first that occur."""
         self._places: dict[int, list[int]] = {}
-        """By the hash of the tokens before: whether they agree is looked at anyway."""
+        """Positions by the hash of the tokens before them; whether those agree is looked at anyway."""
 
     def add(self, response: Sequence[int]) -> None:
-        """A finished response; cursors on this text stay where they are."""
-        first = len(self.tokens)
+        """Add a finished response; cursors on this text stay where they are."""
+        first, most = len(self.tokens), self.settings.most_recent_places
         self.tokens += [*response, END]
-        for position in range(first + SHORTEST_SUFFIX, len(self.tokens)):
-            for size in LOOKED_UP:
+        for position in range(first + self.settings.shortest_suffix, len(self.tokens)):
+            for size in self._sizes:
                 if position - size < first:
                     continue
                 places = self._places.setdefault(hash(tuple(self.tokens[position - size : position])), [])
                 places.append(position)
-                if len(places) > 2 * MOST_PLACES:
-                    del places[:MOST_PLACES]
+                if len(places) > 2 * most:
+                    del places[:most]
 
     def trim(self) -> None:
         """Drop the oldest responses if there are too many tokens; no cursor may be in use."""
         if len(self.tokens) <= self._most:
             return
-        first = self.tokens.index(END, len(self.tokens) - 1 - int(KEPT * self._most))
+        first = self.tokens.index(END, len(self.tokens) - 1 - int(self.settings.recent_kept * self._most))
         kept, self.tokens, self._places = self.tokens, [END], {}
         ends = [position for position in range(first, len(kept)) if kept[position] == END]
         for start, end in pairwise(ends):
             self.add(kept[start + 1 : end])
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
-        """As of `StoredResponses`, the latest first."""
-        for size in LOOKED_UP:
+        """Return what `DraftText` asks for, the latest positions first."""
+        for size in self._sizes:
             places = self._places.get(hash(tuple(output[-size:])), []) if len(output) >= size else []
-            positions, agreed = longest_agreement(self.tokens, places[: -MOST_PLACES - 1 : -1], output)
+            latest = places[: -self.settings.most_recent_places - 1 : -1]
+            positions, agreed = longest_agreement(self.tokens, latest, output, self.settings)
             if agreed:
                 return positions, agreed
         return [], 0

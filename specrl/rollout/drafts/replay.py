@@ -1,7 +1,7 @@
 """Stored text as drafts: responses to the same prompt are followed as long as they agree, and found again after.
 
-Pure matching, no engine. A response in progress keeps a `ReplayCursor`: one step per new token, so that an iteration
-costs microseconds however long the response is.
+This is matching of tokens and needs no engine. A response in progress keeps a `ReplayCursor`, which takes one step per
+new token, so that an iteration costs microseconds however long the response is.
 """
 
 from __future__ import annotations
@@ -10,39 +10,42 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-LONGEST_SUFFIX, SHORTEST_SUFFIX = 8, 2
-"""Last tokens of a response that are looked up in stored text after it has left what it followed."""
-OWN_SEED = LONGEST_SUFFIX + 1
-"""Agreement of a response with the stored text of its own seed: better than any other."""
-MOST_FOLLOWED, MOST_PLACES = 64, 256
-"""Positions followed at once, and places of a pair that are looked at: text that repeats itself has thousands, and each
-would be compared in every iteration."""
+from specrl.rollout.control import ControlSettings
+
+OWN_SEED = -1
+"""The agreement of a response with the stored text of its own seed: better than any number of tokens."""
 END = -1
-"""Stands before, between and after stored responses; no token."""
+"""Stands before, between and after stored responses; no token has this number."""
 
 
 class DraftText(Protocol):
-    """What a cursor moves in; it may grow at its end meanwhile."""
+    """Text that a cursor moves in; it may grow at its end meanwhile."""
+
+    @property
+    def settings(self) -> ControlSettings:
+        """The constants of the search."""
+        ...
 
     @property
     def tokens(self) -> list[int]:
-        """Responses, `END` before, between and after them."""
+        """Return the responses with `END` before, between and after them."""
         ...
 
     @property
     def starts(self) -> list[int]:
-        """Where a new response is expected to begin."""
+        """Return the positions at which a new response is expected to begin."""
         ...
 
     @property
     def start_of(self) -> Mapping[int, int]:
-        """The same for the responses of one seed, by seed."""
+        """Return the same for the responses of known seeds, by seed."""
         ...
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
-        """Positions that follow an occurrence of `output`'s last tokens, and how many agree; ([], 0) where too few do.
+        """Return the positions after the longest occurrences of `output`'s last tokens, and how many tokens agree.
 
-        The longest agreement counts, `LONGEST_SUFFIX` at most: beyond that all are as good.
+        Agreements of `longest_suffix` tokens or more are as good; where fewer than `shortest_suffix` agree the result
+        is ([], 0).
         """
         ...
 
@@ -50,49 +53,55 @@ class DraftText(Protocol):
 class StoredResponses:
     """Responses to one prompt as one sequence, `END` around each, and where each pair of tokens occurs in it."""
 
-    def __init__(self, responses: Iterable[Sequence[int]], seeds: Sequence[int] = ()) -> None:
-        """
+    def __init__(
+        self, responses: Iterable[Sequence[int]], seeds: Sequence[int] = (), settings: ControlSettings | None = None
+    ) -> None:
+        """Put the responses together.
+
         Args:
-            seeds: that the responses were sampled with, where they are known: one for each.
+            seeds: the seeds that the responses were sampled with, one for each, where they are known.
         """
+        self.settings = settings or ControlSettings()
         self.tokens: list[int] = [END]
         self.starts: list[int] = []
         for response in responses:
             self.starts.append(len(self.tokens))
             self.tokens += [*response, END]
         self.start_of: dict[int, int] = dict(zip(seeds, self.starts, strict=True)) if seeds else {}
-        """By seed."""
         self._pairs: dict[tuple[int, int], list[int]] | None = None
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
-        places = self._after_pair(output[-2], output[-1]) if len(output) >= SHORTEST_SUFFIX else []
-        positions, longest = longest_agreement(self.tokens, places, output)
-        return positions[:MOST_FOLLOWED], longest
+        places = self._after_pair(output[-2], output[-1]) if len(output) >= 2 else []
+        positions, longest = longest_agreement(self.tokens, places, output, self.settings)
+        return positions[: self.settings.most_followed], longest
 
     def _after_pair(self, first: int, second: int) -> list[int]:
         if self._pairs is None:  # most responses follow one text to its end, and never ask
             self._pairs = {}
             for position in range(2, len(self.tokens)):
                 places = self._pairs.setdefault((self.tokens[position - 2], self.tokens[position - 1]), [])
-                if len(places) < MOST_PLACES:
+                if len(places) < self.settings.most_places:
                     places.append(position)
         return self._pairs.get((first, second), [])
 
 
-def longest_agreement(text: Sequence[int], places: Iterable[int], output: Sequence[int]) -> tuple[list[int], int]:
-    """Those of the places whose tokens before agree with most of `output`'s last, and with how many; ([], 0) where
-    fewer than `SHORTEST_SUFFIX` do. `LONGEST_SUFFIX` at most: beyond that all are as good."""
+def longest_agreement(
+    text: Sequence[int], places: Iterable[int], output: Sequence[int], settings: ControlSettings
+) -> tuple[list[int], int]:
+    """Return those of the places before which most of `output`'s last tokens stand, and how many do.
+
+    As in `DraftText.after_longest_suffix`.
+    """
     found: dict[int, list[int]] = {}
     for position in places:
-        found.setdefault(_agreement(text, position, output), []).append(position)
+        found.setdefault(_agreement(text, position, output[-settings.longest_suffix :]), []).append(position)
     longest = max(found, default=0)
-    return (found[longest], longest) if longest >= SHORTEST_SUFFIX else ([], 0)
+    return (found[longest], longest) if longest >= settings.shortest_suffix else ([], 0)
 
 
 def _agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int:
     length = 0
-    limit = min(LONGEST_SUFFIX, len(output))
-    while length < limit and text[position - length - 1] == output[-length - 1]:
+    while length < len(output) and text[position - length - 1] == output[-length - 1]:
         length += 1
     return length
 
@@ -101,22 +110,24 @@ class ReplayCursor:
     """Where one response in progress is in text: stored responses to its prompt, or recent ones to any."""
 
     def __init__(self, stored: DraftText, seed: int | None = None) -> None:
-        """
+        """Begin where new responses to the prompt are expected to begin.
+
         Args:
-            seed: of the response in progress. A text of the same seed is what it will most likely be, whatever the
-                others say: it is followed to its end, and the others only once it has turned out to be wrong.
+            seed: the seed of the response in progress. A text of the same seed is what it will most likely be, whatever
+                the others say: it is followed to its end, and the others only once it has turned out to be wrong.
         """
+        self._longest = stored.settings.longest_suffix
         self._stored = stored
         self._own = stored.start_of.get(seed) if seed is not None else None
-        """Where it is in the text of its own seed, while that agrees."""
+        """The position in the text of its own seed, while that agrees."""
         self._positions = list(stored.starts)
         self._last: list[int] = []
-        self.matched = LONGEST_SUFFIX
-        """Tokens by which the followed texts agree with the response so far; a whole prefix counts as the longest."""
+        self.matched = self._longest
+        """Tokens by which the followed texts agree with the response, `longest_suffix` for a whole prefix."""
 
     @property
     def agreement(self) -> int:
-        """Of what is drafted next: `OWN_SEED`, or the tokens by which other texts agree."""
+        """Return `OWN_SEED` if that text is drafted next, else the tokens by which others agree, 0 for none."""
         return OWN_SEED if self._follows_own else self.matched
 
     @property
@@ -124,20 +135,20 @@ class ReplayCursor:
         return self._own is not None and self._stored.tokens[self._own] != END
 
     def advance(self, tokens: Iterable[int]) -> None:
-        """Take the tokens that the response has got."""
+        """Follow the tokens that the response has got since."""
         text = self._stored.tokens
         for token in tokens:
-            self._last = [*self._last[1 - LONGEST_SUFFIX :], token]
+            self._last = [*self._last, token][-self._longest :]
             if self._own is not None:
                 self._own = self._own + 1 if text[self._own] == token else None
             self._positions = [position + 1 for position in self._positions if text[position] == token]
             if self._positions:
-                self.matched = min(self.matched + 1, LONGEST_SUFFIX)
+                self.matched = min(self.matched + 1, self._longest)
             else:
                 self._positions, self.matched = self._stored.after_longest_suffix(self._last)
 
     def draft(self, k: int) -> list[int]:
-        """Up to k tokens that continue the followed texts: at each place what most of them say, the first at a tie."""
+        """Return up to k tokens that continue the followed texts: what most of them say, at a tie the first."""
         text, positions = self._stored.tokens, self._positions
         if self._own is not None and self._follows_own:
             ahead = text[self._own : self._own + k]
@@ -154,7 +165,7 @@ class ReplayCursor:
 
 
 class ReplayIndex:
-    """Stored responses by prompt."""
+    """Stored responses by the tokens of their prompt."""
 
     def __init__(self, stored: Mapping[tuple[int, ...], StoredResponses]) -> None:
         self._stored = stored
@@ -164,22 +175,25 @@ class ReplayIndex:
         cls,
         texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
         seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        settings: ControlSettings | None = None,
     ) -> ReplayIndex:
         """Index stored responses by their prompt's tokens; where as many say one thing as another, the first counts.
 
         Args:
-            seeds: that they were sampled with, in the same order.
+            seeds: the seeds that they were sampled with, in the same order, where they are known.
         """
         known = seeds or {}
-        return cls({prompt: StoredResponses(rows, known.get(prompt, ())) for prompt, rows in texts.items() if rows})
+        return cls(
+            {prompt: StoredResponses(rows, known.get(prompt, ()), settings) for prompt, rows in texts.items() if rows}
+        )
 
     def cursor(self, prompt_tokens: Sequence[int], seed: int | None = None) -> ReplayCursor | None:
-        """A cursor for a new response to the prompt; none where nothing is stored for it."""
+        """Return a cursor for a new response to the prompt, or None where nothing is stored for it."""
         stored = self._stored.get(tuple(prompt_tokens))
         return ReplayCursor(stored, seed) if stored is not None else None
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
-        """How many responses are stored for the prompt, and how many tokens of the one of this seed."""
+        """Return how many responses are stored for the prompt, and how many tokens the one of this seed has."""
         found = self._stored.get(tuple(prompt_tokens))
         if found is None:
             return 0, 0
@@ -189,7 +203,7 @@ class ReplayIndex:
     def propose(
         self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], k: int, seed: int | None = None
     ) -> list[int]:
-        """Up to k tokens that may follow the response so far; [] where nothing matches. A cursor does this in steps."""
+        """Return up to k tokens that may follow the response so far. A cursor does the same in steps."""
         cursor = self.cursor(prompt_tokens, seed)
         if cursor is None:
             return []

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from specrl.config import SpeculationConfig
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.rollout.drafts.recent import RecentText
-from specrl.rollout.drafts.replay import ReplayCursor, ReplayIndex
-from specrl.rollout.drafts.text_acceptance import GUESSES
+from specrl.rollout.drafts.replay import OWN_SEED, ReplayCursor, ReplayIndex
 
 
 class TextCursor(Protocol):
@@ -40,14 +40,15 @@ class TextSource:
 
     name: ClassVar[str]
     """The name that its drafts are counted under, in `SpeculationStats.by_source`."""
-    guesses: ClassVar[Mapping[int, float]]
+    guesses: Mapping[int, float]
     """The probability that a proposed token is right, by the cursor's agreement, before anything was measured."""
 
-    def __init__(self, speculation: SpeculationConfig) -> None:
+    def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
         """Start with no text.
 
         Args:
             speculation: The section of the configuration, for a source with options.
+            settings: The constants that steer drafting.
         """
 
     def begin(self, recall: bool) -> None:
@@ -69,11 +70,20 @@ class StoredTextSource(TextSource):
     """Stored responses to the same prompt, the one of the request's own seed first."""
 
     name = REPLAY
-    guesses: ClassVar[Mapping[int, float]] = {kind[1]: chance for kind, chance in GUESSES.items() if kind[0] == REPLAY}
 
-    def __init__(self, speculation: SpeculationConfig) -> None:
-        super().__init__(speculation)
+    def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
+        super().__init__(speculation, settings)
+        self.guesses = {OWN_SEED: settings.guessed_own_seed, **_by_agreement(settings.guessed_replay, settings)}
+        self._settings = settings
         self.index = ReplayIndex({})
+
+    def store(
+        self,
+        texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
+        seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    ) -> None:
+        """Replace the stored responses; see `ReplayIndex.of`."""
+        self.index = ReplayIndex.of(texts, seeds, self._settings)
 
     def cursor(self, prompt_tokens: Sequence[int], seed: int) -> ReplayCursor | None:
         return self.index.cursor(prompt_tokens, seed)
@@ -83,11 +93,11 @@ class RecentTextSource(TextSource):
     """The latest responses of this engine, to whatever prompts, in generations with `recall`."""
 
     name = RECENT
-    guesses: ClassVar[Mapping[int, float]] = {kind[1]: chance for kind, chance in GUESSES.items() if kind[0] == RECENT}
 
-    def __init__(self, speculation: SpeculationConfig) -> None:
-        super().__init__(speculation)
-        self._text = RecentText(speculation.recent_tokens) if speculation.recent_tokens else None
+    def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
+        super().__init__(speculation, settings)
+        self.guesses = _by_agreement(settings.guessed_recent, settings)
+        self._text = RecentText(speculation.recent_tokens, settings) if speculation.recent_tokens else None
         self._recalls = False
 
     def begin(self, recall: bool) -> None:
@@ -103,9 +113,17 @@ class RecentTextSource(TextSource):
         return ReplayCursor(self._text) if self._text is not None and self._recalls else None
 
 
-def text_sources(speculation: SpeculationConfig) -> list[TextSource]:
+def _by_agreement(base: float, settings: ControlSettings) -> dict[int, float]:
+    """Return the guessed probability that a token of text is right, by the tokens of its agreement."""
+    return {
+        agreed: min(0.99, base + settings.guessed_per_token * agreed)
+        for agreed in range(1, settings.longest_suffix + 1)
+    }
+
+
+def text_sources(speculation: SpeculationConfig, settings: ControlSettings) -> list[TextSource]:
     """Return a new instance of each of the method's text sources, in the order of its row."""
-    return [_import_source(path)(speculation) for path in speculation.draft_method.texts]
+    return [_import_source(path)(speculation, settings) for path in speculation.draft_method.texts]
 
 
 def _import_source(path: str) -> type[TextSource]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from specrl.config import Config
 from specrl.config.methods import DraftMethod
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.estimates import DraftLengths
-from specrl.rollout.drafts.text_acceptance import Kind, TextAcceptance
-from specrl.rollout.drafts.text_sources import StoredTextSource, TextCursor, text_sources
+from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths
+from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
+from specrl.rollout.drafts.text_drafts import TextDrafts
+from specrl.rollout.drafts.text_sources import StoredTextSource, text_sources
 from specrl.rollout.sampling.inverse_cdf import most_likely
 from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
-from specrl.rollout.vllm.sampler import NO_TEXT, InvariantSampler, RequestRecord, request_seed
+from specrl.rollout.vllm.sampler import InvariantSampler, RequestRecord, request_seed
 
 
 class NoDrafter:
@@ -47,20 +49,18 @@ class Drafting:
         sampler: InvariantSampler,
         config: Config,
         controller: Controller,
+        settings: ControlSettings,
     ) -> None:
         self.runner = runner
         self.sampler = sampler
         self.method = config.speculation.draft_method
         self.controller = controller
-        self.texts = text_sources(config.speculation)
+        self.texts = TextDrafts(text_sources(config.speculation, settings), settings)
         self.deferred_prefill = DeferredPrefill(runner) if self.method.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
-        guesses = {(text.name, agreement): guess for text in self.texts for agreement, guess in text.guesses.items()}
-        self.text_acceptance = TextAcceptance(guesses)
-        """How likely each kind of text is to be accepted."""
         self.fixed: DraftLengths | None = None
         """Used instead of the controller's choice."""
-        self._lengths = DraftLengths(0, 0)
+        self._lengths = NO_DRAFTS
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
 
@@ -70,25 +70,23 @@ class Drafting:
     def begin(self, recall: bool) -> None:
         """A generation begins: the time since the last one belongs to no iteration."""
         self._last_end = None
-        for text in self.texts:
-            text.begin(recall)
+        self.texts.begin(recall)
 
     def remember(self, response: Sequence[int]) -> None:
         """Show the text sources a response of this generation, whole or as far as it got."""
-        for text in self.texts:
-            text.remember(response)
+        self.texts.remember(response)
 
     @property
     def stored(self) -> StoredTextSource | None:
         """The source that replays stored responses; None if the method has none."""
-        return next((text for text in self.texts if isinstance(text, StoredTextSource)), None)
+        return next((text for text in self.texts.sources if isinstance(text, StoredTextSource)), None)
 
     def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
         """Signature of the runner's method; drafts by request, in the order of its batch."""
         iteration = self.sampler.last
         batch = len(iteration.ids)
         verified = self._lengths
-        self.text_acceptance.observe(iteration.outcomes)
+        self.texts.acceptance.observe(iteration.outcomes)
         self._lengths = self.fixed if self.fixed is not None else self.controller.choose(batch)
         drafts = self._propose(self._lengths, scheduler_output, arguments)
         now = agreed(time.perf_counter())
@@ -119,21 +117,11 @@ class Drafting:
         if not row:
             return NO_TEXT, []
         if len(record.logprobs) == len(row):  # its first tokens
-            record.cursors = self._cursors(request_id)
+            state = self.runner.requests[request_id]
+            record.cursors = self.texts.cursors(state.prompt_token_ids, request_seed(state.sampling_params))
         for cursor in record.cursors.values():
             cursor.advance(row)
-        kinds = [(source, cursor.agreement) for source, cursor in record.cursors.items() if cursor.agreement]
-        if not kinds:
-            return NO_TEXT, []
-        best = max(kinds, key=self.text_acceptance.probability)
-        return best, record.cursors[best[0]].draft(self.text_acceptance.length(best, lengths.replay_k, lengths.k > 0))
-
-    def _cursors(self, request_id: str) -> Mapping[str, TextCursor]:
-        """Return cursors for a new response, by the name of their source."""
-        state = self.runner.requests[request_id]
-        seed = request_seed(state.sampling_params)
-        cursors = {text.name: text.cursor(state.prompt_token_ids, seed) for text in self.texts}
-        return {name: cursor for name, cursor in cursors.items() if cursor is not None}
+        return self.texts.draft(record.cursors, lengths)
 
     def _from_drafter(self, k: int, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         if k == 0 and not self.method.reads_every_token:

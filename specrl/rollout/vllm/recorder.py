@@ -1,4 +1,4 @@
-"""Listens at the sampler inside an engine: every token kept, with the step of the CDF that it was picked from."""
+"""Recorders inside an engine: what every token was picked from, and what the drafter proposes after every token."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
+from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.sampler import request_seed
 
 LIKELY = 1e-3
@@ -73,3 +75,37 @@ class Recorder:
         if is_first:
             likely = torch.nonzero(probs[0] >= LIKELY)[:, 0]
             self.likely[seed] = dict(zip(likely.tolist(), probs[0, likely].tolist(), strict=True))
+
+
+@dataclass
+class DraftObserver:
+    """Asks the drafter for a draft of `k` tokens after every token, while the engine decodes without drafts.
+
+    A response does not depend on its drafts, so comparing the two shows what drafts of every length up to `k` would
+    have got accepted at every token. Use it as a context manager around generations of requests with distinct seeds.
+    """
+
+    drafting: Drafting
+    k: int
+    drafts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    """Drafts by the request's seed and by the number of response tokens before the draft."""
+
+    def __enter__(self) -> DraftObserver:
+        self._fixed, self.drafting.fixed = self.drafting.fixed, DraftLengths(self.k, 0)
+        self.drafting.runner.propose_draft_token_ids = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drafting.fixed = self._fixed
+        self.drafting.install()
+
+    def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
+        """Note the drafter's proposals and return no draft for any request."""
+        proposals = self.drafting(scheduler_output, *arguments)
+        iteration = self.drafting.sampler.last
+        for request_id, row, draft in zip(iteration.ids, iteration.rows, proposals, strict=True):
+            if row:
+                record = self.drafting.sampler.records[request_id]
+                seed = request_seed(self.drafting.runner.requests[request_id].sampling_params)
+                self.drafts.setdefault(seed, {})[len(record.logprobs)] = draft
+        return [[] for _ in proposals]

@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
-from specrl.rollout.drafts.text_acceptance import Kind
+from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
+from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
 from specrl.rollout.drafts.text_sources import TextCursor
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
 
 SEED = "specrl_seed"
-NO_TEXT: Kind = (DRAFTER, 0)
-"""Of drafts that the drafter made."""
 
 
 def seed_argument(seed: int) -> dict[str, Any]:

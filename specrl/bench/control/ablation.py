@@ -1,0 +1,158 @@
+"""What each constant of the control is worth: replays with another value against replays with its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from specrl.bench.control.bubbles import BubbleStep, gained
+from specrl.bench.control.machine import Machine
+from specrl.bench.control.recording import Recording
+from specrl.bench.control.replay import Replay, Workload
+from specrl.bench.tables import Spread, ratios
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths, possible_lengths
+
+CONTROLLER_WORKLOADS = (
+    Workload("batch 1", "eagle3", 1, 12, ("after",) * 3),
+    Workload("batch 4", "eagle3", 4, 32, ("after",) * 3),
+    Workload("batch 16", "eagle3", 16, 96, ("after",) * 3),
+    Workload("batch 32", "eagle3", 32, 128, ("after",) * 3),
+    Workload("long tail", "eagle3", 64, 64, ("after",) * 6),
+    Workload("other drafter", "eagle3", 4, 32, ("after", "useless", "useless", "before", "after", "after")),
+    Workload("useless drafter", "eagle3", 16, 64, ("useless",) * 4),
+    Workload("with text", "eagle3+replay", 8, 32, ("after",) * 4, replay_k=16, stored="others"),
+    Workload("text alone", "replay", 16, 48, ("after",) * 3, k=0, replay_k=16, stored="earlier"),
+    Workload(
+        "accelerator", "eagle3+replay", 64, 64, ("after",) * 4, replay_k=16, stored="others", machine="accelerator"
+    ),
+)
+"""Workloads on which the controller is judged."""
+_BOTH, _TEXT = DraftLengths(3, 16), DraftLengths(0, 16)
+TEXT_WORKLOADS = (
+    Workload("own seed", "eagle3+replay", 8, 64, ("after",) * 2, replay_k=16, stored="earlier", fixed=_BOTH),
+    Workload("other seeds", "eagle3+replay", 8, 64, ("after",) * 2, replay_k=16, stored="others", fixed=_BOTH),
+    Workload("recent", "eagle3+replay", 8, 64, ("after",) * 2, replay_k=16, fixed=_BOTH),
+    Workload("other seeds alone", "replay", 8, 64, ("after",) * 2, k=0, replay_k=16, stored="others", fixed=_TEXT),
+    Workload("recent alone", "replay", 8, 64, ("after",) * 2, k=0, replay_k=16, fixed=_TEXT),
+)
+"""Workloads on which drafts from text are judged, at fixed lengths."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another value of one constant."""
+
+    name: str
+    value: Any
+
+    def settings(self) -> ControlSettings:
+        """Return the constants with this one changed."""
+        return replace(ControlSettings(), **{self.name: self.value})
+
+
+@dataclass(frozen=True)
+class Worth:
+    """The score with an alternative over the score with the constant's own value."""
+
+    alternative: Alternative
+    ratio: Spread
+    """Over the seeds, of the geometric means over the workloads."""
+    worst: tuple[str, float]
+    """The workload on which it does worst, and the ratio there: the geometric mean over the seeds."""
+    best: tuple[str, float]
+    """The same for the workload on which it does best."""
+
+    @classmethod
+    def of(cls, alternative: Alternative, logs: Mapping[str, Sequence[float]]) -> Worth:
+        """Summarise the logs of ratios, by workload, one for each seed."""
+        means = [math.exp(fmean(column)) for column in zip(*logs.values(), strict=True)]
+        by_name = {name: math.exp(fmean(values)) for name, values in logs.items()}
+        worst, best = (pick(by_name.items(), key=lambda item: item[1]) for pick in (min, max))
+        return cls(alternative, Spread.of(means), worst, best)
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of `--json`."""
+        return {
+            "constant": self.alternative.name,
+            "value": getattr(ControlSettings(), self.alternative.name),
+            "other": self.alternative.value,
+            "ratio": self.ratio.median,
+            "ratio_min": self.ratio.least,
+            "ratio_max": self.ratio.greatest,
+            "worst_workload": self.worst[0],
+            "worst_ratio": self.worst[1],
+            "best_workload": self.best[0],
+            "best_ratio": self.best[1],
+        }
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The controller against fixed draft lengths on one workload."""
+
+    best: DraftLengths
+    """The best fixed lengths in hindsight."""
+    against_best: Spread
+    """Tokens per second over those of the best fixed lengths; spread over the seeds."""
+    against_none: Spread
+    """Tokens per second over those without drafts."""
+
+
+class Bench:
+    """Replays of one recording; what was replayed once is remembered."""
+
+    def __init__(self, recording: Recording, machines: Mapping[str, Machine], seeds: Sequence[int]) -> None:
+        self.recording, self.machines, self.seeds = recording, machines, seeds
+        self._rates: dict[tuple[Workload, ControlSettings, int], float] = {}
+
+    def rate(self, workload: Workload, settings: ControlSettings, seed: int) -> float:
+        """Return the tokens per second of a replay."""
+        key = (workload, settings, seed)
+        if key not in self._rates:
+            machine = self.machines[workload.machine]
+            self._rates[key] = Replay(self.recording, machine, workload, settings, seed).run().rate
+        return self._rates[key]
+
+    def worth(self, alternative: Alternative, workloads: Sequence[Workload]) -> Worth:
+        """Replay an alternative on all workloads with all seeds."""
+        own, other = ControlSettings(), alternative.settings()
+        logs = {
+            workload.name: [
+                math.log(self.rate(workload, other, seed) / self.rate(workload, own, seed)) for seed in self.seeds
+            ]
+            for workload in workloads
+        }
+        return Worth.of(alternative, logs)
+
+    def efficiency(self, workload: Workload) -> Efficiency:
+        """Compare the controller with all fixed draft lengths."""
+        settings = ControlSettings()
+        choices = possible_lengths(workload.k, workload.replay_k, settings)
+        rates = {
+            lengths: [self.rate(replace(workload, fixed=lengths), settings, seed) for seed in self.seeds]
+            for lengths in choices
+        }
+        best = max(choices, key=lambda lengths: fmean(rates[lengths]))
+        own = [self.rate(workload, settings, seed) for seed in self.seeds]
+        return Efficiency(best, ratios(own, rates[best]), ratios(own, rates[NO_DRAFTS]))
+
+
+LEARNING = {"as recorded": 1.0, "a drafter that learns more at first": 4.0}
+"""Workloads of the sharing of idle time, and by how much training brings more in the first half of each."""
+
+
+def bubble_worth(steps: Sequence[BubbleStep], alternative: Alternative, seeds: Sequence[int]) -> Worth:
+    """Replay an alternative on recorded bubbles."""
+    own, other = ControlSettings(), alternative.settings()
+    logs = {
+        name: [
+            math.log(gained(steps, other, seed, learning=factor) / gained(steps, own, seed, learning=factor))
+            for seed in seeds
+        ]
+        for name, factor in LEARNING.items()
+    }
+    return Worth.of(alternative, logs)

@@ -1,0 +1,29 @@
+"""Draft lengths that nobody chooses: to record times at, and to compare the controller with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrl.bench.control.recording import RecordedIteration
+from specrl.rollout.drafts.acceptance import DraftOutcome
+from specrl.rollout.drafts.controller import Controller
+from specrl.rollout.drafts.estimates import DraftLengths
+
+
+class FixedLengths(Controller):
+    """Always chooses the same draft lengths, and keeps the times of all iterations."""
+
+    def __init__(self, lengths: DraftLengths) -> None:
+        super().__init__(lengths.k, lengths.replay_k, seed=0)
+        self.lengths = lengths
+        self.iterations: list[RecordedIteration] = []
+
+    def choose(self, batch: int) -> DraftLengths:
+        return self.lengths
+
+    def observe(
+        self, batch: int, lengths: DraftLengths, seconds: float | None, outcomes: Sequence[DraftOutcome]
+    ) -> None:
+        if seconds is not None:
+            drafted = sum(outcome.drafted for outcome in outcomes)
+            self.iterations.append(RecordedIteration(*lengths, batch, drafted, seconds))

@@ -1,0 +1,129 @@
+"""The page of `specrl bench control`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from specrl.bench.control.ablation import CONTROLLER_WORKLOADS, TEXT_WORKLOADS, Efficiency, Worth
+from specrl.bench.control.machine import Machine, error_on_both_sources, mean_noise
+from specrl.bench.control.recording import Recording
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Page, heading
+from specrl.bench.tables import Spread, markdown_table
+from specrl.rollout.control import ControlSettings
+
+EXPLANATION = """
+The engine ran once, to record: responses to held-out prompts, for each of their tokens how many tokens of a draft made
+there would have been accepted, text stored for the same prompts, and the seconds of iterations at fixed draft lengths.
+Everything below is a replay of that by the project's own controller, estimates, text sources and text acceptance, token
+by token. What is accepted is exact, because a response does not depend on its drafts; times are a fit to the recorded
+ones, to which the controller sees the recorded noise added. A score is tokens per second of expected time.
+"""
+TABLE = """
+Tokens per second with another value over those with the constant's own, the same seeds on both sides: geometric mean
+over all workloads (controller: {controller}; text: {text}), median of {seeds} seeds with the least and the greatest; and
+the workloads on which the other value does worst and best.
+"""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that the page shows."""
+
+    recording: Recording
+    machine: Machine
+    efficiencies: Mapping[str, Efficiency]
+    worths: Sequence[Worth]
+    shares: Sequence[Worth]
+    """Of the constants that share out idle time: accepted tokens instead of tokens per second."""
+    bubble_steps: int
+    seeds: int
+    seconds: float
+
+
+def write(job: BenchJob, findings: Findings) -> None:
+    """Write the page."""
+    page = Page(job.page)
+    page.text(heading("what the constants of the drafting control are worth", job.command, findings.recording.threads))
+    page.text(EXPLANATION)
+    page.text(_recorded(findings))
+    page.text("## Against fixed draft lengths\n\n" + _against_fixed(findings.efficiencies))
+    names = {kind: ", ".join(load.name for load in loads) for kind, loads in _WORKLOADS.items()}
+    page.text("## Constants\n\n" + TABLE.strip().format(seeds=findings.seeds, **names))
+    page.text(_table(findings.worths))
+    if findings.shares:
+        page.text(_bubbles(findings))
+    page.write()
+
+
+_WORKLOADS = {"controller": CONTROLLER_WORKLOADS, "text": TEXT_WORKLOADS}
+
+
+def _recorded(findings: Findings) -> str:
+    recording, machine = findings.recording, findings.machine
+    tokens = sum(len(response.tokens) for response in recording.responses)
+    iterations = sum(len(run) for run in recording.iterations)
+    return (
+        f"Recorded: {len(recording.responses)} responses with {tokens} tokens; {iterations} iterations, whose times "
+        f"differ from the fit by {machine.spread():.2f} (standard deviation of the log) and are {mean_noise(machine):+.1%} "
+        f"longer on average; iterations with drafts of both sources, which are not fitted, took "
+        f"{error_on_both_sources(machine, recording.iterations):+.1%} against the fit. One request: "
+        f"{1e3 * machine.seconds(1, 0, 0):.0f} ms, with a draft of 3 tokens {1e3 * machine.seconds(1, 3, 3):.0f} ms; "
+        f"32 requests: {1e3 * machine.seconds(32, 0, 0):.0f} and {1e3 * machine.seconds(32, 96, 3):.0f} ms. "
+        f"The replays took {findings.seconds:.0f} s."
+    )
+
+
+def _against_fixed(efficiencies: Mapping[str, Efficiency]) -> str:
+    rows = [
+        [name, f"{item.best.k} + {item.best.replay_k}", _spread(item.against_best), _spread(item.against_none)]
+        for name, item in efficiencies.items()
+    ]
+    columns = ("workload", "best fixed lengths", ">tokens/s against these", ">against no drafts")
+    return (
+        "Tokens per second of the controller, all that it tries included, over those of the best draft lengths in "
+        "hindsight (drafter's + text's) and over those of plain decoding:\n\n" + markdown_table(columns, rows)
+    )
+
+
+def _table(worths: Sequence[Worth]) -> str:
+    columns = ("constant", ">value", ">other", ">ratio", ">range", "worst on", "best on")
+    own = ControlSettings()
+    rows = [
+        [
+            f"`{worth.alternative.name}`",
+            _value(getattr(own, worth.alternative.name)),
+            _value(worth.alternative.value),
+            f"{worth.ratio.median:.3f}",
+            f"{worth.ratio.least:.3f} - {worth.ratio.greatest:.3f}",
+            f"{worth.worst[0]} {worth.worst[1]:.3f}",
+            f"{worth.best[0]} {worth.best[1]:.3f}",
+        ]
+        for worth in worths
+    ]
+    return markdown_table(columns, rows)
+
+
+def _bubbles(findings: Findings) -> str:
+    return (
+        "## Sharing idle time\n\n"
+        f"{findings.bubble_steps} steps of `specrl bench bubbles` with `both`, replayed in random order: accepted tokens "
+        "that the use of the bubbles brought, with another value over those with the constant's own.\n\n"
+        + _table(findings.shares)
+    )
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.least:.3f} - {spread.greatest:.3f})"
+
+
+def _value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def undocumented() -> set[str]:
+    """Return the constants for which no alternative is measured."""
+    from specrl.bench.control.ablation import ALTERNATIVES
+
+    return {item.name for item in fields(ControlSettings)} - {item.name for item in ALTERNATIVES}

@@ -1,0 +1,138 @@
+"""Record a run's policy and drafter once, so that any setting of the drafting control can be replayed without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specrl.bench.control.fixed import FixedLengths
+from specrl.bench.control.recording import RecordedIteration, RecordedResponse, RecordedText, Recording
+from specrl.bench.subject import Subject
+from specrl.config import Config
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.models.sources import load_tokenizer
+from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.drafts.acceptance import accepted_prefix
+from specrl.rollout.drafts.estimates import DraftLengths
+from specrl.rollout.engine import Engine, Request, start_engine
+from specrl.rollout.vllm.recorder import DraftObserver
+
+LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
+NUM_PROMPTS, SAMPLES_PER_PROMPT = 32, 4
+TIMED_REQUESTS = 32
+TIMED_ROUNDS = 2
+TIMED_LENGTHS = [
+    DraftLengths(*pair) for pair in ((0, 0), (3, 0), (0, 16), (1, 0), (5, 0), (0, 4), (3, 16))
+]  # 3 + 16 is not fitted but checks the fit
+
+
+def record(subject: Subject) -> Recording:
+    """Generate responses to held-out prompts with the run's policy in every way that a replay needs.
+
+    Raises:
+        ValueError: the run has no EAGLE-3 drafter.
+    """
+    if subject.drafter_dir is None or subject.first_drafter_dir is None:
+        raise ValueError("bench control replays drafts of an EAGLE-3 drafter; this run has none")
+    engine = start_engine(engine_config(subject.config), subject.policy_dir, subject.drafter_dir)
+    prompts = PromptSource(subject.config, load_tokenizer(subject.policy_dir)).held_out(NUM_PROMPTS)
+    origin = Origin(derive_seed(subject.config.seed, "bench control"), step=0)
+    indices = [(index, sample) for index in range(len(prompts)) for sample in range(2 * SAMPLES_PER_PROMPT)]
+    made = [(index, sample, make_request(prompts[index], sample, subject.config, origin)) for index, sample in indices]
+    own = [(index, request) for index, sample, request in made if sample < SAMPLES_PER_PROMPT]
+    other = [(index, request) for index, sample, request in made if sample >= SAMPLES_PER_PROMPT]
+    responses = observed_responses(engine, own, subject.first_drafter_dir, subject.drafter_dir)
+    others = stored_texts(engine, other)
+    iterations = timed_iterations(engine, [request for _, request in own], others, prompts_of(own))
+    step_back = interpolated(subject.policy_dir, subject.first_policy_dir, 1 / subject.config.train.num_steps)
+    engine.refit(step_back, None, version=1)
+    earlier = stored_texts(engine, own)
+    engine.shutdown()
+    tokens = [list(prompt.tokens) for prompt in prompts]
+    return Recording(LONGEST_DRAFT, torch.get_num_threads(), tokens, responses, earlier, others, iterations)
+
+
+def engine_config(config: Config) -> Config:
+    """Return the run's configuration with drafts of all sources, as long as they are recorded."""
+    changes = {"method": "eagle3+replay", "k": LONGEST_DRAFT, "replay_k": LONGEST_REPLAY}
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update=changes)})
+
+
+def observed_responses(
+    engine: Engine, own: Sequence[tuple[int, Request]], before: Path, after: Path
+) -> list[RecordedResponse]:
+    """Answer the requests with each of the two drafters watching."""
+    requests = [request for _, request in own]
+    observed: list[tuple[list[list[int]], DraftObserver]] = []
+    for directory in (before, after):
+        engine.refit_drafter(tensors(directory).items())
+        with engine.observe_drafts(LONGEST_DRAFT) as observer:
+            observed.append(([response.tokens for response in engine.generate(requests).responses], observer))
+    (earlier, observer_before), (rows, observer_after) = observed
+    return [
+        RecordedResponse(
+            prompt,
+            request.seed,
+            tokens,
+            fates(tokens, observer_after.drafts[request.seed]),
+            fates(same, observer_before.drafts[request.seed]),
+        )
+        for (prompt, request), tokens, same in zip(own, rows, earlier, strict=True)
+        if tokens == same  # BF16 near-ties may part the two
+    ]
+
+
+def fates(tokens: Sequence[int], drafts: Mapping[int, list[int]]) -> list[int]:
+    """Return how many tokens of the draft after each token are the response's own."""
+    return [accepted_prefix(drafts.get(count, []), tokens[count:]) for count in range(1, len(tokens) + 1)]
+
+
+def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> list[RecordedText]:
+    engine.set_replay({})
+    engine.set_k(3)
+    responses = engine.generate([request for _, request in requests]).responses
+    return [
+        RecordedText(prompt, request.seed, response.tokens)
+        for (prompt, request), response in zip(requests, responses, strict=True)
+    ]
+
+
+def prompts_of(requests: Sequence[tuple[int, Request]]) -> dict[int, tuple[int, ...]]:
+    return {index: tuple(request.prompt_tokens) for index, request in requests}
+
+
+def timed_iterations(
+    engine: Engine, requests: Sequence[Request], stored: Sequence[RecordedText], prompts: Mapping[int, tuple[int, ...]]
+) -> list[list[RecordedIteration]]:
+    """Generate the same requests at each of `TIMED_LENGTHS`, in turn, from a full batch to the last request."""
+    texts: dict[tuple[int, ...], list[list[int]]] = {}
+    for text in stored:
+        texts.setdefault(prompts[text.prompt], []).append(text.tokens)
+    engine.set_replay(texts)
+    engine.set_k(None)
+    found = []
+    for _ in range(TIMED_ROUNDS):
+        for lengths in TIMED_LENGTHS:
+            controller = FixedLengths(lengths)
+            engine.control_with(controller)
+            engine.generate(list(requests[:: len(requests) // TIMED_REQUESTS]))
+            found.append(controller.iterations)
+    return found
+
+
+def interpolated(directory: Path, other: Path, weight: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a policy, moved by `weight` towards another one's."""
+    theirs = tensors(other)
+    for name, tensor in tensors(directory).items():
+        yield name, torch.lerp(tensor.float(), theirs[name].float(), weight).to(tensor.dtype)
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }

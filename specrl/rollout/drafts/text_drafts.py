@@ -1,0 +1,47 @@
+"""Drafts from text: which of its sources a response in progress gets its draft from, and how long that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.estimates import DraftLengths
+from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind, TextAcceptance
+from specrl.rollout.drafts.text_sources import TextCursor, TextSource
+
+
+class TextDrafts:
+    """The text sources of one engine, and how likely each kind of their text is to be accepted.
+
+    A response keeps one cursor for each source that has text for it. The engine and the replay of recorded runs
+    (`specrl bench control`) both draft through this class.
+    """
+
+    def __init__(self, sources: Sequence[TextSource], settings: ControlSettings) -> None:
+        self.sources = sources
+        guesses = {(text.name, agreement): guess for text in sources for agreement, guess in text.guesses.items()}
+        self.acceptance = TextAcceptance(guesses, settings)
+
+    def begin(self, recall: bool) -> None:
+        """Begin a generation; see `TextSource.begin`."""
+        for text in self.sources:
+            text.begin(recall)
+
+    def remember(self, response: Sequence[int]) -> None:
+        """Show the sources a response of this generation, whole or as far as it got."""
+        for text in self.sources:
+            text.remember(response)
+
+    def cursors(self, prompt_tokens: Sequence[int], seed: int) -> Mapping[str, TextCursor]:
+        """Return cursors for a new response, by the name of their source."""
+        cursors = {text.name: text.cursor(prompt_tokens, seed) for text in self.sources}
+        return {name: cursor for name, cursor in cursors.items() if cursor is not None}
+
+    def draft(self, cursors: Mapping[str, TextCursor], lengths: DraftLengths) -> tuple[Kind, list[int]]:
+        """Return the kind and the tokens of the draft that is likeliest to be right; none leave it to the drafter."""
+        kinds = [(source, cursor.agreement) for source, cursor in cursors.items() if cursor.agreement]
+        if not kinds:
+            return NO_TEXT, []
+        best = max(kinds, key=self.acceptance.probability)
+        length = self.acceptance.length(best, lengths.replay_k, drafter_drafts=lengths.k > 0)
+        return best, cursors[best[0]].draft(length)
