@@ -30,6 +30,7 @@ from specrl.bench.settings import (
     AgreementSettings,
     BenchSettings,
     BubbleSettings,
+    ControlBenchSettings,
     DrafterSettings,
     PrecisionSettings,
     RolloutSettings,
@@ -44,6 +45,7 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "bubbles": BubbleSettings,
     "agreement": AgreementSettings,
     "precision": PrecisionSettings,
+    "control": ControlBenchSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
 THREADS = Annotated[int | None, typer.Option(min=1, help="CPU threads; resources.cpus_per_rank by default.")]

@@ -178,3 +178,19 @@ class PrecisionSettings(BenchSettings):
     """Number of held-out prompts for the accuracy."""
     threads: PositiveInt = 2
     """CPU threads of the one rank."""
+
+
+class ControlBenchSettings(BenchSettings):
+    """Measure what each constant of the drafting control is worth, by replays of one recording of the run."""
+
+    seeds: PositiveInt = 5
+    """Number of seeds; each is a replay of every workload with every value."""
+    record: bool = False
+    """Record again what an earlier call has recorded."""
+
+    def check(self, config: Config) -> None:
+        if not config.speculation.method.startswith("eagle3"):
+            raise ConfigError(
+                f'bench control replays drafts of an EAGLE-3 drafter; this run has speculation.method = "'
+                f'{config.speculation.method}"; use a run with "eagle3" or "eagle3+replay"'
+            )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, accepted_prefix
 from specrl.rollout.engine import Engine, Response
 from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
 from specrl.rollout.vllm.sampler import RequestRecord
@@ -178,6 +178,26 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
     assert tokens(generation.responses) == expected
     assert generation.stats.by_source[REPLAY].num_draft_tokens
     mixed.refit(policy_weights(0).items(), drafter_weights(1).items(), version=2)
+
+
+def test_drafts_that_are_only_observed_are_those_that_would_be_accepted(mixed: Engine, plain: list[Response]) -> None:
+    """`specrl bench control` replays what the observer saw; in FP32 it is what a run with drafts really gets."""
+    mixed.set_replay({})
+    with mixed.observe_drafts(3) as observer:
+        generation = mixed.generate(REQUESTS)
+    assert tokens(generation.responses) == tokens(plain)
+    assert generation.stats.num_drafts == 0
+    expected = []
+    for request, response in zip(REQUESTS, plain, strict=True):
+        accepted, count = 0, 1
+        while count < len(response.tokens):
+            room = request.max_tokens - count - 1
+            found = accepted_prefix(observer.drafts[request.seed][count][:room], response.tokens[count:])
+            accepted, count = accepted + found, count + found + 1
+        expected.append(accepted)
+    mixed.set_k(3)
+    assert [response.num_accepted_tokens for response in mixed.generate(REQUESTS).responses] == expected
+    assert sum(expected) > 20
 
 
 def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engine, plain: list[Response]) -> None:

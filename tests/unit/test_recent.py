@@ -69,7 +69,7 @@ def test_the_oldest_responses_are_dropped_whole() -> None:
 
 def test_of_what_occurs_all_the_time_the_latest_places_are_kept() -> None:
     text = remembered([5, 6] * 10_000, [7, 5, 6, 8])
-    assert max(map(len, text._places.values())) <= 2 * SETTINGS.most_recent_places
+    assert max(map(len, text._places.values())) <= 2 * SETTINGS.most_places
     assert follow(text, [7, 5, 6], 1) == ([8], 3)
 
 

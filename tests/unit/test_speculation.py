@@ -242,14 +242,14 @@ def test_batch_sizes_fall_into_doubling_buckets() -> None:
 
 
 def test_arms_are_few_and_end_at_the_longest_drafts() -> None:
-    assert [arm.k for arm in possible_lengths(3, 0, SETTINGS)] == [0, 1, 2, 3]
-    assert [arm.k for arm in possible_lengths(7, 0, SETTINGS)] == [0, 1, 2, 3, 5, 7]
-    assert {arm.replay_k for arm in possible_lengths(0, 12, SETTINGS)} == {0, 4, 8, 12}
-    assert len(possible_lengths(3, 16, SETTINGS)) == 16
+    assert [arm.k for arm in possible_lengths(3, 0)] == [0, 1, 2, 3]
+    assert [arm.k for arm in possible_lengths(7, 0)] == [0, 1, 2, 3, 5, 7]
+    assert {arm.replay_k for arm in possible_lengths(0, 12)} == {0, 4, 8, 12}
+    assert len(possible_lengths(3, 16)) == 16
 
 
 def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
-    seen = TokensPerIteration(possible_lengths(3, 0, SETTINGS), SETTINGS)
+    seen = TokensPerIteration(possible_lengths(3, 0), SETTINGS)
     for _ in range(100):
         seen.observe(4, DraftLengths(3, 0), [DraftOutcome(DRAFTER, 3, accepted) for accepted in (0, 1, 3, 3)])
     expected = [1.0, 1 + 3 / 4, 1 + 5 / 4, 1 + 7 / 4]
@@ -258,16 +258,16 @@ def test_a_long_draft_shows_what_shorter_ones_would_have_given() -> None:
 
 def test_text_that_begins_to_match_late_breaks_no_estimate() -> None:
     """Longer drafts were seen while nothing matched, shorter ones while much did: extrapolated, that was below zero."""
-    seen = TokensPerIteration(possible_lengths(0, 16, SETTINGS), SETTINGS)
+    seen = TokensPerIteration(possible_lengths(0, 16), SETTINGS)
     for _ in range(60):
         seen.observe(1, DraftLengths(0, 8), [])
     for _ in range(2900):
         seen.observe(1, DraftLengths(0, 4), [DraftOutcome(REPLAY, 4, 1)])
-    assert all(seen.expected(arm) >= 1 for arm in possible_lengths(0, 16, SETTINGS))
+    assert all(seen.expected(arm) >= 1 for arm in possible_lengths(0, 16))
 
 
 def test_what_replay_hides_of_the_drafter_is_not_guessed() -> None:
-    seen = TokensPerIteration(possible_lengths(1, 4, SETTINGS), SETTINGS)
+    seen = TokensPerIteration(possible_lengths(1, 4), SETTINGS)
     before = seen.expected(DraftLengths(1, 0))
     seen.observe(2, DraftLengths(1, 4), [DraftOutcome(DRAFTER, 1, 1), DraftOutcome(REPLAY, 4, 0)])
     assert seen.expected(DraftLengths(1, 0)) == before

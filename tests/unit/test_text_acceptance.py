@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.config import SpeculationConfig
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, DraftOutcome
 from specrl.rollout.drafts.replay import OWN_SEED
 from specrl.rollout.drafts.text_acceptance import TextAcceptance
-from specrl.rollout.drafts.text_drafts import TextDrafts
-from specrl.rollout.drafts.text_sources import text_sources
 
 SETTINGS = ControlSettings()
 
 
-def make_acceptance() -> TextAcceptance:
-    return TextDrafts(text_sources(SpeculationConfig(method="replay"), SETTINGS), SETTINGS).acceptance
-
-
 def test_text_of_the_own_seed_is_drafted_far_and_a_loose_match_is_not() -> None:
-    acceptance = make_acceptance()
+    acceptance = TextAcceptance(SETTINGS)
+    first = acceptance.length((REPLAY, OWN_SEED), 16, drafter_drafts=False)
+    assert first == acceptance.length((REPLAY, 2), 16, drafter_drafts=False)  # nothing is known of either
+    acceptance.observe([DraftOutcome(REPLAY, 6, 6, OWN_SEED), DraftOutcome(REPLAY, 6, 1, 2)] * 20)
     assert acceptance.length((REPLAY, OWN_SEED), 16, drafter_drafts=False) == 16
-    loose, close = (
-        acceptance.length((REPLAY, agreed), 16, drafter_drafts=False) for agreed in (2, SETTINGS.longest_suffix)
-    )
-    assert loose < close < 16
+    assert acceptance.length((REPLAY, 2), 16, drafter_drafts=False) < first
 
 
 def test_each_kind_of_text_is_trusted_by_what_became_of_it() -> None:
-    acceptance = make_acceptance()
+    acceptance = TextAcceptance(SETTINGS)
     acceptance.observe([DraftOutcome(RECENT, 4, 0, 5)] * 100 + [DraftOutcome(REPLAY, 16, 16, 5)] * 100)
     assert acceptance.probability((RECENT, 5)) < 0.2
     assert acceptance.probability((REPLAY, 5)) > 0.9
@@ -37,7 +30,7 @@ def test_each_kind_of_text_is_trusted_by_what_became_of_it() -> None:
 
 @pytest.mark.parametrize(("accepted", "length"), [(16, 16), (3, 4), (0, 1)])
 def test_what_is_drafted_follows_what_was_accepted(accepted: int, length: int) -> None:
-    acceptance = make_acceptance()
+    acceptance = TextAcceptance(SETTINGS)
     acceptance.observe([DraftOutcome(REPLAY, 16, accepted, 5)] * 500)
     assert acceptance.length((REPLAY, 5), 16, drafter_drafts=False) == length
     assert acceptance.length((REPLAY, 5), 2, drafter_drafts=False) == min(2, length)
@@ -45,7 +38,7 @@ def test_what_is_drafted_follows_what_was_accepted(accepted: int, length: int) -
 
 
 def test_the_drafter_goes_first_where_it_gets_more_accepted_and_is_not_asked_where_it_does_not() -> None:
-    acceptance = make_acceptance()
+    acceptance = TextAcceptance(SETTINGS)
     acceptance.observe([DraftOutcome(DRAFTER, 3, 2)] * 500)
     acceptance.observe([DraftOutcome(REPLAY, 16, 1, 3)] * 200 + [DraftOutcome(REPLAY, 16, 14, OWN_SEED)] * 200)
     assert acceptance.length((REPLAY, 3), 16, drafter_drafts=True) == 0
@@ -54,7 +47,7 @@ def test_the_drafter_goes_first_where_it_gets_more_accepted_and_is_not_asked_whe
 
 
 def test_lost_trust_comes_back() -> None:
-    acceptance = make_acceptance()
+    acceptance = TextAcceptance(SETTINGS)
     acceptance.observe([DraftOutcome(REPLAY, 16, 0, 4)] * 200)
     lost = acceptance.probability((REPLAY, 4))
     acceptance.observe([DraftOutcome(REPLAY, 16, 16, OWN_SEED)] * 5000)

@@ -42,12 +42,43 @@ TEXT_WORKLOADS = (
 """Workloads on which drafts from text are judged, at fixed lengths."""
 
 
+CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
+    "trial_iterations": (2, 8),
+    "trial_window": (3, 6, 24, 1000),
+    "exploration": (0.0, 0.1, 0.4),
+    "plausible": (0.15, 0.6, 1e9),
+    "guessed_acceptance": (0.4, 0.6, 0.9),
+    "prior_requests": (5.0, 25.0, 100.0),
+    "kept_on_refit": (0.01, 0.05, 0.2, 1.0),
+}
+"""Other values of each constant: half and twice its own, and, where there is one, a value that switches it off."""
+TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
+    "guessed_acceptance": (0.4, 0.6, 0.9),
+    "prior_drafts": (1.0, 2.0, 8.0),
+    "text_window": (250, 500, 2000, 10**9),
+    "least_probability": (0.05, 0.125, 0.5),
+    "longest_suffix": (4, 16),
+    "most_places": (8, 32, 128),
+}
+SHARE_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
+    "least_share": (0.02, 0.05, 0.2),
+    "share_memory": (0.0, 0.25, 0.75),
+    "debt_memory": (0.0, 0.4, 1.0),
+    "least_period": (0.02, 0.1, 0.4),
+}
+
+
 @dataclass(frozen=True)
 class Alternative:
     """Another value of one constant."""
 
     name: str
     value: Any
+
+    @staticmethod
+    def all(constants: Mapping[str, Sequence[Any]]) -> list[Alternative]:
+        """Return all other values of these constants."""
+        return [Alternative(name, value) for name, values in constants.items() for value in values]
 
     def settings(self) -> ControlSettings:
         """Return the constants with this one changed."""
@@ -131,7 +162,7 @@ class Bench:
     def efficiency(self, workload: Workload) -> Efficiency:
         """Compare the controller with all fixed draft lengths."""
         settings = ControlSettings()
-        choices = possible_lengths(workload.k, workload.replay_k, settings)
+        choices = possible_lengths(workload.k, workload.replay_k)
         rates = {
             lengths: [self.rate(replace(workload, fixed=lengths), settings, seed) for seed in self.seeds]
             for lengths in choices

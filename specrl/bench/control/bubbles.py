@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from specrl.rollout.bubbles.bubbles import by_use
 from specrl.rollout.bubbles.share import BubbleShare
@@ -66,18 +64,20 @@ def gained(
     """
     generator = random.Random(seed)
     shares = [BubbleShare(settings) for _ in steps[0].seconds]
-    expected: list[deque[float]] = [deque(maxlen=settings.expected_bubbles) for _ in shares]
+    expected: list[float | None] = [None for _ in shares]
     total, probe = 0.0, 2.0
     for number in range(STEPS):
         step = generator.choice(steps)
         training = step.training * (learning if number < STEPS // 2 else 1.0)
         used: dict[str, float] = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
-        for share, latest, length in zip(shares, expected, step.seconds, strict=True):
+        for rank, (share, length) in enumerate(zip(shares, step.seconds, strict=True)):
             if fixed is not None:
                 share.pregeneration = fixed
-            own = _spend(share, length, fmean(latest) if latest else None)
+            own = _spend(share, length, expected[rank])
             share.spent(own)
-            latest.append(length)
+            before = expected[rank]
+            keep = settings.share_memory if before is not None else 0.0
+            expected[rank] = keep * (before or 0.0) + (1 - keep) * length
             used = {name: used[name] + own[name] for name in used}
         gain = training * used[SPOT_TRAINING]
         replayed = round(step.pregeneration * used[PREGENERATION])

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import time
 
-from specrl.bench.control import report
 from specrl.bench.control.ablation import (
-    ALTERNATIVES,
+    CONTROLLER_CONSTANTS,
     CONTROLLER_WORKLOADS,
+    SHARE_CONSTANTS,
+    TEXT_CONSTANTS,
     TEXT_WORKLOADS,
+    Alternative,
     Bench,
-    Worth,
-    bubble_worths,
+    bubble_worth,
 )
 from specrl.bench.control.bubbles import BubbleStep, bubble_steps
-from specrl.bench.control.machine import Machine, accelerator, fit
+from specrl.bench.control.machine import accelerator, fit
+from specrl.bench.control.page import ControlFindings, write_page
 from specrl.bench.control.record import record
 from specrl.bench.control.recording import RECORDING_FILE, Recording
 from specrl.bench.job import BenchJob
@@ -35,19 +37,24 @@ def main(job: BenchJob) -> None:
     machine = fit(recording.iterations)
     machines = {"recorded": machine, "accelerator": accelerator(machine.noise)}
     bench = Bench(recording, machines, range(settings.seeds))
-    efficiencies = {workload.name: bench.efficiency(workload) for workload in CONTROLLER_WORKLOADS}
-    worths: list[Worth] = []
-    for alternative in ALTERNATIVES:
-        worths.append(bench.worth(alternative, TEXT_WORKLOADS if alternative.is_of_text else CONTROLLER_WORKLOADS))
     steps = recorded_bubbles(job)
-    shares = bubble_worths(steps, range(settings.seeds)) if steps else []
-    write_rows(job.json_path, [worth.row() for worth in worths])
-    report.write(
-        job, report.Findings(recording, machine, efficiencies, worths, shares, len(steps), time.monotonic() - started)
+    findings = ControlFindings(
+        recording=recording,
+        machine=machine,
+        efficiencies={workload.name: bench.efficiency(workload) for workload in CONTROLLER_WORKLOADS},
+        controller=[bench.worth(item, CONTROLLER_WORKLOADS) for item in Alternative.all(CONTROLLER_CONSTANTS)],
+        text=[bench.worth(item, TEXT_WORKLOADS) for item in Alternative.all(TEXT_CONSTANTS)],
+        shares=[bubble_worth(steps, item, bench.seeds) for item in Alternative.all(SHARE_CONSTANTS) if steps],
+        num_steps=len(steps),
+        num_seeds=settings.seeds,
+        seconds=time.monotonic() - started,
     )
+    write_rows(job.json_path, [worth.row() for worth in (*findings.controller, *findings.text, *findings.shares)])
+    write_page(job, findings)
 
 
 def load_or_record(job: BenchJob, again: bool) -> Recording:
+    """Return what was recorded of the run before; record it now if there is nothing yet, or `again`."""
     path = job.run_dir / "bench" / "control" / RECORDING_FILE
     if again or not path.is_file():
         join()

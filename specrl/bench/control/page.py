@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from specrl.bench.control.ablation import CONTROLLER_WORKLOADS, TEXT_WORKLOADS, Efficiency, Worth
+from specrl.bench.control.ablation import Efficiency, Worth
 from specrl.bench.control.machine import Machine, error_on_both_sources, mean_noise
 from specrl.bench.control.recording import Recording
 from specrl.bench.job import BenchJob
@@ -22,51 +22,52 @@ ones, to which the controller sees the recorded noise added. A score is tokens p
 """
 TABLE = """
 Tokens per second with another value over those with the constant's own, the same seeds on both sides: geometric mean
-over all workloads (controller: {controller}; text: {text}), median of {seeds} seeds with the least and the greatest; and
-the workloads on which the other value does worst and best.
+over all workloads, median of {seeds} seeds with the least and the greatest; and the workloads on which the other value
+does worst and best.
 """
 
 
 @dataclass(frozen=True)
-class Findings:
+class ControlFindings:
     """Everything that the page shows."""
 
     recording: Recording
     machine: Machine
     efficiencies: Mapping[str, Efficiency]
-    worths: Sequence[Worth]
+    """By workload."""
+    controller: Sequence[Worth]
+    text: Sequence[Worth]
     shares: Sequence[Worth]
-    """Of the constants that share out idle time: accepted tokens instead of tokens per second."""
-    bubble_steps: int
-    seeds: int
+    """The worth of accepted tokens instead of tokens per second; empty without recorded bubbles."""
+    num_steps: int
+    """Recorded steps with bubbles."""
+    num_seeds: int
     seconds: float
 
 
-def write(job: BenchJob, findings: Findings) -> None:
+def write_page(job: BenchJob, findings: ControlFindings) -> None:
     """Write the page."""
     page = Page(job.page)
     page.text(heading("what the constants of the drafting control are worth", job.command, findings.recording.threads))
     page.text(EXPLANATION)
     page.text(_recorded(findings))
     page.text("## Against fixed draft lengths\n\n" + _against_fixed(findings.efficiencies))
-    names = {kind: ", ".join(load.name for load in loads) for kind, loads in _WORKLOADS.items()}
-    page.text("## Constants\n\n" + TABLE.strip().format(seeds=findings.seeds, **names))
-    page.text(_table(findings.worths))
+    page.text("## Constants of the controller\n\n" + TABLE.strip().format(seeds=findings.num_seeds))
+    page.text(_table(findings.controller))
+    page.text("## Constants of drafts from text\n\nThe same at fixed draft lengths, 3 and 16 tokens.")
+    page.text(_table(findings.text))
     if findings.shares:
         page.text(_bubbles(findings))
     page.write()
 
 
-_WORKLOADS = {"controller": CONTROLLER_WORKLOADS, "text": TEXT_WORKLOADS}
-
-
-def _recorded(findings: Findings) -> str:
+def _recorded(findings: ControlFindings) -> str:
     recording, machine = findings.recording, findings.machine
     tokens = sum(len(response.tokens) for response in recording.responses)
     iterations = sum(len(run) for run in recording.iterations)
     return (
         f"Recorded: {len(recording.responses)} responses with {tokens} tokens; {iterations} iterations, whose times "
-        f"differ from the fit by {machine.spread():.2f} (standard deviation of the log) and are {mean_noise(machine):+.1%} "
+        f"differ from the fit by {machine.spread():.2f} (standard deviation of the log), {mean_noise(machine):.1%} "
         f"longer on average; iterations with drafts of both sources, which are not fitted, took "
         f"{error_on_both_sources(machine, recording.iterations):+.1%} against the fit. One request: "
         f"{1e3 * machine.seconds(1, 0, 0):.0f} ms, with a draft of 3 tokens {1e3 * machine.seconds(1, 3, 3):.0f} ms; "
@@ -105,11 +106,11 @@ def _table(worths: Sequence[Worth]) -> str:
     return markdown_table(columns, rows)
 
 
-def _bubbles(findings: Findings) -> str:
+def _bubbles(findings: ControlFindings) -> str:
     return (
         "## Sharing idle time\n\n"
-        f"{findings.bubble_steps} steps of `specrl bench bubbles` with `both`, replayed in random order: accepted tokens "
-        "that the use of the bubbles brought, with another value over those with the constant's own.\n\n"
+        f"{findings.num_steps} steps of `specrl bench bubbles` with `both`, replayed in random order: accepted "
+        "tokens that the use of the bubbles brought, with another value over those with the constant's own.\n\n"
         + _table(findings.shares)
     )
 
@@ -120,10 +121,3 @@ def _spread(spread: Spread) -> str:
 
 def _value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def undocumented() -> set[str]:
-    """Return the constants for which no alternative is measured."""
-    from specrl.bench.control.ablation import ALTERNATIVES
-
-    return {item.name for item in fields(ControlSettings)} - {item.name for item in ALTERNATIVES}

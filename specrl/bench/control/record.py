@@ -23,9 +23,9 @@ from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.recorder import DraftObserver
 
 LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
-NUM_PROMPTS, SAMPLES_PER_PROMPT = 32, 4
-TIMED_REQUESTS = 32
-TIMED_ROUNDS = 2
+NUM_PROMPTS, SAMPLES_PER_PROMPT = 16, 3
+TIMED_REQUESTS = 24
+TIMED_ROUNDS = 1
 TIMED_LENGTHS = [
     DraftLengths(*pair) for pair in ((0, 0), (3, 0), (0, 16), (1, 0), (5, 0), (0, 4), (3, 16))
 ]  # 3 + 16 is not fitted but checks the fit
@@ -70,6 +70,7 @@ def observed_responses(
     requests = [request for _, request in own]
     observed: list[tuple[list[list[int]], DraftObserver]] = []
     for directory in (before, after):
+        print(f"drafts of {directory}", flush=True)
         engine.refit_drafter(tensors(directory).items())
         with engine.observe_drafts(LONGEST_DRAFT) as observer:
             observed.append(([response.tokens for response in engine.generate(requests).responses], observer))
@@ -93,6 +94,7 @@ def fates(tokens: Sequence[int], drafts: Mapping[int, list[int]]) -> list[int]:
 
 
 def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> list[RecordedText]:
+    print(f"text of {len(requests)} responses", flush=True)
     engine.set_replay({})
     engine.set_k(3)
     responses = engine.generate([request for _, request in requests]).responses
@@ -118,6 +120,7 @@ def timed_iterations(
     found = []
     for _ in range(TIMED_ROUNDS):
         for lengths in TIMED_LENGTHS:
+            print(f"times at {lengths}", flush=True)
             controller = FixedLengths(lengths)
             engine.control_with(controller)
             engine.generate(list(requests[:: len(requests) // TIMED_REQUESTS]))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Protocol
 
 from specrl.config import Config
@@ -65,8 +63,9 @@ class Bubbles:
         self._training = training
         settings = ControlSettings()
         self._share = BubbleShare(settings)
-        self._idle: deque[float] = deque(maxlen=settings.expected_bubbles)
-        """Seconds of this rank's latest bubbles."""
+        self._memory = settings.share_memory
+        self._expected: float | None = None
+        """Seconds expected of this rank's next bubble."""
         self._stored: dict[int, list[PregeneratedText]] = {}
         """Texts for the next step, by prompt id."""
         self._spent: dict[str, float] = {}
@@ -138,7 +137,9 @@ class Bubbles:
         self._spent = by_use([span for bubble in bubbles for span in bubble.spans])
         own = bubbles[self._ranks.rank]
         self._share.spent(by_use(own.spans))
-        self._idle.append(max(bubble.generated_at for bubble in bubbles) - own.generated_at)
+        idle = max(bubble.generated_at for bubble in bubbles) - own.generated_at
+        before = self._expected if self._expected is not None else idle
+        self._expected = self._memory * before + (1 - self._memory) * idle
         self._stored = {}
         for text in (text for rank in texts for text in rank):
             self._stored.setdefault(text.prompt_id, []).append(text)
@@ -166,7 +167,7 @@ class Bubbles:
         """Return what is done next, and for how many seconds at most."""
         if len(left) == 1:
             return left[0], math.inf
-        due = self._share.due(by_use(spans), fmean(self._idle) if self._idle else None)
+        due = self._share.due(by_use(spans), self._expected)
         wanted = PREGENERATION if due else SPOT_TRAINING
         return next(activity for activity in left if activity.name == wanted), due or math.inf
 

@@ -44,7 +44,7 @@ class BubbleShare:
         until = period * (1 + sum(seconds.values()) // period)
         done = seconds.get(PREGENERATION, 0.0) + self._past.get(PREGENERATION, 0.0)
         due = self.pregeneration * (until + sum(self._past.values())) - done
-        return due if due > self._settings.shortest_pregeneration else 0.0
+        return due if due > self._settings.least_share * self._settings.least_period else 0.0
 
     def spent(self, seconds: Mapping[str, float]) -> None:
         """Take the seconds of a bubble of this rank that is over, by use."""
@@ -76,5 +76,5 @@ class BubbleShare:
 
     def _count(self, name: str, tokens: float, seconds: Mapping[str, float]) -> None:
         if spent := seconds.get(name, 0.0):
-            rate, keep = tokens / spent, self._settings.rate_memory
+            rate, keep = tokens / spent, self._settings.share_memory
             self._rates[name] = keep * self._rates.get(name, rate) + (1 - keep) * rate

@@ -17,13 +17,7 @@ from statistics import fmean, median
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DraftOutcome
 from specrl.rollout.drafts.curve import CurvePoint
-from specrl.rollout.drafts.estimates import (
-    NO_DRAFTS,
-    DraftLengths,
-    TokensPerIteration,
-    guessed_log_cost,
-    possible_lengths,
-)
+from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths, TokensPerIteration, possible_lengths
 
 CURVE_ITERATIONS = 64
 """The latest iterations of one choice in a bucket that the curve shows."""
@@ -63,7 +57,6 @@ class Trial:
     """Seconds of iterations with the chosen lengths; `during` and `after` hold seconds as well."""
     size: int
     """Iterations to measure."""
-    patience: int
     uses: int = 0
     during: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
@@ -72,9 +65,9 @@ class Trial:
     def runs(self) -> bool:
         """Whether the lengths are still to be used; afterwards the chosen ones run for the comparison.
 
-        A trial gives up when too few iterations can be measured because prompts keep coming in.
+        A trial gives up when fewer than half of its iterations can be measured because prompts keep coming in.
         """
-        return len(self.during) < self.size and self.uses < self.patience * self.size
+        return len(self.during) < self.size and self.uses < 2 * self.size
 
     def log_ratio(self) -> float:
         """Return the log of its time over the chosen lengths', which may change as requests finish."""
@@ -101,16 +94,13 @@ class Controller:
             seed: of the choice of trials.
         """
         self._settings = settings or ControlSettings()
-        self.choices = possible_lengths(k, replay_k, self._settings)
+        self.choices = possible_lengths(k, replay_k)
         self._random = random.Random(seed)
         self._buckets: dict[int, Bucket] = {}
         self._shared = TokensPerIteration(self.choices, self._settings)
         self._trial: Trial | None = None
         self._current = 0
-        self._refresh = 0
         self._iterations = self._lengths = 0
-        most, most_replay = self._settings.first_draft_length, self._settings.first_replay_length
-        self._first = max(item for item in self.choices if item.k <= most and item.replay_k <= most_replay)
 
     def choose(self, batch: int) -> DraftLengths:
         """Return the lengths of the next drafts for `batch` running requests."""
@@ -124,8 +114,8 @@ class Controller:
             self._decide(key)
             candidate = self._candidate(key)
             if candidate is not None:
-                size, patience = self._settings.trial_iterations, self._settings.trial_patience
-                self._trial = Trial(key, candidate, bucket.recent[-size:], size, patience)
+                size = self._settings.trial_iterations
+                self._trial = Trial(key, candidate, bucket.recent[-size:], size)
             bucket.recent.clear()
         lengths = bucket.chosen
         if self._trial is not None and self._trial.runs:
@@ -133,7 +123,6 @@ class Controller:
             self._trial.uses += 1
         self._iterations += 1
         self._lengths += max(lengths)
-        self._refresh = max(0, self._refresh - 1)
         return lengths
 
     def observe(
@@ -168,14 +157,13 @@ class Controller:
         """Learn the worth of drafts anew, starting from the old: policy or drafter has new weights. Times stay."""
         for tokens in (self._shared, *(bucket.tokens for bucket in self._buckets.values())):
             tokens.fade()
-        self._refresh = self._settings.refresh_iterations
 
     def is_settled(self, batch: int) -> bool:
-        """Return whether a batch size is calibrated: from then on only what costs next to nothing is tried often."""
+        """Return whether a batch size is calibrated: all that may be worth it has been tried."""
         key = bucket_of(batch)
         if key not in self._buckets:
             return False
-        return not any(self._wants_calibration(key, lengths, gap) for lengths, gap in self._gaps(key).items())
+        return not any(self._is_untried(key, lengths, gap) for lengths, gap in self._gaps(key).items())
 
     def chosen(self) -> dict[int, DraftLengths]:
         """Return the lengths that each bucket has settled on, by its largest batch size."""
@@ -196,12 +184,12 @@ class Controller:
         ]
 
     def _open(self, key: int) -> Bucket:
-        """A bucket begins with what the nearest one chose; the first of all drafts unless many requests run."""
+        """Begin a bucket with what the nearest one chose; the first of all drafts as far as it may."""
         if self._buckets:
             nearest = min(self._buckets, key=lambda other: abs(math.log(other / key)))
             first = self._buckets[nearest].chosen
         else:
-            first = self._first if key <= self._settings.first_batch else NO_DRAFTS
+            first = self.choices[-1]
         tokens = TokensPerIteration(self.choices, self._settings)
         self._buckets[key] = Bucket(first, tokens, {first: deque([0.0], maxlen=self._settings.trial_window)})
         return self._buckets[key]
@@ -209,14 +197,13 @@ class Controller:
     def _candidate(self, key: int) -> DraftLengths | None:
         """Return what is to be tried now, if anything."""
         gaps = self._gaps(key)
-        unsure = [lengths for lengths, gap in gaps.items() if self._is_unsure(key, lengths, gap)]
-        if unsure:
-            return min(unsure, key=lambda item: (self._num_trials(key, item), item != NO_DRAFTS, gaps[item]))
-        factor = self._settings.refresh_factor if self._refresh else 1.0
-        share = self._settings.exploration * factor / len(gaps) if gaps else 0.0
+        untried = [lengths for lengths, gap in gaps.items() if self._is_untried(key, lengths, gap)]
+        if untried:
+            return min(untried, key=lambda lengths: (lengths != NO_DRAFTS, gaps[lengths]))
         draw = self._random.random()
         for lengths, gap in gaps.items():
-            draw -= share * math.exp(-self._settings.exploration_shyness * max(0.0, gap))
+            nearness = min(1.0, max(0.0, 1 - gap / self._settings.plausible))
+            draw -= self._settings.exploration * nearness**2 / len(gaps)
             if draw < 0:
                 return lengths
         return None
@@ -227,19 +214,10 @@ class Controller:
         best = self._value(key, chosen)
         return {lengths: best - self._value(key, lengths) for lengths in self._candidates(chosen)}
 
-    def _num_trials(self, key: int, lengths: DraftLengths) -> int:
-        return len(self._buckets[key].log_costs.get(lengths, ()))
-
-    def _is_unsure(self, key: int, lengths: DraftLengths, gap: float) -> bool:
-        """Return whether to try the lengths at once."""
-        trials = self._num_trials(key, lengths)
-        is_close = 0 < trials < self._settings.trial_window and abs(gap) < self._settings.close
-        return is_close or self._wants_calibration(key, lengths, gap)
-
-    def _wants_calibration(self, key: int, lengths: DraftLengths, gap: float) -> bool:
-        """Return whether there were too few trials, unless similar batch sizes show that the lengths are far off."""
-        if trials := self._num_trials(key, lengths):
-            return trials < self._settings.calibration_trials
+    def _is_untried(self, key: int, lengths: DraftLengths, gap: float) -> bool:
+        """Return whether to try the lengths at once; not if similar batch sizes show that they are far off."""
+        if self._buckets[key].log_costs.get(lengths):
+            return False
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < self._settings.plausible or not any(lengths in log_costs for log_costs in nearby)
 
@@ -249,7 +227,7 @@ class Controller:
 
         def is_near(lengths: DraftLengths) -> bool:
             steps = [abs(axes[i].index(lengths[i]) - axes[i].index(chosen[i])) for i in range(2)]
-            return sum(steps) == 1 or lengths in (NO_DRAFTS, DraftLengths(self._first.k, 0))
+            return sum(steps) == 1 or lengths in (NO_DRAFTS, DraftLengths(self.choices[-1].k, 0))
 
         return [choice for choice in self.choices if choice != chosen and is_near(choice)]
 
@@ -258,8 +236,7 @@ class Controller:
         return math.log(self._buckets[key].tokens.expected(lengths, self._shared)) - self._log_cost(key, lengths)
 
     def _log_cost(self, key: int, lengths: DraftLengths) -> float:
-        """Return what was measured here, else what the nearest bucket has against the lengths chosen here, else a
-        guess."""
+        """Return what was measured here, else the nearest bucket's difference to the lengths chosen here, else none."""
         bucket = self._buckets[key]
         cost, base = bucket.log_cost(lengths), bucket.log_cost(bucket.chosen)
         if cost is not None:
@@ -269,7 +246,7 @@ class Controller:
             there, chosen_there = (self._buckets[other].log_cost(item) for item in (lengths, bucket.chosen))
             if there is not None and chosen_there is not None:
                 return base + there - chosen_there
-        return base + guessed_log_cost(lengths, self._settings) - guessed_log_cost(bucket.chosen, self._settings)
+        return base
 
     def _finish_trial(self) -> None:
         """Take what the trial measured, if anything, and choose again."""
@@ -287,6 +264,6 @@ class Controller:
         """Choose the best of the lengths that have been tried."""
         bucket = self._buckets[key]
         best = max(bucket.log_costs, key=lambda lengths: self._value(key, lengths))
-        if self._value(key, best) > self._value(key, bucket.chosen) + self._settings.switch_margin:
+        if self._value(key, best) > self._value(key, bucket.chosen):
             bucket.chosen = best
             bucket.recent.clear()

@@ -9,6 +9,11 @@ from typing import NamedTuple
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
 
+LENGTHS = (0, 1, 2, 3, 5, 8)
+"""Lengths of the drafter's drafts to choose from, tokens, below `speculation.k`, which is another one."""
+REPLAY_LENGTHS = (0, 4, 8, 16)
+"""Lengths of drafts from text to choose from, tokens, below `speculation.replay_k`."""
+
 
 class DraftLengths(NamedTuple):
     """The longest drafts of an iteration, in tokens: an arm of the controller's bandit."""
@@ -22,20 +27,15 @@ class DraftLengths(NamedTuple):
 NO_DRAFTS = DraftLengths(0, 0)
 
 
-def possible_lengths(k: int, replay_k: int, settings: ControlSettings) -> list[DraftLengths]:
+def possible_lengths(k: int, replay_k: int) -> list[DraftLengths]:
     """Return every combination of a few lengths of the two sources, up to the longest, in ascending order."""
-    lengths = sorted({length for length in (*settings.draft_lengths, k) if length <= k})
-    replay_lengths = sorted({length for length in (*settings.replay_lengths, replay_k) if length <= replay_k})
+    lengths = sorted({length for length in (*LENGTHS, k) if length <= k})
+    replay_lengths = sorted({length for length in (*REPLAY_LENGTHS, replay_k) if length <= replay_k})
     return [DraftLengths(length, replay) for length in lengths for replay in replay_lengths]
 
 
-def guessed_log_cost(lengths: DraftLengths, settings: ControlSettings) -> float:
-    """Guess the log time of an iteration before any is measured: drafting costs more than verifying."""
-    return settings.guessed_draft_cost * lengths.k + settings.guessed_replay_cost * lengths.replay_k
-
-
 class TokensPerIteration:
-    """Tokens per request and iteration of each choice of draft lengths: exponentially forgotten sums."""
+    """Tokens per request and iteration of each choice of draft lengths: sums that fade at every refit."""
 
     def __init__(self, choices: Sequence[DraftLengths], settings: ControlSettings) -> None:
         self._settings = settings
@@ -47,15 +47,14 @@ class TokensPerIteration:
         drafted = _accepted_within([outcome for outcome in outcomes if outcome.source == DRAFTER], lengths.k)
         from_text = [outcome for outcome in outcomes if outcome.source != DRAFTER]
         replayed = _accepted_within(from_text, lengths.replay_k)
-        keep = 1 - 1 / self._settings.estimate_window
         for shorter in self._tokens:
             # Without text its requests would have got drafts of the drafter, of which nothing is known.
             known = shorter.replay_k > 0 or shorter.k == 0 or not from_text
             if shorter.k > lengths.k or shorter.replay_k > lengths.replay_k or not known:
                 continue
             tokens = batch + drafted[shorter.k] + replayed[shorter.replay_k]
-            self._tokens[shorter] = keep * self._tokens[shorter] + tokens
-            self._requests[shorter] = keep * self._requests[shorter] + batch
+            self._tokens[shorter] += tokens
+            self._requests[shorter] += batch
 
     def expected(self, lengths: DraftLengths, shared: TokensPerIteration | None = None) -> float:
         """Return tokens per request and iteration, at least 1.
@@ -66,15 +65,13 @@ class TokensPerIteration:
         """
         if lengths == NO_DRAFTS:
             return 1.0
-        if shared is None:
-            guess, weight = self._guess(lengths), self._settings.prior_requests
-        else:
-            guess, weight = shared.expected(lengths), self._settings.shared_requests
+        guess = self._guess(lengths) if shared is None else shared.expected(lengths)
+        weight = self._settings.prior_requests
         # Choices seen at different times compare badly: text may match nothing for a while and then well.
         return max(1.0, (weight * guess + self._tokens[lengths]) / (weight + self._requests[lengths]))
 
     def _guess(self, lengths: DraftLengths) -> float:
-        """Guess hopefully, so that longer drafts are tried: nearly the gain between shorter ones goes on."""
+        """Guess hopefully, so that longer drafts are tried: the gain between shorter ones goes on."""
         for axis in (0, 1):
             shorter = sorted(
                 other for other in self._tokens if other[axis] < lengths[axis] and other[1 - axis] == lengths[1 - axis]
@@ -82,7 +79,7 @@ class TokensPerIteration:
             if len(shorter) == 2 and self._requests[shorter[1]]:
                 less, more = (self.expected(other) for other in shorter)
                 slope = max(0.0, more - less) / (shorter[1][axis] - shorter[0][axis])
-                return more + self._settings.continuation * slope * (lengths[axis] - shorter[1][axis])
+                return more + slope * (lengths[axis] - shorter[1][axis])
         return sum(self._settings.guessed_acceptance**i for i in range(max(lengths) + 1))
 
     def fade(self) -> None:

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.replay import END, longest_agreement
+from specrl.rollout.drafts.replay import END, PAIR, longest_agreement
+
+LOOKED_UP = (2 * PAIR, PAIR)
+"""Numbers of last tokens that are looked up: the first that occur."""
 
 
 class RecentText:
@@ -29,17 +32,15 @@ class RecentText:
         """Always empty, like `start_of`: a response is not expected to begin as another one did."""
         self.start_of: dict[int, int] = {}
         self._most = most_tokens
-        self._sizes = (self.settings.recent_suffix, self.settings.shortest_suffix)
-        """Numbers of last tokens that are looked up: the first that occur."""
         self._places: dict[int, list[int]] = {}
         """Positions by the hash of the tokens before them; whether those agree is looked at anyway."""
 
     def add(self, response: Sequence[int]) -> None:
         """Add a finished response; cursors on this text stay where they are."""
-        first, most = len(self.tokens), self.settings.most_recent_places
+        first, most = len(self.tokens), self.settings.most_places
         self.tokens += [*response, END]
-        for position in range(first + self.settings.shortest_suffix, len(self.tokens)):
-            for size in self._sizes:
+        for position in range(first + PAIR, len(self.tokens)):
+            for size in LOOKED_UP:
                 if position - size < first:
                     continue
                 places = self._places.setdefault(hash(tuple(self.tokens[position - size : position])), [])
@@ -48,10 +49,10 @@ class RecentText:
                     del places[:most]
 
     def trim(self) -> None:
-        """Drop the oldest responses if there are too many tokens; no cursor may be in use."""
+        """Drop the oldest responses if there are too many tokens, down to half as many; no cursor may be in use."""
         if len(self.tokens) <= self._most:
             return
-        first = self.tokens.index(END, len(self.tokens) - 1 - int(self.settings.recent_kept * self._most))
+        first = self.tokens.index(END, len(self.tokens) - 1 - self._most // 2)
         kept, self.tokens, self._places = self.tokens, [END], {}
         ends = [position for position in range(first, len(kept)) if kept[position] == END]
         for start, end in pairwise(ends):
@@ -59,9 +60,9 @@ class RecentText:
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
         """Return what `DraftText` asks for, the latest positions first."""
-        for size in self._sizes:
+        for size in LOOKED_UP:
             places = self._places.get(hash(tuple(output[-size:])), []) if len(output) >= size else []
-            latest = places[: -self.settings.most_recent_places - 1 : -1]
+            latest = places[: -self.settings.most_places - 1 : -1]
             positions, agreed = longest_agreement(self.tokens, latest, output, self.settings)
             if agreed:
                 return positions, agreed

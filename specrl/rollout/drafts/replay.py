@@ -14,6 +14,8 @@ from specrl.rollout.control import ControlSettings
 
 OWN_SEED = -1
 """The agreement of a response with the stored text of its own seed: better than any number of tokens."""
+PAIR = 2
+"""Last tokens that must agree at least: text is looked up by them."""
 END = -1
 """Stands before, between and after stored responses; no token has this number."""
 
@@ -44,8 +46,7 @@ class DraftText(Protocol):
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
         """Return the positions after the longest occurrences of `output`'s last tokens, and how many tokens agree.
 
-        Agreements of `longest_suffix` tokens or more are as good; where fewer than `shortest_suffix` agree the result
-        is ([], 0).
+        Agreements of `longest_suffix` tokens or more are as good; where fewer than two agree the result is ([], 0).
         """
         ...
 
@@ -73,7 +74,7 @@ class StoredResponses:
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
         places = self._after_pair(output[-2], output[-1]) if len(output) >= 2 else []
         positions, longest = longest_agreement(self.tokens, places, output, self.settings)
-        return positions[: self.settings.most_followed], longest
+        return positions[: self.settings.most_places], longest
 
     def _after_pair(self, first: int, second: int) -> list[int]:
         if self._pairs is None:  # most responses follow one text to its end, and never ask
@@ -96,7 +97,7 @@ def longest_agreement(
     for position in places:
         found.setdefault(_agreement(text, position, output[-settings.longest_suffix :]), []).append(position)
     longest = max(found, default=0)
-    return (found[longest], longest) if longest >= settings.shortest_suffix else ([], 0)
+    return (found[longest], longest) if longest >= PAIR else ([], 0)
 
 
 def _agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int:

@@ -7,7 +7,8 @@ alone, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Sequence
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
@@ -25,33 +26,34 @@ class TextAcceptance:
     had tokens accepted, and a failure unless all were.
     """
 
-    def __init__(self, guesses: Mapping[Kind, float], settings: ControlSettings) -> None:
-        """Begin with a guess of the probability for each kind of text."""
+    def __init__(self, settings: ControlSettings) -> None:
+        """Begin with the same guess for every kind of text."""
         self._settings = settings
-        self._guesses = guesses
-        self._right = dict.fromkeys(guesses, 0.0)
-        self._wrong = dict.fromkeys(guesses, 0.0)
+        self._right: dict[Kind, float] = defaultdict(float)
+        self._wrong: dict[Kind, float] = defaultdict(float)
         self._drafter = 0.0
         """Accepted tokens of a draft of the drafter, a running mean."""
         self._drafts = 0
         """Drafts of the drafter that count in it."""
 
-    def observe(self, outcomes: Iterable[DraftOutcome]) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from an iteration's drafts."""
-        for outcome in outcomes:
-            if outcome.source == DRAFTER:
-                self._drafts = min(self._drafts + 1, int(self._settings.drafter_window))
-                self._drafter += (outcome.accepted - self._drafter) / self._drafts
-                continue
-            for counts in (self._right, self._wrong):
-                for kind in counts:
-                    counts[kind] *= 1 - 1 / self._settings.text_window
+        from_text = [outcome for outcome in outcomes if outcome.source != DRAFTER]
+        keep = (1 - 1 / self._settings.text_window) ** len(from_text)
+        for counts in (self._right, self._wrong):
+            for kind in counts:
+                counts[kind] *= keep
+        for outcome in from_text:
             self._right[outcome.source, outcome.agreement] += outcome.accepted
             self._wrong[outcome.source, outcome.agreement] += outcome.accepted < outcome.drafted
+        for outcome in outcomes:
+            if outcome.source == DRAFTER:
+                self._drafts = min(self._drafts + 1, self._settings.text_window)
+                self._drafter += (outcome.accepted - self._drafter) / self._drafts
 
     def probability(self, kind: Kind) -> float:
         """Return the probability that a token is right where the one before it was."""
-        guess, weight = self._guesses[kind], self._settings.prior_drafts
+        guess, weight = self._settings.guessed_acceptance, self._settings.prior_drafts
         # The guess counts as `weight` drafts that all ended with a failure, and the successes that go with them.
         wrong = weight + self._wrong[kind]
         right = weight * guess / (1 - guess) + self._right[kind]

@@ -19,8 +19,7 @@ class TextDrafts:
 
     def __init__(self, sources: Sequence[TextSource], settings: ControlSettings) -> None:
         self.sources = sources
-        guesses = {(text.name, agreement): guess for text in sources for agreement, guess in text.guesses.items()}
-        self.acceptance = TextAcceptance(guesses, settings)
+        self.acceptance = TextAcceptance(settings)
 
     def begin(self, recall: bool) -> None:
         """Begin a generation; see `TextSource.begin`."""

@@ -15,7 +15,7 @@ from specrl.config import SpeculationConfig
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.rollout.drafts.recent import RecentText
-from specrl.rollout.drafts.replay import OWN_SEED, ReplayCursor, ReplayIndex
+from specrl.rollout.drafts.replay import ReplayCursor, ReplayIndex
 
 
 class TextCursor(Protocol):
@@ -23,7 +23,10 @@ class TextCursor(Protocol):
 
     @property
     def agreement(self) -> int:
-        """How well the text agrees with the response so far, as a key of the source's `guesses`; 0 for not at all."""
+        """Return how well the text agrees with the response so far; 0 for not at all.
+
+        How often text is right is learned for each number.
+        """
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -36,12 +39,10 @@ class TextCursor(Protocol):
 
 
 class TextSource:
-    """A source of drafts that is text. A subclass needs `name`, `guesses` and `cursor`."""
+    """A source of drafts that is text. A subclass needs `name` and `cursor`."""
 
     name: ClassVar[str]
     """The name that its drafts are counted under, in `SpeculationStats.by_source`."""
-    guesses: Mapping[int, float]
-    """The probability that a proposed token is right, by the cursor's agreement, before anything was measured."""
 
     def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
         """Start with no text.
@@ -73,7 +74,6 @@ class StoredTextSource(TextSource):
 
     def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
         super().__init__(speculation, settings)
-        self.guesses = {OWN_SEED: settings.guessed_own_seed, **_by_agreement(settings.guessed_replay, settings)}
         self._settings = settings
         self.index = ReplayIndex({})
 
@@ -96,7 +96,6 @@ class RecentTextSource(TextSource):
 
     def __init__(self, speculation: SpeculationConfig, settings: ControlSettings) -> None:
         super().__init__(speculation, settings)
-        self.guesses = _by_agreement(settings.guessed_recent, settings)
         self._text = RecentText(speculation.recent_tokens, settings) if speculation.recent_tokens else None
         self._recalls = False
 
@@ -111,14 +110,6 @@ class RecentTextSource(TextSource):
 
     def cursor(self, prompt_tokens: Sequence[int], seed: int) -> ReplayCursor | None:
         return ReplayCursor(self._text) if self._text is not None and self._recalls else None
-
-
-def _by_agreement(base: float, settings: ControlSettings) -> dict[int, float]:
-    """Return the guessed probability that a token of text is right, by the tokens of its agreement."""
-    return {
-        agreed: min(0.99, base + settings.guessed_per_token * agreed)
-        for agreed in range(1, settings.longest_suffix + 1)
-    }
 
 
 def text_sources(speculation: SpeculationConfig, settings: ControlSettings) -> list[TextSource]:

@@ -1,0 +1,125 @@
+"""Replays of recorded responses and times, without an engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from specrl.bench.control.ablation import CONTROLLER_CONSTANTS, SHARE_CONSTANTS, TEXT_CONSTANTS, Alternative, Bench
+from specrl.bench.control.bubbles import BubbleStep, gained
+from specrl.bench.control.machine import Machine, fit
+from specrl.bench.control.recording import RecordedIteration, RecordedResponse, RecordedText, Recording
+from specrl.bench.control.replay import Replay, Workload
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths
+
+MACHINE = Machine([0.02, 0.0, 0.001, 0.0, 0.0, 0.003, 0.0, 0.0], [0.1, -0.1, 0.05, -0.05])
+COUNT, LENGTH = 8, 21
+"""Recorded responses, and the tokens of each; the first one comes with the prompt."""
+
+
+def make_recording(accepted: int = 2) -> Recording:
+    """Responses of random tokens; the drafter always gets `accepted` tokens right."""
+    generator = random.Random(0)
+    rows = [[generator.randrange(1000) for _ in range(LENGTH)] for _ in range(COUNT)]
+    responses = [
+        RecordedResponse(index, 70 + index, tokens, [accepted] * LENGTH, [0] * LENGTH)
+        for index, tokens in enumerate(rows)
+    ]
+    texts = [RecordedText(index, 70 + index, tokens) for index, tokens in enumerate(rows)]
+    return Recording(5, 1, [[index] for index in range(COUNT)], responses, texts, [], [])
+
+
+def replay(workload: Workload, recording: Recording | None = None, seed: int = 0) -> Replay:
+    found = Replay(recording or make_recording(), MACHINE, workload, ControlSettings(), seed)
+    found.run()
+    return found
+
+
+def test_every_token_is_generated_and_without_drafts_one_in_each_iteration() -> None:
+    for running in (1, COUNT):
+        score = replay(Workload("plain", "eagle3", running, COUNT, ("after",), fixed=NO_DRAFTS)).score
+        assert score.tokens == COUNT * LENGTH
+        assert score.decode_steps == COUNT // running * LENGTH
+
+
+def test_drafts_of_the_drafter_are_accepted_as_recorded() -> None:
+    for k, steps in ((1, 1 + 20 / 2), (2, 1 + 20 // 3 + 1), (3, 1 + 20 // 3 + 1)):
+        fixed = DraftLengths(k, 0)
+        assert replay(Workload("fixed", "eagle3", COUNT, COUNT, ("after",), fixed=fixed)).score.decode_steps == steps
+    useless = Workload("useless", "eagle3", COUNT, COUNT, ("useless",), fixed=DraftLengths(3, 0))
+    assert replay(useless).score.decode_steps == LENGTH
+
+
+def test_text_of_the_own_seed_is_accepted_to_its_end() -> None:
+    text = Workload("text", "replay", COUNT, COUNT, ("after",), k=0, replay_k=16, stored="earlier")
+    assert replay(replace(text, fixed=DraftLengths(0, 16))).score.decode_steps == 1 + 2
+    assert replay(replace(text, fixed=DraftLengths(0, 4))).score.decode_steps == 1 + 4
+
+
+def test_what_was_generated_before_is_found_again() -> None:
+    """The second generation finds its responses among the recent ones, once two tokens have told which it is."""
+    recent = Workload("recent", "replay", COUNT, COUNT, ("after",) * 2, k=0, replay_k=16, fixed=DraftLengths(0, 16))
+    assert replay(recent).score.decode_steps < 1.5 * LENGTH
+
+
+def test_the_controller_does_as_well_as_fixed_lengths_and_sees_the_noise() -> None:
+    workload = Workload("adaptive", "eagle3", 1, COUNT, ("after",) * 10)
+    bench = Bench(make_recording(), {"recorded": MACHINE}, range(2))
+    found = bench.efficiency(workload)
+    assert found.best == DraftLengths(2, 0)
+    assert found.against_best.least > 0.9
+    assert found.against_none.least > 1.5
+    same = bench.worth(Alternative("exploration", ControlSettings().exploration), [workload])
+    assert (same.ratio.least, same.ratio.greatest) == (1.0, 1.0)
+
+
+def test_the_same_seed_gives_the_same_replay() -> None:
+    workload = Workload("adaptive", "eagle3+replay", 4, COUNT, ("after",) * 3, replay_k=16, stored="earlier")
+    assert replay(workload, seed=3).score == replay(workload, seed=3).score
+
+
+def test_times_are_fitted() -> None:
+    generator = random.Random(1)
+    runs = [
+        [
+            RecordedIteration(
+                k, 0, batch, batch * k, MACHINE.seconds(batch, batch * k, k) * generator.uniform(0.9, 1.1)
+            )
+            for batch in (1, 4, 16, 32)
+            for _ in range(50)
+        ]
+        for k in (0, 1, 3, 5)
+    ]
+    machine = fit(runs)
+    for batch, k in ((1, 0), (1, 3), (8, 2), (32, 5)):
+        assert machine.seconds(batch, batch * k, k) == pytest.approx(MACHINE.seconds(batch, batch * k, k), rel=0.05)
+    assert machine.spread() < 0.1
+
+
+def test_a_recording_is_read_back(tmp_path: Path) -> None:
+    recording = replace(make_recording(), iterations=[[RecordedIteration(3, 0, 2, 6, 0.5)]])
+    recording.save(tmp_path / "recording.json")
+    assert Recording.load(tmp_path / "recording.json") == recording
+
+
+def test_every_constant_is_measured_against_other_values() -> None:
+    tables = (CONTROLLER_CONSTANTS, TEXT_CONSTANTS, SHARE_CONSTANTS)
+    assert {name for table in tables for name in table} == {item.name for item in fields(ControlSettings)}
+    for item in (item for table in tables for item in Alternative.all(table)):
+        assert getattr(ControlSettings(), item.name) != item.value
+
+
+def test_idle_time_goes_where_it_brings_more() -> None:
+    for pregeneration, training in ((30.0, 0.0), (0.0, 0.1)):
+        steps = [
+            BubbleStep((4.0, 0.0), pregeneration, training, 100),
+            BubbleStep((0.0, 2.0), pregeneration, training, 100),
+        ]
+        rates = [gained(steps, ControlSettings(), 0, fixed=share) for share in (0.1, 0.5, 0.9)]
+        best = max(rates)
+        assert best in (rates[0], rates[2])
+        assert gained(steps, ControlSettings(), 0) > 0.9 * best
