@@ -11,6 +11,7 @@ from flows.cli import invoke
 from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
 from specrl.config import ConfigError, load_config, parse_config
 from specrl.config.methods import METHODS, DraftMethod
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.text_sources import text_sources
 from tests.drafts import recipe
 
@@ -51,12 +52,12 @@ def test_lengths_follow_from_what_the_method_drafts_from(folder: Path) -> None:
 
 
 def test_the_class_is_made_for_the_engine_and_its_cursors_follow_responses(folder: Path) -> None:
-    [source] = text_sources(load_config(folder / "repetition.toml").speculation)
+    [source] = text_sources(load_config(folder / "repetition.toml").speculation, ControlSettings())
     cursor = source.cursor([9, 1, 2, 3], seed=0)
     assert cursor is not None
     cursor.advance([4])
     assert cursor.draft(6) == [1, 2, 3, 4, 1, 2]
-    assert source.guesses[cursor.agreement] == 0.5
+    assert cursor.agreement
 
 
 def test_every_row_of_the_table_is_complete() -> None:
