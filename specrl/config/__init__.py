@@ -1,8 +1,8 @@
 """The run configuration: TOML in, validated and frozen, JSON out. Imports neither torch nor vLLM.
 
 Every section is a frozen pydantic model that refuses unknown keys; the docstring below a field is its documentation
-and names its unit. `load_config` is the only way in: it merges the file with `--set a.b=c` overrides and turns every
-mistake into a `ConfigError` whose message is one line per wrong key.
+and names its unit. `load_config` merges a file with `--set a.b=c` overrides, and `parse_config` validates what is
+already a dict; both turn every mistake into a `ConfigError` whose message has one line for each wrong key.
 """
 
 from __future__ import annotations
@@ -54,10 +54,14 @@ __all__ = [
 
 
 class Config(Section):
+    """The whole configuration of a run."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Run name: letters, digits, `.`, `_`, `-`; results lie in `runs/NAME`."""
+    """The run's name: letters, digits, `.`, `_` and `-`. Its results lie in `runs_dir/NAME`."""
     seed: NonNegativeInt = 0
+    """The seed from which all random numbers of the run are derived."""
     runs_dir: Path = Path("runs")
+    """The folder that holds the folders of all runs."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -72,15 +76,17 @@ class Config(Section):
     validate_: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
     resources: Resources = Resources()
     stage_resources: dict[StageName, StageResources] = Field(default_factory=dict)
+    """Overrides of `[resources]`, by stage."""
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property
     def run_dir(self) -> Path:
+        """The absolute path of the run's folder."""
         return (self.runs_dir / self.name).absolute()
 
     def resources_of(self, stage: StageName) -> Resources:
-        """`[resources]` with the stage's own overrides on top."""
+        """Return `[resources]` with the stage's own overrides applied."""
         own = self.stage_resources.get(stage, StageResources()).model_dump(exclude_none=True)
         return self.resources.model_copy(update=own)
 
@@ -89,14 +95,14 @@ class Config(Section):
         if self.sampling.max_response_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_response_tokens = {self.sampling.max_response_tokens} leaves no room for a prompt: "
-                f"must be below model.max_length = {self.model.max_length}"
+                f"it must be below model.max_length = {self.model.max_length}"
             )
         self._check_bubbles()
         self._check_ranks()
         if self.engine.sleep and not self.resources_of("train").gpus_per_rank:
             raise ValueError(
-                "engine.sleep = true: only a GPU has memory that sleep gives back, and the train stage has "
-                "gpus_per_rank = 0; set it to false"
+                "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
+                "set it to false"
             )
         return self
 
@@ -104,7 +110,7 @@ class Config(Section):
         use, method = f'bubbles.use = "{self.bubbles.use}"', f'speculation.method = "{self.speculation.method}"'
         if self.bubbles.pregenerates and not self.speculation.draft_method.replays:
             allowed = ", ".join(name for name, row in METHODS.items() if row.replays)
-            raise ValueError(f"{use} needs drafts from stored text: {method} must be one of {allowed}")
+            raise ValueError(f"{use} needs a method that drafts from stored text: {method} must be one of {allowed}")
         if self.bubbles.trains_drafter and not self.speculation.draft_method.has_weights:
             allowed = ", ".join(name for name, row in METHODS.items() if row.has_weights)
             raise ValueError(f"{use} needs a drafter to train: {method} must be one of {allowed}")
@@ -112,7 +118,7 @@ class Config(Section):
             raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
         if self.bubbles.use != "none" and self.engine.tensor_parallel > 1:
             raise ValueError(
-                f"{use} needs ranks that stop on their own: engine.tensor_parallel = {self.engine.tensor_parallel} "
+                f"{use} needs ranks that finish independently: engine.tensor_parallel = {self.engine.tensor_parallel} "
                 "must be 1"
             )
 
@@ -151,12 +157,14 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file, apply `a.b=c` overrides, validate.
+    """Read a TOML file, apply overrides, and return the validated configuration.
 
-    Values of overrides are read as TOML and, where that fails, as strings.
+    Args:
+        overrides: `a.b=c` each; a value is read as TOML and, where that fails, as a string.
 
     Raises:
-        ConfigError: no such file, not UTF-8, bad TOML, bad override, or a wrong key, type or combination.
+        ConfigError: The file does not exist or is not UTF-8 or TOML, an override is malformed, or a key, type or
+            combination is wrong.
     """
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
@@ -177,11 +185,11 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
     """Validate a nested dict, as read from TOML or from a run's `config.json`.
 
     Args:
-        import_own: import the algorithms that are given by import paths, to check and complete their options; in a
-            run's `config.json` they are complete.
+        import_own: Whether to import the algorithms that are given by import paths, so that their options are checked
+            and completed. A run's `config.json` has them complete.
 
     Raises:
-        ConfigError: a wrong key, type or combination.
+        ConfigError: A wrong key, type or combination.
     """
     try:
         return Config.model_validate(data, context={IMPORT_OWN: import_own})
@@ -190,7 +198,7 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as JSON; `parse_config(json.loads(...))` gives an equal one."""
+    """Return the resolved configuration as JSON, from which `parse_config(json.loads(...))` makes an equal one."""
     return config.model_dump_json(indent=2, by_alias=True) + "\n"
 
 

@@ -1,10 +1,10 @@
-"""Algorithms chosen by name: a registry for each kind, and what a configuration says about the chosen function.
+"""Algorithms chosen by name: a registry for each kind, and the value by which a configuration chooses a function.
 
 Functions register themselves, each with a model of its options, where they are defined (`specrl/algorithms`). A
 registry imports that module by its name when it is first asked for a function, so this package imports none of them.
-The functions that come with specrl import no torch before they are called: a configuration is validated on a login
-node without it. A function of the user's own is named by an import path, and is imported when a configuration file is
-read and when a stage uses it, but not when a run's stored configuration is only looked at.
+The functions that come with specrl do not import torch before they are called, because configurations are validated on
+login nodes without torch. A user's own function is named by an import path; it is imported when a configuration file is
+read and when a stage uses it, but not when a run's stored configuration is merely displayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specrl.config.importing import import_function
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 IMPORT_OWN = "import own functions"
-"""Key of pydantic's validation context: true where functions given by import path are to be imported and checked."""
+"""The key of pydantic's validation context for whether functions given by import path are imported and checked."""
 
 
 class Options(Section):
@@ -37,8 +37,9 @@ class Algorithm(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """The name it is registered under, or an import path `package.module:function`."""
+    """The name under which the function is registered, or an import path `package.module:function`."""
     options: dict[str, Any]
+    """The value of every option, by name."""
 
     @model_serializer
     def _as_in_toml(self) -> dict[str, Any]:
@@ -61,11 +62,12 @@ class Registry:
     """The functions of one kind, by name."""
 
     def __init__(self, key: str, home: str, default: str) -> None:
-        """
+        """Make an empty registry.
+
         Args:
-            key: the configuration key that chooses one, such as `train.loss`.
-            home: the module whose import registers the functions that come with specrl.
-            default: the name chosen when the configuration gives none.
+            key: The configuration key that chooses a function, such as `train.loss`.
+            home: The module whose import registers the functions that come with specrl.
+            default: The name chosen when the configuration gives none.
         """
         self.key = key
         self._home = home
@@ -76,13 +78,13 @@ class Registry:
         """Return the decorator that registers a function, which is called with its options as the last argument.
 
         Raises:
-            ValueError: another function has the name.
+            ValueError: Another function is registered under the name.
         """
 
         def decorate(function: Function) -> Function:
             other = self._by_name.get(name)
             if other is not None and _place(other.function) != _place(function):
-                raise ValueError(f"{self.key}: {_place(other.function)} is registered as {name!r} already")
+                raise ValueError(f"{self.key}: {_place(other.function)} is already registered as {name!r}")
             self._by_name[name] = Registered(function, options)
             return function
 
@@ -96,17 +98,19 @@ class Registry:
         """Return the function that a configuration's value chooses, its options checked and completed.
 
         Args:
-            value: a name, a table of `name` and options, or an `Algorithm`.
-            import_own: import a function given by its import path; otherwise its options stay as they are given.
+            value: A name, a table of `name` and options, or an `Algorithm`.
+            import_own: Whether to import a function given by its import path; if not, its options are taken as given.
 
         Raises:
-            ValueError: there is no such function, or an option is unknown or wrong; one line for each.
+            ValueError: There is no such function, or an option is unknown or wrong; the message has one line for each.
         """
         if isinstance(value, Algorithm):
             value = {"name": value.name, **value.options}
         given = {"name": value} if isinstance(value, str) else value
         if not isinstance(given, dict) or not isinstance(given.get("name", ""), str):
-            raise ValueError(f"{self.key} = {value!r}: allowed: {self._allowed()}; with options: a table with its name")
+            raise ValueError(
+                f"{self.key} = {value!r}: allowed: {self._allowed()}, or a table with its name and options"
+            )
         name = given.get("name", self._default)
         options = {key: option for key, option in given.items() if key != "name"}
         if ":" in name and not import_own:
@@ -114,14 +118,14 @@ class Registry:
         return Algorithm(name=name, options=self._options(name, options).model_dump(mode="json"))
 
     def validate(self, value: Any, info: ValidationInfo) -> Algorithm:
-        """Run `choose` as a pydantic validator."""
+        """Return what `choose` returns; this is its form as a pydantic validator."""
         return self.choose(value, import_own=bool(info.context and info.context.get(IMPORT_OWN)))
 
     def function(self, algorithm: Algorithm) -> Callable[..., Any]:
         """Return the chosen function with its options bound.
 
         Raises:
-            ValueError: as `choose`.
+            ValueError: There is no such function, or an option is unknown or wrong.
         """
         found, options = self._find(algorithm.name), self._options(algorithm.name, algorithm.options)
         return lambda *arguments: found.function(*arguments, options)
@@ -139,18 +143,22 @@ class Registry:
             for registered in self._by_name.values():
                 if registered.function is function:
                     return registered
-            raise ValueError(f'{self.key} = "{name}": the function is not registered as one; CONTRIBUTING.md shows how')
+            raise ValueError(
+                f'{self.key} = "{name}": the function is not registered for this key; CONTRIBUTING.md shows how'
+            )
         importlib.import_module(self._home)
         if name not in self._by_name:
             raise ValueError(f'{self.key} = "{name}": allowed: {self._allowed()}')
         return self._by_name[name]
 
     def _allowed(self) -> str:
+        """Return the names that a configuration may give, for an error message."""
         importlib.import_module(self._home)
         return ", ".join(self._by_name) + ", or an import path package.module:function"
 
 
 def _place(function: Callable[..., Any]) -> str:
+    """Return the module and the name by which a function is known."""
     return f"{function.__module__}.{function.__qualname__}"
 
 

@@ -1,4 +1,4 @@
-"""What all sections share: the frozen base model and the number types."""
+"""The base class of all sections, the number types, the stages, and the error for a wrong configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export"]
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
+"""The stages in the order in which a run takes them."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -17,8 +18,10 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; one line per problem, each naming the key and what is allowed."""
+    """A configuration cannot run; the message has one line for each problem, with the key and what is allowed."""
 
 
 class Section(BaseModel):
+    """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

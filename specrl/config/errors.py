@@ -1,4 +1,4 @@
-"""One line per mistake in a configuration, from what pydantic reports: the key, its value, what is allowed."""
+"""The messages for a wrong configuration: one line per mistake, with the key, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SCALARS = ("int", "float", "str", "bool")
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
-    """Return a line for each mistake that validating a `root` found; the same line only once.
+    """Return a line for each different mistake that validating a `root` found.
 
     Args:
-        where: the keys that lead to `root` in the configuration.
+        where: The keys that lead to `root` in the configuration.
     """
     return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
 
@@ -32,7 +32,7 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{key} = {problem['input']!r}: a section, not a value; keys: {_allowed(root, within)}"
+        return f"{key} = {problem['input']!r}: this is a section, not a value; its keys: {_allowed(root, within)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         # Messages that name their keys in full need no prefix.
@@ -50,7 +50,7 @@ def _join(path: Iterable[Any]) -> str:
 
 
 def _allowed(root: type[BaseModel], path: list[Any]) -> str:
-    """Keys of the section at `path`, in the order of their definition."""
+    """Return the keys of the section at `path`, in the order of their definition."""
     annotation: Any = root
     for part in path:
         annotation = _descend(annotation, part)
@@ -62,7 +62,7 @@ def _allowed(root: type[BaseModel], path: list[Any]) -> str:
 
 
 def _descend(annotation: Any, part: Any) -> Any:
-    """The annotation of one key of a section, or of the members of a dict, list or tuple."""
+    """Return the annotation of one key of a section, or of the members of a dict, list or tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
         return _plain(fields[part].annotation)
@@ -71,7 +71,7 @@ def _descend(annotation: Any, part: Any) -> Any:
 
 
 def _plain(annotation: Any) -> Any:
-    """Without `Annotated[...]` and `| None`."""
+    """Return an annotation without its `Annotated[...]` and `| None`."""
     if get_origin(annotation) is Annotated:
         return _plain(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

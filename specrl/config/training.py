@@ -22,9 +22,9 @@ class PolicyConfig(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate of the RL updates."""
     lr_schedule: LrDecay = "constant"
-    """Whether the learning rate stays at `lr`, or falls over the run's updates as a line or a cosine."""
+    """How the learning rate develops over the run's updates: it stays at `lr`, or falls along a line or a cosine."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Number of updates in which the learning rate rises linearly to what the schedule says."""
+    """Number of updates at the beginning, during which the learning rate rises linearly to the schedule's value."""
     lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Fraction of `lr` that a linear or cosine schedule reaches after the last update."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -38,7 +38,8 @@ class PolicyConfig(Section):
     tokens_per_micro_batch: PositiveInt = 1024
     """Largest size of a micro-batch in tokens, padding included; one sequence may exceed it."""
     recompute: bool = False
-    """Whether activations are computed again in the backward pass: less memory, a third more compute."""
+    """Whether activations are computed again in the backward pass, which saves memory and costs a third more
+    compute."""
 
 
 class DrafterConfig(Section):
@@ -70,11 +71,11 @@ class DrafterConfig(Section):
     tokens_per_micro_batch: PositiveInt = 512
     """Number of tokens, padding included, per rank and optimizer step of the pretraining."""
     max_tokens_per_step: PositiveInt = 32768
-    """Largest number of tokens, padding included, of which a rank records features for the online update; the longest
-    sequences come first."""
+    """Largest number of tokens, padding included, for which a rank records features in an RL step, to update the
+    drafter; the longest sequences are chosen first."""
     max_tokens_per_window: PositiveInt = 131072
-    """Largest number of tokens, padding included, of which a rank holds features at once in pretraining. Features that
-    all fit are computed once; otherwise they are computed again in every epoch, which is slower and gives the same
+    """Largest number of tokens, padding included, whose features a rank holds at once in pretraining. If all features
+    fit, they are computed once; otherwise they are computed again in every epoch, which is slower and gives the same
     result."""
 
 
@@ -86,9 +87,10 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt = 16
     """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
-    """Number of responses to a prompt: the group that advantages are relative to."""
+    """Number of responses to each prompt; they form the group that their advantages are relative to."""
     updates_per_step: PositiveInt = 1
-    """Number of optimizer steps on the rollouts of a step; 1 is strictly on-policy and needs no log-prob pass."""
+    """Number of optimizer steps on the rollouts of a step; 1 is strictly on-policy and needs no separate
+    pass for log-probs."""
     loss: Loss = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
@@ -98,11 +100,12 @@ class TrainConfig(Section):
     """The weights of tokens on whose probability the engine and the trainer disagree, from
     `specrl/algorithms/corrections.py`, given in the same way as the loss."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty to the reference policy, the one before RL; 0 keeps no reference in memory."""
+    """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
+    in memory."""
     drop_zero_signal_groups: bool = True
     """Whether groups whose rewards are all equal are left out of the update."""
     checkpoint_every: PositiveInt = 1
-    """Number of steps between checkpoints; a restart redoes at most as many."""
+    """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep, the newest first."""
 
@@ -118,29 +121,29 @@ class TrainConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """FP8: e4m3, weights in blocks of 128x128, activations in blocks of 1x128; the drafter stays in BF16."""
+    """FP8 (e4m3) with one scale per block: 128x128 for weights, 1x128 for activations. The drafter stays in BF16."""
 
     generation: Literal["bf16", "fp8"] = "bf16"
-    """Arithmetic of the engine's linear layers."""
+    """The precision in which the engine's linear layers compute."""
     training: Literal["bf16", "fp8"] = "bf16"
-    """Arithmetic of the trainer's linear layers."""
+    """The precision in which the trainer's linear layers compute."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """Type of the engine's KV cache; the scales of an FP8 one are measured anew in every step."""
+    """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
     hardware: Literal["any", "native"] = "any"
-    """Whether a device without FP8 may emulate it (`any`), or is refused (`native`)."""
+    """Whether a device without FP8 emulates it (`any`) or is refused (`native`)."""
     scales: Literal["fp32", "power_of_two"] = "fp32"
-    """Which scales a block may have."""
+    """Whether a block's scale may be any float32 number, or is rounded up to a power of two."""
     bf16_first_layers: NonNegativeInt = 0
-    """Number of transformer layers at the beginning that stay in BF16, whatever the calibration finds."""
+    """Number of first transformer layers that stay in BF16, whatever the calibration finds."""
     bf16_last_layers: NonNegativeInt = 0
-    """Number of transformer layers at the end that stay in BF16, whatever the calibration finds."""
+    """Number of last transformer layers that stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005
-    """Largest KL divergence from BF16 that the calibration allows, nats per token at the model's output."""
+    """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048
-    """Number of tokens that the calibration measures with."""
+    """Number of tokens on which the calibration measures."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1)] = 1.5
-    """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens without their largest thousandth;
-    above it the run stops. 1 is perfect agreement."""
+    """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens, without the largest thousandth of
+    the terms; above it the run stops. 1 is perfect agreement."""
 
     @property
     def uses_fp8(self) -> bool:
@@ -149,16 +152,17 @@ class PrecisionConfig(Section):
 
 
 class ValidateConfig(Section):
-    """What the last policy and drafter are measured with."""
+    """The size of the measurements on the final policy and drafter."""
 
     num_prompts: PositiveInt = 128
-    """Number of held-out prompts for the accuracy before and after RL."""
+    """Number of held-out prompts on which the accuracy before and after RL is measured."""
     speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
     """Batch sizes at which plain and speculative generation are timed."""
     speed_prompts: PositiveInt = 16
-    """Number of held-out prompts of each timed pair; a larger batch takes at least one full batch."""
+    """Number of held-out prompts of each timed pair, raised to the batch size where that is larger."""
     speed_repeats: PositiveInt = 3
-    """Number of interleaved plain/speculative pairs per batch size; the median ratio counts."""
+    """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
+    reported."""
     exactness_prompts: PositiveInt = 16
     """Number of held-out prompts answered with and without speculation, sampled and greedy, and compared token by
     token."""

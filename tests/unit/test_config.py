@@ -38,7 +38,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["sampling.top_p=1.5"], ["sampling.top_p", "1.5", "less than or equal to 1"]),
         (["speculation.method=medusa"], ["speculation.method", "medusa", "eagle3", "ngram"]),
         (["speculation.k=0"], ["speculation.k = 0", "eagle3", "above 0"]),
-        (["speculation.method=none"], ["speculation.k = 3", '"none"', "above 0 else"]),
+        (["speculation.method=none"], ["speculation.k = 3", '"none"', "above 0 with any other method"]),
         (["speculation.method=draft_model"], ["speculation.draft_model is not set", '"draft_model"']),
         (["speculation.draft_model=x"], ["speculation.draft_model = x", '"eagle3"']),
         (["speculation.replay_k=0"], ["speculation.replay_k", "0", "greater than 0"]),
