@@ -53,6 +53,7 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 format: env
 	$(BIN)/ruff check --fix .

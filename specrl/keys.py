@@ -50,9 +50,6 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
-NO_CONTENT = ("name", "runs_dir", "resources", "stage_resources", "cluster", "tracking")
-"""The sections that say where and how a stage runs and not what it computes."""
-
 NO_STAGE_CODE = ("bench", "report", "projection")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 

@@ -33,7 +33,6 @@ from specrl.precision.blocks import (
     E4M3_MAX,
     SQUARE,
     block_amax,
-    dequantise,
     fake_quantise,
     fake_quantise_rows,
     quantise,
@@ -55,6 +54,13 @@ def spread(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float3
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.exp(4 * torch.randn(rows, columns, generator=generator))
     return (torch.randn(rows, columns, generator=generator) * magnitudes).to(dtype)
+
+
+def dequantise(quantised: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the values [rows, columns] that `quantise` rounded."""
+    rows, columns = quantised.shape
+    per_element = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
+    return (quantised.float() * per_element).to(dtype)
 
 
 @given(
