@@ -24,16 +24,14 @@ from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, generation_params, scoring_params, stop_tokens
-from specrl.rollout.vllm.drafting import Drafting, agreed, draft_model, pick_drafts_faster, refuse_shared_head
-from specrl.rollout.vllm.lifecycle import model_runner, output_tokens, require_version, sleep, start, stop, wake
+from specrl.rollout.vllm.drafting import Drafting, agreed, pick_drafts_faster, refuse_shared_head
+from specrl.rollout.vllm.lifecycle import VllmEngine, require_version
 from specrl.rollout.vllm.load import (
     Weights,
     assert_drafter_is,
     assert_policy_is,
     drafter_weight_names,
     policy_weight_names,
-    refit_drafter,
-    refit_policy,
 )
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.recorder import DraftObserver, Recorder
@@ -45,7 +43,7 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
 def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
-    """An engine on a trained policy, in the precision that its training ended with.
+    """Start an engine on a trained policy, in the precision that its training ended with.
 
     Raises:
         ValueError: `precision` asks for FP8 and the training left no recipe for it.
@@ -60,7 +58,10 @@ def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> 
 
 
 class Engine:
-    """In-process vLLM with the drafter-invariant sampler. Construction is collective over the process group's ranks."""
+    """In-process vLLM with the drafter-invariant sampler.
+
+    The ranks of one engine construct it and call its methods together.
+    """
 
     def __init__(
         self,
@@ -77,19 +78,19 @@ class Engine:
         """Start the engine and test its sampler.
 
         Args:
-            policy_dir: Hugging Face directory; refits keep its architecture.
-            drafter_dir: EAGLE-3 directory, for methods with a trained drafter. For "mtp" a directory of this policy
-                with another multi-token-prediction layer, or none for the one in `policy_dir`.
-            config: model, engine, speculation sections are read.
-            seed: of vLLM's own generators and the controller's; no response depends on it.
-            speculate: draft as `speculation` says; otherwise decode plainly.
-            recipe: which FP8 `precision` means for this policy; without one everything is in `model.dtype`.
+            policy_dir: The policy's Hugging Face directory. Refits keep its architecture.
+            drafter_dir: The drafter's directory, for methods that train a drafter. If that is the policy's own layer,
+                it is a directory of this policy with another such layer, or None for the one in `policy_dir`.
+            config: The configuration, of which the model, engine, speculation and precision sections are read.
+            seed: The seed of vLLM's own generators and of the controller; no response depends on it.
+            speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
+            recipe: What `precision` means for this policy; without one everything is computed in `model.dtype`.
             overrides: vLLM engine arguments that replace the project's.
             control: the constants that steer drafting, for a benchmark that varies them; None for the project's.
 
         Raises:
-            ValueError: EAGLE-3 without a drafter.
-            SamplerError: the sampler's self-test failed.
+            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
+            SamplerError: The sampler's self-test failed.
         """
         os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         join()
@@ -100,25 +101,23 @@ class Engine:
         longest = max(self.max_k, self.max_replay_k)
         self.precision = EnginePrecision(config.precision, recipe)
         arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision)
-        self._llm = start({**arguments, **(overrides or {})})
-        self._runner = model_runner(self._llm)
-        self.precision.loaded(self._runner.model, None)
+        self._vllm = VllmEngine({**arguments, **(overrides or {})})
+        self._runner = self._vllm.runner
+        self.precision.loaded(self._vllm.policy, None)
         refuse_shared_head(self._runner, config.speculation.draft_method)
         pick_drafts_faster(self._runner)
         self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
-        self._tokenizer = self._llm.get_tokenizer()
-        self.stop_tokens = stop_tokens(policy_dir, self._tokenizer)
+        self.stop_tokens = stop_tokens(policy_dir, self._vllm.tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
-        """Whether this rank holds all of its engine's weights."""
+        """Whether this rank holds all weights of its engine."""
         self._family = family_of(read_config(policy_dir))
         self._policy_names = policy_weight_names(policy_dir)
         self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
-        self._num_requests = 0
         self._stopped = False
         self.version = 0
-        """Version of the weights it holds, as given to `refit`."""
+        """The version of the weights that it holds, as given to `refit`."""
         self.set_k(None if config.speculation.adaptive else self.longest_k)
         self.self_test()
 
@@ -130,7 +129,7 @@ class Engine:
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
-        return draft_model(self._runner)
+        return self._vllm.drafter
 
     def generate(
         self,
@@ -144,17 +143,19 @@ class Engine:
         """Answer all requests.
 
         Args:
-            requests: answered in any order, in batches of the engine's choice; neither changes a token.
-            on_progress: called as `on_progress(finished, total)` whenever some finish.
-            on_iteration: called after every iteration that leaves requests unfinished.
-            stop: asked after every such iteration; once it returns true, unfinished responses are returned with the
-                tokens they have and `finish_reason = "abort"`. The ranks of a tensor-parallel engine take the first
-                one's answer, which costs a broadcast per iteration.
-            recall: draft from responses that were asked for with `recall` before, and remember these. For rollouts:
-                what is asked for again and again, as probes are, would be found in them word for word.
+            requests: The requests. They are answered in any order, in batches of the engine's choice, and neither
+                changes a token.
+            on_progress: A function that is called as `on_progress(finished, total)` whenever some finish.
+            on_iteration: A function that is called after every iteration that leaves requests unfinished.
+            stop: A function that is asked after every such iteration. Once it returns true, unfinished responses are
+                returned with the tokens that they have and `finish_reason = "abort"`. The ranks of a tensor-parallel
+                engine take the first one's answer, which costs a broadcast per iteration.
+            recall: Whether to draft from responses that were asked for with `recall` before, and to remember these.
+                This is for rollouts: requests that are made again and again, as probes are, would be found in them word
+                for word.
 
         Raises:
-            ValueError: a prompt that leaves no room for a token within `model.max_length`.
+            ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
         stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
@@ -164,15 +165,14 @@ class Engine:
         if self._drafting is not None:
             self._drafting.begin(recall)
         try:
-            for index, (request, param) in enumerate(zip(requests, params, strict=True)):
-                name, internal = self._add(request.prompt_tokens, param)
+            for index, (asked, param) in enumerate(zip(requests, params, strict=True)):
+                name, internal = self._vllm.add(asked.prompt_tokens, param)
                 running[name] = (index, internal)
             while running:
-                finished = [output for output in self._llm.step() if output.finished]
-                for output in finished:
-                    index, internal = running.pop(output.request_id)
-                    completion = output.outputs[0]
-                    responses[index] = self._response(internal, list(completion.token_ids), completion.finish_reason)
+                finished = self._vllm.step()
+                for request in finished:
+                    index, internal = running.pop(request.name)
+                    responses[index] = self._response(internal, request.tokens, request.finish_reason)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if running and on_iteration is not None:
@@ -180,7 +180,7 @@ class Engine:
                 if running and stop is not None and agreed(stop()):
                     break
             for index, internal in running.values():
-                responses[index] = self._response(internal, output_tokens(self._llm, internal), "abort")
+                responses[index] = self._response(internal, self._vllm.tokens_so_far(internal), "abort")
         finally:
             self._abort(internal for _, internal in running.values())
             stats, self._sampler.stats = self._sampler.stats, stats
@@ -189,10 +189,10 @@ class Engine:
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
     def set_k(self, k: int | None) -> None:
-        """Draft up to `k` tokens in every iteration from now on; none gives the choice to the controller.
+        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the controller.
 
-        `k` is the drafter's. Stored text beside a drafter keeps its own length, `speculation.replay_k`, but `k = 0`
-        switches all drafts off; for `replay`, which has no drafter, `k` is the length of its drafts.
+        For a method whose drafts are vLLM's, `k` is their length: text beside them keeps its own, `replay_k`, but
+        `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
         """
         limit = self.longest_k
         if k is not None and not 0 <= k <= limit:
@@ -212,11 +212,12 @@ class Engine:
         texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
         seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
     ) -> None:
-        """Replace the stored text: responses by prompt, the preferred first. For methods with replay.
+        """Replace the stored text, for methods with replay.
 
         Args:
-            seeds: that they were sampled with, in the same order, where known: a request follows the text of its own
-                seed before all others.
+            texts: Responses by prompt, the preferred first.
+            seeds: The seeds that they were sampled with, in the same order, where they are known: a request follows the
+                text of its own seed before all others.
 
         Raises:
             ValueError: `speculation.method` has no replay.
@@ -226,7 +227,7 @@ class Engine:
         self._stored.store(texts, seeds)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
-        """How many responses to its prompt are stored, and how many tokens of the one of its own seed."""
+        """Return how many responses to its prompt are stored, and how many tokens the one of its own seed has."""
         return self._stored.index.stored(request.prompt_tokens, request.seed) if self._stored is not None else (0, 0)
 
     @property
@@ -235,31 +236,31 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """Whether it was started with a draft source, and not told to stop."""
+        """Whether the engine was started with a draft source, and not told to stop drafting."""
         return self._drafting is not None and not self._stopped
 
     @property
     def longest_k(self) -> int:
-        """The largest `k` that `set_k` takes: of the drafter, or without one of stored text."""
+        """The largest `k` that `set_k` takes."""
         return self.max_k or self.max_replay_k
 
     @property
     def controller(self) -> Controller | None:
-        """Chooses how far to draft while no k is set; none where nothing is drafted."""
+        """The controller, which chooses how far to draft while no `k` is set; None if nothing is drafted."""
         return self._drafting.controller if self._drafting is not None else None
 
     @property
     def replays(self) -> bool:
-        """Whether it takes stored text as drafts."""
+        """Whether the engine takes stored responses to the same prompt as drafts."""
         return self._stored is not None
 
     def stop_speculating(self) -> None:
-        """Decode plainly from now on, whatever k is set."""
+        """Decode plainly from now on, whatever `k` is set."""
         self._stopped = True
         self.set_k(0)
 
     def recorder(self) -> Recorder:
-        """Records what every token is picked from, as a context manager."""
+        """Return a context manager that records what every token is picked from."""
         return Recorder(self._runner)
 
     def observe_drafts(self, k: int) -> DraftObserver:
@@ -274,20 +275,20 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""
-        self._llm.reset_prefix_cache()
+        self._vllm.reset_prefix_cache()
 
     @property
     def mode(self) -> Mode:
-        """How the policy inside computes FP8: `off` where no layer does."""
-        return self.precision.mode(self._runner.model)
+        """How the policy inside computes FP8; `off` if no layer does."""
+        return self.precision.mode(self._vllm.policy)
 
     def assert_quantised(self) -> None:
-        """After a generation: an FP8 engine has quantised all weights it was given, and activations.
+        """Check, after a generation, that an FP8 engine has quantised all weights it was given, and activations.
 
         Raises:
-            NotQuantisedError: naming the first layer that computes in another precision than the recipe says.
+            NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
         """
-        self.precision.assert_quantised(self._runner.model, compiled=self.config.engine.compile)
+        self.precision.assert_quantised(self._vllm.policy, compiled=self.config.engine.compile)
 
     def refit(
         self,
@@ -296,22 +297,20 @@ class Engine:
         version: int,
         kv_scales: KvScales | None = None,
     ) -> float:
-        """Load new weights in place, by their on-disk names, and drop cached prefixes; returns seconds.
+        """Load new weights in place, by their on-disk names, and drop cached prefixes; return the seconds it took.
 
-        FP8 weights are quantised as they arrive; new scales of an FP8 KV cache come with them.
-
-        A tensor is read until the fused layer it belongs to is complete: the caller must not overwrite it before.
+        FP8 weights are quantised as they arrive, and new scales of an FP8 KV cache come with them. A tensor is read
+        until the fused layer that it belongs to is complete; the caller must not overwrite it before.
 
         Raises:
-            RefitError: a tensor is missing or unknown; PolicyParityError: a tied head differs from the embeddings.
+            RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
+            PolicyParityError: A tied head differs from the embeddings.
         """
         started = time.perf_counter()
-        assert not self._llm.has_unfinished_requests(), "refit while generating"
-        tied = bool(self._llm.model_config.hf_config.tie_word_embeddings)
-        refit_policy(self._llm.vllm_config, self._runner.model, policy_weights, self._policy_names, tied)
+        self._vllm.refit_policy(policy_weights, self._policy_names)
         if drafter_weights is not None:
-            self._load_drafter(drafter_weights)
-        self.precision.loaded(self._runner.model, kv_scales)
+            self._vllm.refit_drafter(drafter_weights, self._drafter_names)
+        self.precision.loaded(self._vllm.policy, kv_scales)
         self.reset_prefix_cache()
         if self.controller is not None:
             self.controller.drafter_changed()
@@ -319,20 +318,15 @@ class Engine:
         return time.perf_counter() - started
 
     def refit_drafter(self, weights: Weights) -> None:
-        """Load the drafter alone, beside the policy as it is; errors as of `refit`."""
-        self._load_drafter(weights)
+        """Load the drafter alone, beside the policy as it is; errors are those of `refit`."""
+        self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self.controller is not None:
             self.controller.drafter_changed()
 
-    def _load_drafter(self, weights: Weights) -> None:
-        if self._drafter is None:
-            raise RefitError("refit was sent a drafter, but the engine has none")
-        refit_drafter(self._llm.vllm_config, self._drafter, weights, self._drafter_names)
-
     @property
     def cannot_verify(self) -> str | None:
-        """The reason why `verify_policy` cannot judge this engine's weights, or None where it can."""
+        """The reason why `verify_policy` cannot judge this engine's weights; None if it can."""
         if not self.is_whole:
             return f"engine.tensor_parallel = {self.config.engine.tensor_parallel} splits them over ranks"
         if self.mode == "native":
@@ -343,48 +337,53 @@ class Engine:
         """Compare the policy inside the engine with the trainer's tensors, one by one; slower than the parity probe.
 
         Raises:
-            PolicyParityError: names the tensors that differ.
+            PolicyParityError: Tensors differ; it names them.
         """
-        assert_policy_is(self._runner.model, weights, self._family)
+        assert_policy_is(self._vllm.policy, weights, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
 
         Raises:
-            DrafterCollapseError: names the tensors that differ.
+            RefitError: The engine has no drafter.
+            DrafterCollapseError: Tensors differ; it names them.
         """
         if self._drafter is None:
             raise RefitError("there is a drafter to compare with, but the engine has none")
-        assert_drafter_is(self._drafter, weights, self._runner.model, self._family)
+        assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of `tokens[1:]` of each sequence at temperature 1, from prefills without cached prefixes."""
+        """Return the log-probs of each sequence but its first token, at temperature 1 and without cached prefixes.
+
+        Raises:
+            ValueError: A sequence is longer than `model.max_length`.
+        """
         if any(len(tokens) > self.max_length for tokens in sequences):
             raise ValueError(f"a sequence is longer than model.max_length = {self.max_length}")
         params = scoring_params()
-        running = {name: (i, key) for i, (name, key) in enumerate(self._add(tokens, params) for tokens in sequences)}
+        added = enumerate(self._vllm.add(tokens, params) for tokens in sequences)
+        running = {name: (index, internal) for index, (name, internal) in added}
         results: dict[int, list[float]] = {}
         while running:
-            for output in self._llm.step():
-                index, internal = running.pop(output.request_id)
+            for request in self._vllm.step():
+                index, internal = running.pop(request.name)
                 self._sampler.records.pop(internal)
-                pairs = zip(output.prompt_logprobs[1:], sequences[index][1:], strict=True)
-                results[index] = [float(entry[token].logprob) for entry, token in pairs]
+                results[index] = request.prompt_logprobs
         return [results[index] for index in range(len(sequences))]
 
     def profile(self) -> AbstractContextManager[IterationTimes]:
-        """Within it, where the time of its iterations goes; outside of it nothing is timed."""
-        return iteration_times(self._llm)
+        """Return a context manager that measures where the time of the iterations inside it goes."""
+        return iteration_times(self._vllm)
 
     def self_test(self) -> None:
-        """Crafted logits and drafts through the installed sampler, against a reference that shares no code with it.
+        """Send crafted logits and drafts through the installed sampler, and compare it with a reference.
 
         Raises:
-            SamplerError: a token, a log-prob or a counter is not what it must be.
+            SamplerError: A token, a log-prob or a counter is not what it must be.
         """
         k = self.k
         self.set_k(self.longest_k)
-        with CraftedInputs(self._runner, self._llm.model_config.get_vocab_size(), self.stop_tokens) as crafted:
+        with CraftedInputs(self._runner, self._vllm.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
@@ -395,7 +394,7 @@ class Engine:
                 self.set_replay({})
         self.set_k(k)
         # Tokens were put into cached blocks that the crafted drafts, not the model's inputs, name.
-        self._llm.reset_prefix_cache()
+        self._vllm.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check_logprobs(case, response.tokens, response.logprobs)
         crafted.check_counters(generation.stats, speculates=self.speculates)
@@ -404,33 +403,26 @@ class Engine:
         """Give the GPU memory of weights and KV cache back to the trainer until `wake`.
 
         Raises:
-            ValueError: it was started on a CPU or without `engine.sleep = true`.
+            ValueError: The engine was started on a CPU or without `engine.sleep = true`.
         """
-        sleep(self._llm)
+        self._vllm.sleep()
 
     def wake(self) -> None:
         """Take the memory again, before a refit. An engine that is awake stays so."""
-        wake(self._llm)
+        self._vllm.wake()
 
     def shutdown(self) -> None:
         """Free the engine; the process group stays."""
-        stop(self._llm)
-
-    def _add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
-        """Queue a request; its name in outputs, and the engine's own."""
-        name = str(self._num_requests)
-        self._num_requests += 1
-        return name, self._llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
+        self._vllm.stop()
 
     def _abort(self, internal: Iterable[str]) -> None:
         names = list(internal)
-        if names:
-            self._llm.abort_request(names, internal=True)
+        self._vllm.abort(names)
         for name in names:
             self._sampler.records.pop(name, None)
 
     def _response(self, internal: str, tokens: list[int], finish_reason: str) -> Response:
-        """Takes the request's record out; a request that was never worked on has none."""
+        """Make the response to a request and take its record out; a request that was never worked on has none."""
         if self._drafting is not None:
             self._drafting.remember(tokens)
         record = self._sampler.records.pop(internal, None)
@@ -443,9 +435,11 @@ class Engine:
         return Response(
             tokens,
             record.logprobs[: len(tokens)],
-            self._tokenizer.decode(tokens, skip_special_tokens=True),
+            self._vllm.tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason,
-            *record.counts,
+            num_drafts=record.counts.num_drafts,
+            num_draft_tokens=record.counts.num_draft_tokens,
+            num_accepted_tokens=record.counts.num_accepted_tokens,
             started_at=record.started_at,
             finished_at=now,
             by_source=record.by_source,

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, and its responses."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this, except 0."""
+"""The lowest temperature but 0; vLLM raises lower ones to this."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. What the sampler cannot honour exactly (min_p, logit_bias, ...) cannot be asked for."""
+    """A request for one response. What the sampler cannot honour exactly, such as min_p, cannot be asked for."""
 
     prompt_tokens: list[int]
     seed: int
-    """In [0, 2^63); with the position it decides the random number of each token."""
+    """A number in [0, 2^63), which decides with the position the random number of each token."""
     max_tokens: int
     temperature: float
-    """0 is greedy."""
+    """0 means greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is all tokens."""
+    """0 means all tokens."""
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -41,34 +41,37 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """Tokens include the stop token, text does not; log-probs are under the distribution sampled from."""
+    """A response. Its tokens include the stop token, its text does not."""
 
     tokens: list[int]
     logprobs: list[float]
+    """The log-prob of each token under the distribution that it was sampled from."""
     text: str
     finish_reason: str
-    """`stop` at an end token, `length` at max_tokens or the context's end, `abort` where the caller stopped it."""
+    """`stop` at an end token, `length` at max_tokens or the end of the context, `abort` if the caller stopped it."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
     started_at: float
-    """Unix seconds, end of the first iteration that worked on its prompt."""
+    """The end of the first iteration that worked on its prompt, in Unix seconds."""
     finished_at: float
-    """Unix seconds."""
+    """The end of its last iteration, in Unix seconds."""
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
-    """The same counters per source of drafts."""
+    """What became of its drafts, by their source."""
 
 
 @dataclass(frozen=True)
 class Generation:
+    """The responses to a list of requests."""
+
     responses: list[Response]
-    """In the order of the requests."""
+    """The responses, in the order of the requests."""
     stats: SpeculationStats
     seconds: float
     num_tokens: int
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:
-    """Seed of one response, 63 bit: a pure function, so that a step can be replayed."""
+    """Return the seed of one response, 63 bits: a pure function, so that a step can be repeated."""
     words = b"".join(value.to_bytes(8, "little") for value in (run_seed, step, prompt_id, sample))
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1

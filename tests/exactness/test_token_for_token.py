@@ -173,7 +173,7 @@ def two_digits(tensor: Tensor) -> Tensor:
 
 
 def count_preemptions(engine: Engine) -> list[str]:
-    scheduler = engine._llm.engine_core.engine_core.scheduler
+    scheduler = engine._vllm.llm.engine_core.engine_core.scheduler
     preempt, counted = scheduler._preempt_request, []
 
     def preempt_and_count(request: Request, *args: object, **kwargs: object) -> object:

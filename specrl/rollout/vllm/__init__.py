@@ -1,6 +1,6 @@
-"""All that reaches into vLLM, and the only place that imports it: its sampler replaced, drafts of several sources, k
-changed while running, weights loaded in place, FP8 layers, sleep.
+"""Everything that reaches into vLLM, and the only package that imports it.
 
-Written against one vLLM version and its V1 model runner (`lifecycle.VLLM_VERSION`). On another version
-`lifecycle.require_version` says so, because everything here names attributes that vLLM does not promise to keep.
+It replaces vLLM's sampler, drafts from several sources, changes the draft length while the engine runs, loads weights
+in place, and adds FP8 layers and sleep. It names attributes that vLLM does not promise to keep, so it is written for
+one version and its V1 model runner; on any other version `lifecycle.require_version` refuses to start.
 """

@@ -31,14 +31,14 @@ ENVIRONMENT = {
     # sampler's exponentials (MKL) then take some fifty times as long.
     "NUMBA_THREADING_LAYER": "workqueue",
 }
-"""Set, where the user has not, before vLLM is imported."""
+"""Environment variables that are set before vLLM is imported, unless the user has set them."""
 
 POSITIONS = "max_position_embeddings"
 NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-"""Words that vLLM looks for in the path of a draft model."""
+"""The words that vLLM looks for in the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
-"""Methods of vLLM's that it takes as they are given, whatever the path says."""
+"""The methods that vLLM takes as they are given, whatever the path says."""
 
 
 def engine_arguments(
@@ -49,7 +49,7 @@ def engine_arguments(
     longest: int,
     precision: EnginePrecision,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`. `longest`, in tokens, is that of the drafts; 0 decodes plainly.
+    """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
     The engine's context is longer than `model.max_length`: a sequence of full length must be scored, and where a draft
     under verification and the next one do not fit, vLLM would stop drafting for the whole batch.
@@ -158,7 +158,7 @@ def scoring_params() -> Any:
 
 
 def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
-    """End tokens by the model's configuration, its generation configuration and the tokenizer."""
+    """Return the end tokens that the model's configuration, its generation configuration and the tokenizer name."""
     ids: set[int] = {tokenizer.eos_token_id} - {None}
     for name in ("config.json", "generation_config.json"):
         path = policy_dir / name
@@ -168,7 +168,7 @@ def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
 
 
 def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
-    """The context length that the engine can have, and what the model's configuration must say for it."""
+    """Return the context length that the engine can have, and what the model's configuration must say for it."""
     hf_config = json.loads((policy_dir / "config.json").read_text())
     longest = hf_config.get(POSITIONS, length)
     if length <= longest:
@@ -181,8 +181,11 @@ def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
 
 
 def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
-    """What vLLM does with a dictionary of overrides. A function it applies to the multi-token-prediction layer's
-    configuration too, which needs as many positions, but nothing else that is said of the policy."""
+    """Update a configuration as vLLM does with a dictionary of overrides.
+
+    vLLM applies a function to the configuration of the multi-token-prediction layer too, which needs as many positions,
+    but nothing else that is said of the policy.
+    """
     for_layer = hf_config.model_type.endswith("_mtp")
     hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
     return hf_config
@@ -195,7 +198,10 @@ def _memory(config: Config) -> dict[str, Any]:
 
 
 def _refuse_misleading_path(directory: str) -> None:
-    """vLLM guesses the method from the draft model's path, whatever it was told (`SpeculativeConfig.__post_init__`)."""
+    """Raise ValueError if vLLM would guess another method from the draft model's path, whatever it was told.
+
+    It does so in `SpeculativeConfig.__post_init__`.
+    """
     found = [word for word in MISLEADING if word in directory.lower()]
     if found:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a model-based drafter has not read yet: while nobody wants drafts, its pass over new tokens waits.
+"""Deferred prefill of the drafter: while no drafts are wanted, its pass over new tokens waits.
 
 The drafter's KV cache must hold every token, or its drafts get worse. But while the controller does not draft, as in
 large batches, reading each token at once costs a few per cent of every iteration, for requests most of which end before
@@ -16,22 +16,25 @@ from torch import Tensor
 from specrl.rollout.vllm.sampler import RequestRecord
 
 MOST_BYTES = 1 << 29
-"""Features kept at most, all requests together; beyond that they are read at once."""
+"""The most bytes of features that are kept for all requests together; beyond that they are read at once."""
 
 
 class Unread(NamedTuple):
-    """Consecutive tokens of one request."""
+    """Consecutive tokens of one request that the drafter has not read."""
 
     position: int
-    """Of the first feature in the sequence."""
+    """The position of the first feature in the sequence."""
     tokens: list[int]
-    """The token after each feature's."""
+    """For each feature, the token that follows the feature's own."""
     features: Tensor
-    """[len(tokens), features], what the policy gave the drafter to read."""
+    """The policy's hidden states for the drafter to read, [len(tokens), features]."""
 
 
 class DeferredPrefill:
-    """Defers the drafter's reading. `arguments` are those of the runner's `propose_draft_token_ids`, less the first."""
+    """Keeps what the drafter has not read, and lets it read all of it at once when drafts are wanted.
+
+    `arguments` are those of the runner's `propose_draft_token_ids`, less the first.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -62,7 +65,7 @@ class DeferredPrefill:
             _clear(record)
 
     def forget_what_was_recomputed(self, records: list[RequestRecord], rows: list[list[int]]) -> None:
-        """After a preemption the policy works on the sequence anew; what was kept has lost its place in the cache."""
+        """Forget what was kept of preempted requests, which the policy reads anew: its place in the cache is lost."""
         for record, row in zip(records, rows, strict=True):
             if row:
                 self._drop_unless_adjoining(record, record.prompt_length + len(record.logprobs) - len(row) - 1)
@@ -75,7 +78,7 @@ class DeferredPrefill:
             _clear(record)
 
     def _read(self, chunk: list[tuple[int, Unread]], arguments: tuple[Any, ...]) -> None:
-        """One pass of the drafter over tokens of several requests, which asks for no drafts."""
+        """Run the drafter once over tokens of several requests, without asking for drafts."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         drafter, (_, metadata, *_, common, _) = self.runner.drafter, arguments
@@ -118,13 +121,13 @@ def _clear(record: RequestRecord) -> None:
 
 
 def join(parts: list[Unread]) -> Unread:
-    """Adjoining parts as one."""
+    """Return adjoining parts as one."""
     tokens = [token for part in parts for token in part.tokens]
     return Unread(parts[0].position, tokens, torch.cat([part.features for part in parts]))
 
 
 def chunks(waiting: list[tuple[int, Unread]], most: int) -> Iterator[list[tuple[int, Unread]]]:
-    """The same, in order, in lists of at most `most` tokens; a request's tokens may be spread over several."""
+    """Split into lists of at most `most` tokens, in order; the tokens of a request may be spread over several lists."""
     chunk: list[tuple[int, Unread]] = []
     room = most
     for row, part in waiting:

@@ -1,4 +1,4 @@
-"""Drafts inside the engine: how far to draft, who drafts, and stored text in the place of a drafter's proposals."""
+"""Drafting inside the engine: how far to draft, and which request gets a draft from text or from the drafter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specrl.config import Config
 from specrl.config.methods import DraftMethod
@@ -19,11 +19,12 @@ from specrl.rollout.drafts.text_drafts import TextDrafts
 from specrl.rollout.drafts.text_sources import StoredTextSource, text_sources
 from specrl.rollout.sampling.inverse_cdf import most_likely
 from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
+from specrl.rollout.vllm.lifecycle import draft_model
 from specrl.rollout.vllm.sampler import InvariantSampler, RequestRecord, request_seed
 
 
 class NoDrafter:
-    """vLLM's `custom_class` for methods without a drafter: `Drafting` makes all proposals."""
+    """The `custom_class` that vLLM gets for methods without a drafter: `Drafting` makes all proposals."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -36,11 +37,10 @@ class NoDrafter:
 class Drafting:
     """Takes the place of the runner's `propose_draft_token_ids`, which it asks for what the drafter proposes.
 
-    A request that agrees with stored text, or recent one, gets that as its draft, any other what the drafter proposes,
-    in one batch (vLLM verifies drafts of different lengths, none included). A model-based drafter must read every token
-    of every request, now or later (`DeferredPrefill`), so that its KV cache has no holes; the passes that lengthen
-    drafts are left out when no request needs them. The time from one proposal to the next is what the controller learns
-    from.
+    A request that agrees with some text gets that as its draft, any other what the drafter proposes, in one batch: vLLM
+    verifies drafts of different lengths, none included. A model-based drafter must read every token of every request,
+    now or later (`DeferredPrefill`), so that its KV cache has no holes; the passes that lengthen drafts are left out
+    when no request needs them. The controller learns from the time between one proposal and the next.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Drafting:
         self.controller = controller
         self.texts = TextDrafts(text_sources(config.speculation, settings), settings)
         self.deferred_prefill = DeferredPrefill(runner) if self.method.has_weights else None
-        """Lets a drafter that reads the policy's features do so later, while nobody wants drafts."""
+        """Lets a drafter that reads the policy's features do so later, while no drafts are wanted."""
         self.fixed: DraftLengths | None = None
-        """Used instead of the controller's choice."""
+        """The draft lengths that are used instead of the controller's choice, if they are set."""
         self._lengths = NO_DRAFTS
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
@@ -68,7 +68,7 @@ class Drafting:
         self.runner.propose_draft_token_ids = self
 
     def begin(self, recall: bool) -> None:
-        """A generation begins: the time since the last one belongs to no iteration."""
+        """Take note that a generation begins: the time since the last one belongs to no iteration."""
         self._last_end = None
         self.texts.begin(recall)
 
@@ -82,7 +82,7 @@ class Drafting:
         return next((text for text in self.texts.sources if isinstance(text, StoredTextSource)), None)
 
     def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
-        """Signature of the runner's method; drafts by request, in the order of its batch."""
+        """Return the next drafts of all requests in the order of the runner's batch, as the runner's method does."""
         iteration = self.sampler.last
         batch = len(iteration.ids)
         verified = self._lengths
@@ -140,7 +140,7 @@ class Drafting:
 
 
 def agreed(value: float) -> float:
-    """`value` of the first rank of a tensor-parallel engine: its ranks must take the same decisions."""
+    """Return the `value` of the first rank of a tensor-parallel engine, whose ranks must take the same decisions."""
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_tp_group()
@@ -149,12 +149,6 @@ def agreed(value: float) -> float:
     shared = torch.tensor([value], dtype=torch.float64)
     torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
     return float(shared)
-
-
-def draft_model(runner: Any) -> nn.Module | None:
-    """Return the drafter's module inside the engine, without vLLM's wrappers around it; None if no model drafts."""
-    model: nn.Module | None = runner.get_draft_model()
-    return model
 
 
 def pick_drafts_faster(runner: Any) -> None:
@@ -187,5 +181,7 @@ def refuse_shared_head(runner: Any, method: DraftMethod) -> None:
     own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
     """
     drafter = draft_model(runner)
-    if drafter is not None and not method.is_policy_layer and drafter.lm_head is runner.model.lm_head:
+    if method.is_policy_layer or drafter is None or not hasattr(drafter, "lm_head"):
+        return
+    if drafter.lm_head is runner.model.lm_head:
         raise ValueError("the drafter's head is the policy's; give it a draft vocabulary smaller than the policy's")

@@ -1,7 +1,5 @@
 """FP8 inside vLLM: emulated on CPUs through its registry of quantisation methods, native on GPUs.
 
-Written against vLLM 0.32.0: whoever uses it has called `lifecycle.require_version`.
-
 The emulation rounds weights once per (re)load and activations before every product, with the functions of the trainer's
 emulation; the product itself is vLLM's own, of weights and activations in the compute type. Only the policy's linear
 layers named by the recipe are touched: head, embeddings, norms and any drafter stay as they are.
@@ -31,7 +29,7 @@ NATIVE = "fp8_per_block"
 
 
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` by which the recipe's layers compute in FP8, as the device has it."""
+    """Return arguments of vLLM's `EngineArgs` by which the recipe's layers compute in FP8, as the device has it."""
     if torch.cuda.is_available():
         kept = [engine_name(recipe.family, name) for name in recipe.kept_layers]
         return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "ignore": kept}}
@@ -39,7 +37,7 @@ def linear_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def hf_updates(recipe: Recipe) -> dict[str, Any]:
-    """Entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none where it has FP8."""
+    """Return entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
     if torch.cuda.is_available():
         return {}
     settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
@@ -48,7 +46,7 @@ def hf_updates(recipe: Recipe) -> dict[str, Any]:
 
 @register_quantization_config(EMULATION)
 class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
-    """Which layers are emulated; vLLM makes it from `quantization_config`."""
+    """Says which layers are emulated. vLLM makes it from `quantization_config`."""
 
     def __init__(self, layers: frozenset[str], power_of_two: bool) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         super().__init__()
         self.power_of_two = power_of_two
         self.sizes: list[int] = []
-        """Rows of each fused matrix on this rank."""
+        """The number of rows of each fused matrix on this rank."""
         self.num_weight_quantisations = 0
         self.num_activation_quantisations = 0
 
@@ -106,23 +104,24 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Compute the layer: [..., in] -> [..., out]."""
         if not torch.compiler.is_compiling():
             self.num_activation_quantisations += 1
         output: Tensor = super().apply(layer, self.quantise_inputs(x), bias)
         return output
 
     def quantise_weight(self, weight: Tensor) -> Tensor:
-        """[out, in] of this rank, matrices below each other."""
+        """Round a weight [out, in] of this rank, whose fused matrices lie below each other."""
         return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
 
     def quantise_inputs(self, x: Tensor) -> Tensor:
+        """Round inputs [..., in], each row by itself."""
         flat = x.reshape(-1, x.shape[-1])
         return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
 
 
 def mode_of(model: nn.Module) -> Mode:
-    """What the policy inside the engine does."""
+    """Return how the policy's module inside the engine computes FP8."""
     layers = list(model.modules())
     if any(isinstance(_method(layer), EmulatedFp8Linear) for layer in layers):
         return "emulated"
@@ -134,13 +133,15 @@ def _method(layer: nn.Module) -> Any:
 
 
 def _is_native(layer: nn.Module) -> bool:
-    """Whether vLLM was asked for FP8 here."""
+    """Return whether vLLM was asked for FP8 in this layer."""
     return type(_method(layer)).__name__ == NATIVE_METHOD
 
 
 def _flaw(layer: nn.Module) -> str | None:
-    """What keeps a layer for which vLLM was asked for native FP8 from it: kernels for older devices take its weights
-    only; none where weights and activations are quantised."""
+    """Return what keeps a layer for which vLLM was asked for native FP8 from it; None if nothing does.
+
+    Kernels for older devices take only the weights in FP8.
+    """
     weight: Any = layer.weight
     kernel = type(getattr(_method(layer), "fp8_linear", None)).__name__
     if "Marlin" in kernel:
@@ -149,14 +150,16 @@ def _flaw(layer: nn.Module) -> str | None:
 
 
 def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts_activations: bool) -> None:
-    """Every layer that the recipe names, and no other, computes in FP8.
+    """Check that every layer that the recipe names, and no other, computes in FP8.
 
     Args:
-        num_loads: how often weights have been loaded, the start included: as often they must have been quantised.
-        counts_activations: false under torch.compile, which leaves the counting out.
+        model: The policy's module inside the engine.
+        recipe: Which layers are FP8.
+        num_loads: How often weights have been loaded, the start included; as often they must have been quantised.
+        counts_activations: Whether quantised activations are counted; under torch.compile they are not.
 
     Raises:
-        NotQuantisedError: naming the first layer that does not.
+        NotQuantisedError: A layer computes in another precision; it names the first.
     """
     expected = set(recipe.engine_layers)
     for name, module in model.named_modules():

@@ -1,24 +1,138 @@
-"""Start, stop, sleep and wake-up of in-process engines, without what vLLM does to the whole process."""
+"""In-process vLLM engines: started and stopped without what vLLM does to the whole process, and used.
+
+`VllmEngine` holds every plain call that the rollout engine makes; nothing outside of this package names an attribute of
+vLLM.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
+
+from specrl.rollout.errors import RefitError
+from specrl.rollout.vllm.load import Weights, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
-"""vLLM's level that copies weights to the CPU. The other one drops them, and with them what no refit brings: buffers of
-the drafter, scales, whatever a later vLLM keeps beside the weights."""
+"""The level of vLLM's sleep that copies weights to the CPU. The other one drops them, and with them what no refit
+brings: buffers of the drafter, scales, whatever a later vLLM keeps beside the weights."""
 _live_engines: WeakSet[Any] = WeakSet()
-"""Engines of this process that share vLLM's process groups."""
+"""The engines of this process, which share vLLM's process groups."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """What vLLM returns for a request, once it is done."""
+
+    name: str
+    tokens: list[int]
+    finish_reason: str
+    prompt_logprobs: list[float]
+    """The log-probs of all prompt tokens but the first; empty unless they were asked for."""
+
+    @classmethod
+    def of(cls, output: Any) -> FinishedRequest:
+        completion = output.outputs[0]
+        logprobs = []
+        if output.prompt_logprobs is not None:
+            pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+            logprobs = [float(entry[token].logprob) for entry, token in pairs]
+        return cls(output.request_id, list(completion.token_ids), completion.finish_reason, logprobs)
+
+
+class VllmEngine:
+    """An in-process vLLM engine, with its V1 model runner for whoever replaces parts of it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start the engine with vLLM's `EngineArgs`; collective over its ranks."""
+        self.llm = start(arguments)
+        self.runner = model_runner(self.llm)
+        self.tokenizer: Any = self.llm.get_tokenizer()
+        self._num_requests = 0
+
+    @property
+    def policy(self) -> nn.Module:
+        """The policy's module."""
+        model: nn.Module = self.runner.model
+        return model
+
+    @property
+    def drafter(self) -> nn.Module | None:
+        """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
+        return draft_model(self.runner)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.llm.model_config.get_vocab_size())
+
+    def add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
+        """Queue a request with vLLM's `SamplingParams`; return its name in `step` and the engine's own id of it."""
+        name = str(self._num_requests)
+        self._num_requests += 1
+        return name, self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
+
+    def step(self) -> list[FinishedRequest]:
+        """Run one iteration and return the requests that it finished."""
+        return [FinishedRequest.of(output) for output in self.llm.step() if output.finished]
+
+    def tokens_so_far(self, internal: str) -> list[int]:
+        """Return the response tokens of an unfinished request, by the engine's own id."""
+        return list(self.llm.engine_core.engine_core.scheduler.requests[internal].output_token_ids)
+
+    def abort(self, internal: Iterable[str]) -> None:
+        """Give up unfinished requests, by the engine's own ids."""
+        if names := list(internal):
+            self.llm.abort_request(names, internal=True)
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
+        """Load the policy in place; errors as of `load.refit_policy`."""
+        assert not self.llm.has_unfinished_requests(), "refit while generating"
+        tied = bool(self.llm.model_config.hf_config.tie_word_embeddings)
+        refit_policy(self.llm.vllm_config, self.policy, weights, names, tied)
+
+    def refit_drafter(self, weights: Weights, names: frozenset[str]) -> None:
+        """Load the drafter in place.
+
+        Raises:
+            RefitError: There is no drafter, or a tensor is missing or unknown.
+        """
+        if self.drafter is None:
+            raise RefitError("refit was sent a drafter, but the engine has none")
+        refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
+
+    def sleep(self) -> None:
+        """Give the engine's GPU memory back; only `wake` may follow.
+
+        Raises:
+            ValueError: The engine was started on a CPU or without `engine.sleep = true`.
+        """
+        if not self.llm.model_config.enable_sleep_mode:
+            raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
+        assert not self.llm.has_unfinished_requests(), "sleep while generating"
+        self.llm.sleep(OFFLOAD)
+
+    def wake(self) -> None:
+        """Take the memory again: weights, for a refit to replace, and an empty KV cache. An awake engine stays so."""
+        if self.llm.model_config.enable_sleep_mode and self.llm.is_sleeping():
+            torch.cuda.empty_cache()  # what the trainer has freed, but torch keeps
+            self.llm.wake_up()
+
+    def stop(self) -> None:
+        """Free the engine; the default process group stays."""
+        stop(self.llm)
 
 
 def require_version() -> None:
-    """Raises RuntimeError when the installed vLLM is not the one this package was written against."""
+    """Raise RuntimeError if the installed vLLM is not the one that this package was written against."""
     import vllm
 
     if vllm.__version__.split("+")[0] != VLLM_VERSION:
@@ -29,7 +143,7 @@ def require_version() -> None:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """An in-process `LLMEngine`.
+    """Return an in-process `LLMEngine`.
 
     vLLM disables `torch.set_num_threads` for the whole process, and destroys the default process group, which is the
     trainer's too, when an engine is garbage: both are taken back.
@@ -91,32 +205,14 @@ def _count_ranks_without_compiling() -> None:
 
 
 def model_runner(llm_engine: Any) -> Any:
-    """The V1 model runner of an in-process engine."""
+    """Return the V1 model runner of an in-process engine."""
     runner = llm_engine.model_executor.driver_worker.worker.model_runner
     if not hasattr(runner, "_sample") or not hasattr(runner, "discard_request_mask"):
         raise RuntimeError(f"{type(runner).__module__} is not the V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     return runner
 
 
-def output_tokens(llm_engine: Any, request_id: str) -> list[int]:
-    """What an unfinished request has got so far, by the engine's own id."""
-    return list(llm_engine.engine_core.engine_core.scheduler.requests[request_id].output_token_ids)
-
-
-def sleep(llm_engine: Any) -> None:
-    """Give the engine's GPU memory back; only `wake` may follow.
-
-    Raises:
-        ValueError: vLLM cannot sleep here, which is everywhere but on GPUs and with `engine.sleep = true`.
-    """
-    if not llm_engine.model_config.enable_sleep_mode:
-        raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
-    assert not llm_engine.has_unfinished_requests(), "sleep while generating"
-    llm_engine.sleep(OFFLOAD)
-
-
-def wake(llm_engine: Any) -> None:
-    """The weights are back, for a refit to replace, and the KV cache is empty. An engine that is awake stays so."""
-    if llm_engine.model_config.enable_sleep_mode and llm_engine.is_sleeping():
-        torch.cuda.empty_cache()  # what the trainer has freed, but torch keeps
-        llm_engine.wake_up()
+def draft_model(runner: Any) -> nn.Module | None:
+    """Return the drafter's module inside the engine, without vLLM's wrappers around it; None if no model drafts."""
+    model: nn.Module | None = runner.get_draft_model()
+    return model

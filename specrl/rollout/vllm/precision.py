@@ -12,11 +12,11 @@ from specrl.precision import native
 from specrl.precision.recipe import KvScales, Mode, Recipe
 
 FIRST_FP8_CAPABILITY = (8, 9)
-"""Of NVIDIA devices: Ada and later."""
+"""The compute capability of the first NVIDIA devices with FP8: Ada."""
 
 
 class EnginePrecision:
-    """FP8 of one engine. Without a recipe, or where `precision` asks for BF16, everything here does nothing."""
+    """The FP8 of one engine. Without a recipe, or if `precision` asks for BF16, its methods do nothing."""
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
@@ -30,7 +30,7 @@ class EnginePrecision:
         """How often the engine was given weights."""
 
     def arguments(self) -> dict[str, Any]:
-        """Of vLLM's `EngineArgs`. A drafter's own layer keeps its KV cache in the compute type."""
+        """Return arguments of vLLM's `EngineArgs`. A drafter's own layer keeps its KV cache in the compute type."""
         found: dict[str, Any] = {}
         if self.recipe is not None and self.has_fp8_linears:
             from specrl.rollout.vllm import fp8
@@ -41,7 +41,7 @@ class EnginePrecision:
         return found
 
     def hf_updates(self) -> dict[str, Any]:
-        """What the model's configuration must say for it."""
+        """Return what the model's configuration must say for it."""
         if self.recipe is None or not self.has_fp8_linears:
             return {}
         from specrl.rollout.vllm import fp8
@@ -50,15 +50,16 @@ class EnginePrecision:
 
     @property
     def kv_scales(self) -> KvScales | None:
-        """Of the FP8 KV cache, as the last weights came with them; none with a BF16 one."""
+        """The scales of the FP8 KV cache, as they came with the last weights; None with a BF16 cache."""
         return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
 
     def restore(self, kv_scales: KvScales | None) -> None:
-        """Scales of a run that goes on, for the next weights to come with; none leaves the calibration's."""
+        """Take the scales of a resumed run, for the next weights to come with; None keeps the calibration's."""
         if self.recipe is not None:
             self.recipe = self.recipe.with_kv_scales(kv_scales)
 
     def mode(self, model: nn.Module) -> Mode:
+        """Return how the policy's module computes FP8."""
         if not self.has_fp8_linears:
             return "off"
         from specrl.rollout.vllm import fp8
@@ -66,10 +67,14 @@ class EnginePrecision:
         return fp8.mode_of(model)
 
     def loaded(self, model: nn.Module, kv_scales: KvScales | None) -> None:
-        """After weights have been loaded, which has put vLLM's own KV scales in place; without new ones, the old ones.
+        """Put the KV scales in place after weights were loaded, which has put vLLM's own there.
+
+        Args:
+            model: The policy's module.
+            kv_scales: New scales; None keeps the old ones.
 
         Raises:
-            ValueError: an FP8 KV cache without scales.
+            ValueError: The KV cache is FP8 and there are no scales.
         """
         self.num_loads += 1
         if self.recipe is None or not self.has_fp8_kv_cache:
@@ -82,10 +87,10 @@ class EnginePrecision:
         fp8.set_kv_scales(model, self.recipe.kv_scales)
 
     def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
-        """All weights it was given are quantised, and activations are; call it after a generation.
+        """Check, after a generation, that all weights that the engine was given are quantised, and activations are.
 
         Raises:
-            NotQuantisedError: naming the first layer that computes in another precision than the recipe says.
+            NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
         """
         if self.recipe is not None and self.has_fp8_linears:
             from specrl.rollout.vllm import fp8
@@ -94,9 +99,10 @@ class EnginePrecision:
 
 
 def _check_linears(config: PrecisionConfig) -> None:
-    """
+    """Check that this device has the FP8 layers that are asked for, or may emulate them.
+
     Raises:
-        ValueError: FP8 that this device does not have and may not emulate.
+        ValueError: It has not, and may not.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -108,9 +114,10 @@ def _check_linears(config: PrecisionConfig) -> None:
 
 
 def _check_kv_cache() -> None:
-    """
+    """Check that this device can store keys and values in FP8.
+
     Raises:
-        ValueError: this device stores no FP8 keys and values.
+        ValueError: It cannot.
     """
     if torch.cuda.is_available():
         able = torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY

@@ -15,21 +15,22 @@ from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.sampler import request_seed
 
 LIKELY = 1e-3
-"""Tokens at least this probable are recorded for `Recorder.likely`."""
+"""The least probability of a token that is recorded in `Recorder.likely`."""
 
 
 @dataclass
 class Recorder:
-    """Stands before the sampler installed in `runner`; changes nothing. Use as a context manager, on whole engines.
+    """A context manager that stands before the sampler installed in `runner` and changes nothing.
 
-    Requests are told apart by their seeds, which must differ within one recording.
+    It is for engines without tensor parallelism. Requests are told apart by their seeds, which must differ within one
+    recording.
     """
 
     runner: Any
     traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
-    """By seed, then by position in the sequence."""
+    """What was picked, by seed and then by position in the sequence."""
     likely: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By seed: the first token's distribution, tokens to probabilities of at least `LIKELY`, renormalised."""
+    """The distribution of each first token, by seed: probabilities of at least `LIKELY`, by token."""
 
     def __enter__(self) -> Recorder:
         self.installed = self.runner._sample

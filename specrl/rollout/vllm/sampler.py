@@ -20,7 +20,7 @@ SEED = "specrl_seed"
 
 
 def seed_argument(seed: int) -> dict[str, Any]:
-    """Keyword of `SamplingParams` that carries a request's seed to the sampler.
+    """Return the keyword argument of `SamplingParams` that carries a request's seed to the sampler.
 
     Not vLLM's own `seed`: that makes a torch generator per request, which nobody draws from, and which on CPUs cannot
     be rewound, so that a prompt prefilled in chunks would end in an error.
@@ -29,7 +29,11 @@ def seed_argument(seed: int) -> dict[str, Any]:
 
 
 def request_seed(params: Any) -> int:
-    """The seed that `seed_argument` put into a request; ValueError for a request without one."""
+    """Return the seed that `seed_argument` put into a request.
+
+    Raises:
+        ValueError: The request has none.
+    """
     if SEED not in (params.extra_args or {}):
         raise ValueError("a request reached the sampler without a seed; every request must be given one")
     return int(params.extra_args[SEED])
@@ -41,7 +45,7 @@ class RequestRecord:
 
     prompt_length: int
     uniforms: np.ndarray[Any, np.dtype[np.float64]]
-    """u(seed, position) from position `prompt_length` on."""
+    """u(seed, position), from position `prompt_length` on."""
     temperature: float
     top_k: int
     top_p: float
@@ -49,18 +53,18 @@ class RequestRecord:
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     logprobs: list[float] = field(default_factory=list)
-    """One per response token so far."""
+    """The log-probs of the response's tokens so far."""
     draft: Kind = NO_TEXT
-    """Source of the draft that is verified next and, where that is text, its agreement with the response before it."""
+    """The source of the draft that is verified next and, if that is text, its agreement with the response before it."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
-    """Where it is in text, by source."""
+    """Its place in the text of each source, by the source's name."""
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
     unread: list[Any] = field(default_factory=list)
-    """What the drafter has yet to read of it, see `DeferredPrefill`."""
+    """What the drafter has yet to read of it; see `DeferredPrefill`."""
     unread_bytes: int = 0
 
     def verified(self, drafted: int, accepted: int) -> DraftOutcome:
-        """Count its draft."""
+        """Count its draft and return what became of it."""
         source, agreement = self.draft
         self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
         return DraftOutcome(source, drafted, accepted, agreement)
@@ -73,14 +77,14 @@ class RequestRecord:
 
 @dataclass
 class Iteration:
-    """What the sampler did in the engine's last iteration, by request in the order of the runner's batch."""
+    """What the sampler did in the engine's last iteration; lists are in the order of the runner's batch."""
 
     ids: list[str] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
-    """Tokens that were picked; none for a request that is still working on its prompt."""
+    """The tokens that were picked; none for a request that is still working on its prompt."""
     outcomes: list[DraftOutcome] = field(default_factory=list)
     all_decoding: bool = False
-    """No request was working on its prompt."""
+    """Whether no request was working on its prompt."""
 
 
 class InvariantSampler:
@@ -101,7 +105,7 @@ class InvariantSampler:
         self.runner._sample = self
 
     def __call__(self, logits: Tensor, metadata: Any) -> Any:
-        """Signature and result of `GPUModelRunner._sample`: logits [sum of (drafts + 1) over requests, vocab]."""
+        """Do what `GPUModelRunner._sample` does, for logits [sum of (drafts + 1) over requests, vocabulary]."""
         from vllm.v1.outputs import SamplerOutput
 
         batch = self.runner.input_batch
@@ -133,7 +137,11 @@ class InvariantSampler:
         for request_id, state, row in zip(new, states, table, strict=True):
             params = state.sampling_params
             self.records[request_id] = RequestRecord(
-                *(state.num_prompt_tokens, row, params.temperature, max(params.top_k, 0), params.top_p),
+                prompt_length=state.num_prompt_tokens,
+                uniforms=row,
+                temperature=params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
                 started_at=time.time(),
                 max_tokens=params.max_tokens,
                 stop_tokens=frozenset(params.stop_token_ids or ()),
@@ -162,7 +170,7 @@ class InvariantSampler:
         logprobs: list[float],
         drafts: list[int],
     ) -> list[list[int]]:
-        """Tokens each request gets: its accepted drafts and one more. Writes log-probs and counters.
+        """Return the tokens that each request gets, its accepted drafts and one more; write log-probs and counters.
 
         Rows of a prompt's earlier chunks, and of outputs recomputed after a preemption, are thrown away by the runner.
         """

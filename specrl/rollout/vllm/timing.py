@@ -1,6 +1,6 @@
-"""Where an engine iteration's time goes, by timers around the parts of vLLM's V1 runner and scheduler.
+"""Where the time of an engine's iterations goes, by timers around the parts of vLLM's V1 runner and scheduler.
 
-Only while the context is open: an engine that is not being profiled runs nothing of this.
+The timers are there only while the context is open; an engine that is not profiled runs nothing of this.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from specrl.rollout.vllm.lifecycle import model_runner
+from specrl.rollout.vllm.lifecycle import VllmEngine
 
 PARTS = ("policy", "drafter", "sampler", "scheduler")
-"""`policy`: forward pass and head; `drafter`: everything that proposes; what is left is vLLM's Python around them."""
+"""The parts: `policy` is the forward pass and the head, `drafter` everything that proposes, and what is left is vLLM's
+Python around them."""
 
 
 @dataclass
@@ -29,16 +30,16 @@ class IterationTimes:
 
     @property
     def per_iteration(self) -> dict[str, float]:
-        """Seconds per iteration, by part, with `other` for what no timer covers."""
+        """The seconds per iteration, by part, with `other` for what no timer covers."""
         count = max(self.iterations, 1)
         parts = {part: seconds / count for part, seconds in self.seconds.items()}
         return parts | {"other": self.total / count - sum(parts.values())}
 
 
 @contextmanager
-def iteration_times(llm_engine: Any) -> Iterator[IterationTimes]:
-    """Times of the iterations that run inside the context. Only iterations that ran the model count."""
-    runner = model_runner(llm_engine)
+def iteration_times(engine: VllmEngine) -> Iterator[IterationTimes]:
+    """Measure the iterations that run inside the context; only those that ran the model count."""
+    runner, llm_engine = engine.runner, engine.llm
     scheduler = llm_engine.engine_core.engine_core.scheduler
     times = IterationTimes()
     timed = [
@@ -81,14 +82,17 @@ def _counted(step: Callable[[], Any], times: IterationTimes) -> Callable[[], Any
 
 
 def _now() -> float:
-    """A GPU runs behind the Python that feeds it: unless it is waited for, its time falls to whichever part waits."""
+    """Return the time in seconds, once the GPU has caught up with the Python that feeds it.
+
+    Otherwise its time would fall to whichever part waits for it.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Put `replacement` on the instance; returns what takes it away again."""
+    """Put `replacement` on the instance and return a function that takes it away again."""
     own: Mapping[str, Any] = vars(owner)
     before, had = own.get(name), name in own
     object.__setattr__(owner, name, replacement)
