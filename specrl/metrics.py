@@ -257,13 +257,23 @@ _DEFINITIONS = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
+TEXT_SOURCE = {
+    "draft": Metric("spec/NAME_draft_tokens", "tokens", "The part of spec/num_draft_tokens from the text source NAME."),
+    "accepted": Metric(
+        "spec/NAME_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from the text source NAME."
+    ),
+}
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
 
 def find_metric(name: str) -> Metric | None:
     """Return the definition behind a name, or none for a name that nobody defined.
 
-    The family stands for `..._3`, and `POLICY` for what a loss returns beside the metrics that every loss has.
+    The family stands for `..._3`, `POLICY` for what a loss returns beside the metrics that every loss has, and
+    `TEXT_SOURCE` for what a text source of one's own drafts.
     """
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
+    of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)
+    if found is None and of_text is not None:
+        return TEXT_SOURCE[of_text[1]]
     return found or (POLICY if name.startswith("policy/") else None)

@@ -16,7 +16,7 @@ from specrl.distributed import Ranks
 from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
-from specrl.rollout.drafts.acceptance import RECENT, REPLAY, SourceCounts, SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -180,8 +180,8 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
         "acceptance_length": stats.acceptance_length,
         "decode_steps": stats.decode_steps,
     }
-    for source in (REPLAY, RECENT):
-        if counts := stats.by_source.get(source):
+    for source, counts in stats.by_source.items():
+        if source != DRAFTER:
             counters |= {f"{source}_draft_tokens": counts.num_draft_tokens}
             counters |= {f"{source}_accepted_tokens": counts.num_accepted_tokens}
     per_position = {f"acceptance_rate_pos_{i}": rate for i, rate in enumerate(stats.acceptance_rate_per_pos, start=1)}

@@ -11,8 +11,11 @@ from flows.cli import invoke
 from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
 from specrl.config import ConfigError, load_config, parse_config
 from specrl.config.methods import METHODS, DraftMethod
+from specrl.metrics import find_metric
 from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.acceptance import DraftOutcome, SpeculationStats
 from specrl.rollout.drafts.text_sources import text_sources
+from specrl.step_record import speculation_metrics
 from tests.drafts import recipe
 
 
@@ -58,6 +61,13 @@ def test_the_class_is_made_for_the_engine_and_its_cursors_follow_responses(folde
     cursor.advance([4])
     assert cursor.draft(6) == [1, 2, 3, 4, 1, 2]
     assert cursor.agreement
+
+
+def test_its_drafts_are_logged_under_its_name() -> None:
+    stats = SpeculationStats.of([DraftOutcome("repetition", drafted=4, accepted=3, agreement=1)])
+    metrics = speculation_metrics(stats)
+    assert (metrics["spec/repetition_draft_tokens"], metrics["spec/repetition_accepted_tokens"]) == (4.0, 3.0)
+    assert all(find_metric(name) is not None for name in metrics)
 
 
 def test_every_row_of_the_table_is_complete() -> None:
