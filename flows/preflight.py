@@ -15,7 +15,7 @@ from slurm.registry import backend_of
 from specrl.config import Config, ConfigError
 from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
-from specrl.models.sources import check_method, check_source
+from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import plan
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def check_model(config: Config) -> list[str]:
     """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
     try:
         check_source(config.model)
-        check_method(config)
+        check_model_fits_method(config)
         if _shape_is_known(config):
             plan(config)
     except ConfigError as error:

@@ -32,9 +32,9 @@ def run(
     """
     config = load(config_path, cluster, overrides)
     if dry_run:
-        from specrl.projection.plan import plan, render
+        from specrl.projection.plan import plan, print_plan
 
-        render(plan(config, backend_of(config.cluster).queue(config.cluster)))
+        print_plan(plan(config, backend_of(config.cluster).queue(config.cluster)))
         return
     execute(config)
 

@@ -9,15 +9,16 @@ from typing import Any
 from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
 
 Rewards = Sequence[Sequence[float]]
-"""Rewards by group."""
+"""The rewards of the responses of each group."""
 AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
-"""(rewards by group, options) -> advantages by group, one per reward.
+"""(rewards by group, options) -> advantages by group, one for each reward.
 
-A group whose rewards are all equal says nothing about its responses: give it zeros, for `train.drop_zero_signal_groups`
-looks for them.
+A group whose rewards are all equal must get zeros: it says nothing about its responses, and
+`train.drop_zero_signal_groups` leaves out responses whose advantage is zero.
 """
 
-EPSILON = 1e-6
+STD_EPSILON = 1e-6
+"""What is added to a standard deviation before it divides."""
 
 
 def register_advantage(name: str, options: type[Options] = Options) -> Callable[[AdvantageFunction], AdvantageFunction]:
@@ -29,8 +30,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advan
     """Return the advantage of each response.
 
     Args:
-        rewards: one per response.
-        groups: the group of each response, such as its prompt.
+        rewards: The reward of each response.
+        groups: The group of each response, such as its prompt's id.
         advantage: `train.advantage`.
     """
     members = _members(rewards, groups)
@@ -40,30 +41,32 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advan
 
 
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Return the share of groups whose rewards are all equal: they teach nothing."""
+    """Return the share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
     members = _members(rewards, groups)
     return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
 
 
-class GrpoOptions(Options):
+class GrpoAdvantageOptions(Options):
+    """The options of the `grpo` advantages."""
+
     normalize_by_std: bool = True
-    """Divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv 2503.20783)."""
+    """Whether to divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv 2503.20783)."""
 
 
-@register_advantage("grpo", GrpoOptions)
-def grpo(groups: Rewards, options: GrpoOptions) -> list[list[float]]:
+@register_advantage("grpo", GrpoAdvantageOptions)
+def grpo_advantages(groups: Rewards, options: GrpoAdvantageOptions) -> list[list[float]]:
     """Subtract the group's mean reward, and divide by its standard deviation (arXiv 2402.03300, section 4.1.2)."""
 
     def of_group(rewards: Sequence[float]) -> list[float]:
         mean = fmean(rewards)
-        scale = pstdev(rewards) + EPSILON if options.normalize_by_std else 1.0
+        scale = pstdev(rewards) + STD_EPSILON if options.normalize_by_std else 1.0
         return [(reward - mean) / scale for reward in rewards]
 
     return [[0.0] * len(rewards) if _is_flat(rewards) else of_group(rewards) for rewards in groups]
 
 
 @register_advantage("rloo")
-def rloo(groups: Rewards, _: Options) -> list[list[float]]:
+def rloo_advantages(groups: Rewards, _: Options) -> list[list[float]]:
     """Subtract the mean reward of the group's other responses (REINFORCE leave-one-out, arXiv 2402.14740)."""
 
     def of_group(rewards: Sequence[float]) -> list[float]:

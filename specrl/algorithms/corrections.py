@@ -1,7 +1,8 @@
-"""Corrections for tokens that one numerical engine sampled and another trains on: weights of their policy gradient.
+"""Corrections: token weights for the loss that make up for differences between the engine and the trainer.
 
-With r = p_trainer / p_engine of a sampled token. What a correction masks still counts in the number of tokens that the
-loss is divided by.
+The engine samples tokens with slightly other probabilities than the trainer computes; r = p_trainer / p_engine is the
+importance ratio of a sampled token. Tokens with weight 0 still count in the number of tokens that the loss is divided
+by.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from specrl.config.base import PositiveFloat
 CorrectionFunction = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 """(log r, mask, options) -> (weights, corrected); all are [batch, seq], and one row is one response.
 
-log r is detached and 0 outside the mask, which is True at response tokens. `corrected` is bool: the tokens whose weight
-is not r (or, without a correction, 1). `policy/corrected_fraction` counts them.
+log r is detached and 0 outside the mask, which is True at response tokens. `corrected` is a bool tensor that marks the
+tokens whose weight is not r, none of them for the correction `none`; `policy/corrected_fraction` is their share.
 """
 
 
@@ -38,7 +39,7 @@ def _contains_one(allowed: tuple[float, float]) -> tuple[float, float]:
 
 
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_contains_one)]
-"""The lowest and the highest ratio to keep."""
+"""The lowest and the highest ratio to keep, with 1 between them."""
 
 
 @register_correction("none")
@@ -48,6 +49,8 @@ def none(log_ratio: Tensor, mask: Tensor, _: Options) -> tuple[Tensor, Tensor]:
 
 
 class TisOptions(Options):
+    """The options of the correction `tis`."""
+
     cap: PositiveFloat = 2.0
     """The largest ratio that is not truncated."""
 
@@ -63,6 +66,8 @@ def tis(log_ratio: Tensor, mask: Tensor, options: TisOptions) -> tuple[Tensor, T
 
 
 class IcepopOptions(Options):
+    """The options of the correction `icepop`."""
+
     range: Range = (0.5, 5.0)
     """The lowest and the highest ratio of tokens that are trained on."""
 
@@ -80,17 +85,20 @@ def icepop(log_ratio: Tensor, mask: Tensor, options: IcepopOptions) -> tuple[Ten
 
 
 class SequenceMaskOptions(Options):
+    """The options of the correction `seq-mask`."""
+
     cap: PositiveFloat = 2.0
     """The largest ratio that is not truncated."""
     range: Range = (0.5, 5.0)
     """The lowest and the highest ratio of responses that are trained on."""
     by: Literal["any", "mean"] = "any"
-    """Drop a response when any ratio of its tokens is outside the range, or when their geometric mean is."""
+    """When to drop a response: if the ratio of `any` of its tokens is outside the range, or if their geometric `mean`
+    is."""
 
 
 @register_correction("seq-mask", SequenceMaskOptions)
 def sequence_mask(log_ratio: Tensor, mask: Tensor, options: SequenceMaskOptions) -> tuple[Tensor, Tensor]:
-    """Truncate as `tis`, and weight by 0 the whole responses on which the engines disagree.
+    """Truncate like `tis`, and give weight 0 to every token of the responses on which the engines disagree.
 
     Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
     """
@@ -106,6 +114,6 @@ def sequence_mask(log_ratio: Tensor, mask: Tensor, options: SequenceMaskOptions)
 
 
 def _outside(ratio: Tensor, allowed: tuple[float, float]) -> Tensor:
-    """Return where the ratio is outside the range, or not a number."""
+    """Return a bool tensor, True where the ratio is outside the range or not a number."""
     low, high = allowed
     return ~((ratio >= low) & (ratio <= high))

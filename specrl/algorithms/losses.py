@@ -1,4 +1,4 @@
-"""Policy losses: functions of log-probs and advantages, token by token; they know no engine and no model."""
+"""Policy losses: functions of log-probs and advantages, token by token, which know neither the engine nor the model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from specrl.config.base import PositiveFloat
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, [batch, seq] each: a row is a response, and what is outside the mask counts for nothing."""
+    """One micro-batch. Every tensor is [batch, seq] with one response in each row; only tokens in the mask count."""
 
     logprobs: Tensor
-    """float32 log-probs under the policy being trained, nats; they carry the gradient."""
+    """Log-probs under the policy being trained, float32, in nats; they carry the gradient."""
     old_logprobs: Tensor
-    """Log-probs under the policy that the update started from, detached. With `train.updates_per_step = 1` they equal
-    `logprobs`."""
+    """Log-probs under the policy before the step's first update, detached, in nats. With `train.updates_per_step = 1`
+    they equal `logprobs`."""
     advantages: Tensor
+    """The advantage of the response, at each of its tokens."""
     mask: Tensor
-    """bool: True at response tokens."""
+    """A bool tensor, True at response tokens."""
 
 
 LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 """(inputs, options) -> (loss of each token, metrics); all are [batch, seq].
 
-The loss of an update is the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), each token's
-weighted by `train.correction`. The same mean of each metric is logged as `policy/NAME`.
+The loss of an update is the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), each
+weighted by `train.correction`. The unweighted mean of each metric over the same tokens is logged as `policy/NAME`.
 """
 
 
@@ -38,32 +39,36 @@ def register_loss(name: str, options: type[Options] = Options) -> Callable[[Loss
     return LOSSES.register(name, options)
 
 
-class GrpoOptions(Options):
+class GrpoLossOptions(Options):
+    """The options of the loss `grpo`."""
+
     clip_low: PositiveFloat = 0.2
-    """The ratio is clipped below 1 - clip_low."""
+    """How far below 1 a token's ratio is clipped."""
     clip_high: PositiveFloat = 0.28
-    """The ratio is clipped above 1 + clip_high."""
+    """How far above 1 a token's ratio is clipped."""
 
 
-@register_loss("grpo", GrpoOptions)
-def grpo(inputs: LossInputs, options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+@register_loss("grpo", GrpoLossOptions)
+def grpo_loss(inputs: LossInputs, options: GrpoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     return _clipped(ratio, inputs.advantages, options.clip_low, options.clip_high)
 
 
-class GspoOptions(Options):
+class GspoLossOptions(Options):
+    """The options of the loss `gspo`."""
+
     clip_low: PositiveFloat = 3e-4
-    """The ratio of a response is clipped below 1 - clip_low."""
+    """How far below 1 a response's ratio is clipped."""
     clip_high: PositiveFloat = 4e-4
-    """The ratio of a response is clipped above 1 + clip_high."""
+    """How far above 1 a response's ratio is clipped."""
 
 
-@register_loss("gspo", GspoOptions)
-def gspo(inputs: LossInputs, options: GspoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+@register_loss("gspo", GspoLossOptions)
+def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Return GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
 
-    The paper averages within each response first; here, as with every loss, a response counts by its tokens.
+    The paper averages within each response first. Here, as with every loss, all tokens of an update count the same.
     """
     log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
     ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).exp()
@@ -71,6 +76,7 @@ def gspo(inputs: LossInputs, options: GspoOptions) -> tuple[Tensor, dict[str, Te
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's clipped loss of each token, [batch, seq], and which tokens it clips as `clip_fraction`."""
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = (ratio * advantages).minimum(clipped * advantages)
     is_clipped = (ratio * advantages > clipped * advantages).float()

@@ -1,4 +1,4 @@
-"""What a policy update minimises: the chosen loss, weighted by the chosen correction, and a KL penalty."""
+"""The objective that a policy update minimises: the chosen loss, weighted by the correction, plus a KL penalty."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from specrl.config.algorithms import CORRECTIONS, LOSSES
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """What the objective knows of each token beside the policy's log-prob; all [batch, seq], zero outside the mask."""
+    """The data of each token that the objective needs besides the policy's log-probs.
+
+    All tensors are [batch, seq] and zero outside the mask; log-probs are in nats.
+    """
 
     advantages: Tensor
+    """The advantage of the response, at each of its tokens."""
     generation_logprobs: Tensor
-    """Log-probs under the engine, when the tokens were sampled."""
+    """Log-probs under the engine, from when the tokens were sampled."""
     old_logprobs: Tensor | None
-    """Log-probs under the trainer's policy before this batch; none when the batch is used for one update only."""
+    """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
     reference_logprobs: Tensor | None
-    """Log-probs under the reference policy; none without a KL penalty."""
+    """Log-probs under the reference policy; None without a KL penalty."""
 
 
 def policy_loss(
@@ -29,17 +33,17 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
-    Per token: w * loss + kl_coef * k3, with w the correction's weight and k3 = exp(ref - lp) - (ref - lp) - 1
-    (Schulman 2020) the estimator of KL(policy | reference).
+    The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
+    k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference).
 
     Args:
-        logprobs: [batch, seq] float32 under the policy being trained; carries the gradient.
-        entropy: [batch, seq] float32, nats, detached.
+        logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.
+        entropy: [batch, seq] float32, in nats, detached.
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
-        The objective and the metrics `entropy`, `kl`, `corrected_fraction` and the loss's own, each summed over the
-        mask's tokens.
+        The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction` and the loss's own; each is
+        summed over the tokens in the mask.
 
     Raises:
         ValueError: The loss returns a metric with one of these names.
@@ -55,6 +59,7 @@ def policy_loss(
         shared["kl"] = log_ratio.exp() - log_ratio - 1
         per_token = per_token + config.kl_coef * shared["kl"]
     if taken := metrics.keys() & shared.keys():
-        raise ValueError(f"train.loss = {config.loss.name!r} returns metrics that every loss has: {sorted(taken)}")
+        names = ", ".join(sorted(taken))
+        raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss has already: {names}')
     sums = {name: (values.detach() * mask).sum().float() for name, values in (metrics | shared).items()}
     return (per_token * mask).sum(), sums

@@ -1,7 +1,7 @@
 """The tensor type that algorithms are annotated with, from a module that does not import torch.
 
-A configuration names algorithms and their options; it is read on login nodes, where importing torch takes seconds. An
-algorithm gets by with the methods of its tensors, or imports torch in its body.
+A configuration names algorithms and their options, and is read on login nodes, where importing torch takes seconds. An
+algorithm therefore uses only the methods of its tensors, or imports torch in its body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a final answer is stated in a response, and read back from it."""
+"""The forms in which a response states its final answer, and how it is extracted from there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LABELLED = re.compile(r"\banswer(?: is)?\s*:[ \t]*(\S.*)", re.IGNORECASE)
 
 
-def state_answer(answer: str) -> str:
-    """The form in which demonstrations state an answer; `stated_answer` reads it back unchanged."""
+def format_answer(answer: str) -> str:
+    """Return an answer as demonstrations state it, so that `extract_answer` finds it unchanged but for outer spaces."""
     return f"<answer>{answer}</answer>" if "\n" in answer else f"Answer: {answer}"
 
 
-def stated_answer(response: str) -> str:
-    """The last `<answer>...</answer>`, else what follows the last `Answer:` on its line, else the whole response."""
+def extract_answer(response: str) -> str:
+    """Return the answer that a response states.
+
+    It is the text of the last `<answer>...</answer>`; without one it is what follows the last `Answer:` on its line,
+    and without that the whole response.
+    """
     tagged = _TAGGED.findall(response)
     if tagged:
         return str(tagged[-1]).strip()
@@ -23,6 +27,6 @@ def stated_answer(response: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    """Case, spacing, thousands separators and a final full stop do not make an answer wrong."""
+    """Return an answer without what cannot make it wrong: case, spacing, thousands separators and final full stops."""
     text = " ".join(answer.split()).casefold().rstrip(".").strip()
     return re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)

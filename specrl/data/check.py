@@ -1,4 +1,4 @@
-"""Everything about data and reward that can be said before a job is submitted."""
+"""The checks of data and reward that are made before a job is submitted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from specrl.data.rewards import make_reward
 
 
 def check_data(config: Config) -> None:
-    """Generators exist and take their parameters, files have their columns, the template and the reward fit.
+    """Check that generators take their parameters, files have their columns, and template and reward are valid.
 
-    Imports the user's reward function, and no torch of its own accord.
+    This imports the user's reward function; it does not import torch unless that function does.
 
     Raises:
-        ConfigError: one line on the first thing that does not fit.
+        ConfigError: One of these is wrong; the message is one line about the first.
     """
     check_template(config.data.template)
     make_reward(config.data)

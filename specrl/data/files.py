@@ -12,15 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specrl.config import ConfigError, DataConfig
-from specrl.data.answers import state_answer
+from specrl.data.answers import format_answer
 from specrl.data.problems import Problem, derive_seed
 
 
 def read_problems(path: Path, prompt_column: str, answer_column: str) -> list[Problem]:
-    """Every row of the file as a problem, in file order; answers of any type become text.
+    """Return every row of a file as a problem, in the file's order; answers of any type become text.
 
     Raises:
-        ConfigError: no such file, another format, a missing column, an unreadable line or an empty value.
+        ConfigError: The file does not exist, has another format, lacks a column, or has an unreadable line or an empty
+            value.
     """
     if not path.is_file():
         raise ConfigError(f"data file {path} does not exist")
@@ -35,7 +36,7 @@ def read_problems(path: Path, prompt_column: str, answer_column: str) -> list[Pr
             raise ConfigError(
                 f"data file {path}, row {number}: {prompt_column} must be text and {answer_column} not null"
             )
-    return [Problem(prompt, str(answer), " " + state_answer(str(answer))) for prompt, answer in rows]
+    return [Problem(prompt, str(answer), " " + format_answer(str(answer))) for prompt, answer in rows]
 
 
 def _read_parquet(path: Path, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
@@ -66,15 +67,21 @@ def _read_jsonl(path: Path, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
 
 
 def _require(path: Path, columns: tuple[str, str], present: list[str]) -> None:
+    """Raise ConfigError unless the prompt column and the answer column are present."""
     for column, key in zip(columns, ("prompt_column", "answer_column"), strict=True):
         if column not in present:
             raise ConfigError(f"data file {path} has no column {column!r} (data.{key}); it has {', '.join(present)}")
 
 
 class FileProblems:
-    """Shuffled epochs over the training rows. The held-out rows are a file of their own, or the last ones."""
+    """The problems of a file, drawn in shuffled epochs; held-out rows are a file of their own, or the last rows."""
 
     def __init__(self, config: DataConfig, seed: int) -> None:
+        """Read the file or files of `data.path` and `data.validation_path`.
+
+        Raises:
+            ConfigError: A file cannot be read, or all rows are held out.
+        """
         assert config.path is not None
         self.seed = seed
         self._paths = [path for path in (config.path, config.validation_path) if path is not None]
@@ -91,25 +98,27 @@ class FileProblems:
             raise ConfigError(f"data file {config.path} has no row left to train on beside the held-out ones")
 
     def draw(self, stream: str, step: int, count: int) -> list[Problem]:
-        """Rows `step * count` to `(step + 1) * count` of the stream's shuffled epochs, one epoch after the other."""
+        """Return rows `step * count` to `(step + 1) * count` of the stream's epochs, each of which is shuffled anew."""
         size = len(self._training)
         positions = range(step * count, (step + 1) * count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int) -> list[Problem]:
-        """
+        """Return the first `count` distinct held-out rows.
+
         Raises:
-            ConfigError: fewer distinct held-out rows.
+            ConfigError: There are fewer.
         """
         if count > len(self._held_out):
             raise ConfigError(
                 f"{self._paths[-1]} has only {len(self._held_out)} distinct held-out rows of the {count} asked for: "
-                "ask for fewer, or raise data.validation_fraction or give data.validation_path"
+                "ask for fewer, raise data.validation_fraction, or give data.validation_path a larger file"
             )
         return self._held_out[:count]
 
     @lru_cache(maxsize=4)  # noqa: B019 - lives as long as the run anyway
     def _order(self, stream: str, epoch: int) -> list[int]:
+        """Return the order of the training rows in one epoch of a stream."""
         order = list(range(len(self._training)))
         Random(derive_seed(self.seed, stream, epoch)).shuffle(order)
         return order

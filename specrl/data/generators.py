@@ -1,4 +1,4 @@
-"""Problem generators by name: reasoning-gym's, and specrl's own; and mixtures of them."""
+"""Problem generators by name (reasoning-gym's and specrl's own), and mixtures of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
-from specrl.data.answers import state_answer, stated_answer
+from specrl.data.answers import extract_answer, format_answer
 from specrl.data.problems import Generator, Problem, derive_seed, is_held_out
 from specrl.data.worked_sums import WorkedSums
 
 CHUNK = 64
-"""Problems per reasoning-gym data set: small, because some of them make all their problems when they are made."""
-PATIENCE = 2000
-"""Draws in a row without a new problem after which a generator counts as exhausted."""
+"""The problems in a reasoning-gym data set: few, because some data sets make all their problems at once."""
+MAX_MISSES = 2000
+"""The draws in a row without a new problem after which the generators count as exhausted."""
 
 
 class ReasoningGym:
-    """One of reasoning-gym's generators with its parameters."""
+    """One of reasoning-gym's generators, with its parameters."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
         self.name = name
@@ -32,19 +32,20 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def problems(self, seed: int) -> Iterator[Problem]:
+        """Yield problems without end; they depend on the seed and the parameters alone."""
         chunk = 0
         while True:
-            # Data sets draw item i from Random(seed + i): seeds of chunks must lie far apart, and fit NumPy's 32 bits.
+            # A data set draws item i from Random(seed + i): chunks' seeds must lie far apart and fit NumPy's 32 bits.
             dataset = self._dataset(derive_seed(seed, chunk) % 2**31)
             for index in range(CHUNK):
                 item = dataset[index]
                 answer = str(item["answer"])
-                yield Problem(item["question"], answer, " " + state_answer(answer), item)
+                yield Problem(item["question"], answer, " " + format_answer(answer), item)
             chunk += 1
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """reasoning-gym's own score of what the response states as its answer."""
-        return float(self._scorer.score_answer(stated_answer(response), entry))
+        """Return reasoning-gym's own score, 0 to 1, of the answer that the response states."""
+        return float(self._scorer.score_answer(extract_answer(response), entry))
 
     def _dataset(self, seed: int) -> Any:
         from reasoning_gym.factory import create_dataset
@@ -53,10 +54,11 @@ class ReasoningGym:
 
 
 def make_generator(config: GeneratorConfig) -> Generator:
-    """The generator of one `data.generators` entry.
+    """Return the generator of one entry of `data.generators`.
 
     Raises:
-        ConfigError: unknown name or parameter, or a value the generator refuses; the line names what is allowed.
+        ConfigError: The name or a parameter is unknown, or the generator refuses a value; the line says what is
+            allowed.
     """
     return _worked_sums(config) if config.name == "worked_sums" else _reasoning_gym(config)
 
@@ -67,13 +69,13 @@ def _worked_sums(config: GeneratorConfig) -> Generator:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
-        reason = f"{key}: {problem['msg']}".removeprefix(": ")
+        reason = f"{key}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
         raise _refused(config.name, reason, list(WorkedSums.model_fields)) from error
 
 
 def _reasoning_gym(config: GeneratorConfig) -> Generator:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # from the sources of one of its dependencies
+        warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies' sources causes them
         from reasoning_gym.factory import DATASETS
     if config.name not in DATASETS:
         names = ["worked_sums", *sorted(DATASETS)]
@@ -87,7 +89,7 @@ def _reasoning_gym(config: GeneratorConfig) -> Generator:
         raise _refused(config.name, f"unknown parameter {unknown[0]!r}", allowed)
     try:
         return ReasoningGym(config.name, dict(config.parameters))
-    except (AssertionError, LookupError, TypeError, ValueError) as error:  # what their `validate` methods raise
+    except (AssertionError, LookupError, TypeError, ValueError) as error:  # their `validate` methods raise these
         raise _refused(config.name, str(error), allowed) from error
 
 
@@ -96,9 +98,14 @@ def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
 
 
 class GeneratorMixture:
-    """Problems drawn from several generators by weight. Held out is what `is_held_out` says of the question's text."""
+    """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
 
     def __init__(self, config: DataConfig, seed: int) -> None:
+        """Make the generators of `data.generators`.
+
+        Raises:
+            ConfigError: There is none, or one of them is unknown or refuses its parameters.
+        """
         self.config = config
         self.seed = seed
         self.generators = [make_generator(generator) for generator in config.generators]
@@ -106,18 +113,23 @@ class GeneratorMixture:
             raise ConfigError("data.generators is empty: name at least one generator")
 
     def draw(self, stream: str, step: int, count: int) -> list[Problem]:
-        """Distinct problems as long as the generators have new ones, then repeats."""
+        """Return problems that are distinct as long as the generators have new ones, and then repeats.
+
+        Raises:
+            ConfigError: The generators have only held-out problems.
+        """
         drawn = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
         if len(drawn) < count:
             raise ConfigError(
-                f"data.generators give no training problem in {PATIENCE} draws; lower validation_fraction"
+                f"data.generators gave no training problem in {MAX_MISSES} draws: lower data.validation_fraction"
             )
         return drawn
 
     def held_out(self, count: int) -> list[Problem]:
-        """
+        """Return the first `count` distinct held-out problems.
+
         Raises:
-            ConfigError: the generators have fewer distinct held-out problems.
+            ConfigError: The generators have fewer.
         """
         problems = list(islice(self._distinct("held-out", 0, held_out=True, repeat=False), count))
         if len(problems) < count:
@@ -128,6 +140,7 @@ class GeneratorMixture:
         return problems
 
     def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
+        """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them."""
         seen: set[str] = set()
         misses = 0
         for problem in self._candidates(stream, step):
@@ -138,12 +151,13 @@ class GeneratorMixture:
                 yield problem
                 continue
             misses += 1
-            if misses == PATIENCE:
+            if misses == MAX_MISSES:
                 if not (repeat and seen):
                     return
                 seen, misses = set(), 0
 
     def _candidates(self, stream: str, step: int) -> Iterator[Problem]:
+        """Yield problems of all generators by weight without end, held out or not, some more than once."""
         seed = derive_seed(self.seed, stream, step)
         rng = Random(seed)
         weights = [generator.weight for generator in self.config.generators]

@@ -1,6 +1,6 @@
-"""Prompts of every stream: training, held-out, drafter pretraining, warm-start demonstrations.
+"""The prompts of every stream: training, held-out, drafter pretraining and warm-start demonstrations.
 
-Streams have seeds of their own, and a held-out problem never appears in another stream, whatever its size.
+Each stream has its own seeds, and a held-out problem never appears in another stream, however much is drawn.
 """
 
 from __future__ import annotations
@@ -16,24 +16,31 @@ from specrl.data.generators import GeneratorMixture
 from specrl.data.problems import Problem, ProblemSource, derive_seed
 
 CHAT = "chat"
+"""The value of `data.template` that stands for the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """A problem as the policy gets it, with what its reward needs."""
+
     id: int
-    """63 bits: a hash of stream, text and occurrence, so unique within a batch and the same in every run."""
+    """A 63-bit hash of stream, text and occurrence: unique within a batch, and the same in every run."""
     text: str
-    """With the template applied."""
+    """The question with the template applied."""
     tokens: list[int]
+    """The text as token ids."""
     answer: str
+    """The reference answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """`question` before the template; `generator` and `entry` for the generator's own scorer."""
+    """The problem's `question`, before the template, and `generator` and `entry` for the generator's own scorer."""
 
     @property
     def difficulty(self) -> str:
-        """What is known beforehand of how long an answer takes: generator, and number of terms or length of the prompt.
+        """A label for prompts whose answers are likely to be of similar length.
 
-        reasoning-gym's own `difficulty` is the range its settings allow, the same for every problem."""
+        It consists of the generator and the number of terms or, where there are none, the prompt's length in steps of 8
+        tokens. reasoning-gym's own `difficulty` would not serve: it is the same for every problem of a generator.
+        """
         terms = (self.metadata.get("entry") or {}).get("terms")
         measure = f"{len(terms)} terms" if terms else f"{len(self.tokens) // 8 * 8} tokens"
         return f"{self.metadata.get('generator', 0)}: {measure}"
@@ -42,12 +49,18 @@ class Prompt:
 class PromptSource:
     """All prompts of a run.
 
-    Raises:
-        ConfigError: unknown generator or parameter, unreadable file, bad template, a prompt that leaves no room for
-            `sampling.max_response_tokens`, or fewer held-out problems than asked for.
+    Every method raises ConfigError where a prompt leaves no room for `sampling.max_response_tokens`.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
+        """Open the problems of `[data]`.
+
+        Args:
+            tokenizer: The policy's tokenizer, of transformers.
+
+        Raises:
+            ConfigError: A generator or parameter is unknown, a file is unreadable, or the template is wrong.
+        """
         self._config = config
         self.tokenizer = tokenizer
         self._problems = make_problems(config.data, config.seed)
@@ -58,25 +71,33 @@ class PromptSource:
             )
 
     def batch(self, step: int) -> list[Prompt]:
-        """The `train.prompts_per_step` training prompts of a step: a pure function of (seed, step)."""
+        """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
         return self._prompts("train", self._problems.draw("train", step, self._config.train.prompts_per_step))
 
     def held_out(self, count: int) -> list[Prompt]:
-        """Distinct prompts never trained on; fewer are a prefix of more."""
+        """Return distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
+
+        Raises:
+            ConfigError: There are fewer held-out problems.
+        """
         return self._prompts("held-out", self._problems.held_out(count))
 
     def pretraining(self, count: int) -> list[Prompt]:
-        """Prompts on which the drafter is pretrained."""
+        """Return the prompts whose responses the drafter is pretrained on."""
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
-        """Prompts with a response that earns full reward: worked steps where there are some, else the answer."""
+        """Return prompts, each with a response that earns full reward: worked steps if there are any."""
         problems = self._problems.draw("demonstrations", 0, count)
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 
     def check(self) -> None:
-        """Draw what the run starts with, so that mistakes show before anything is trained."""
+        """Draw the first prompts of every stream that the run uses, so that mistakes show before anything is trained.
+
+        Raises:
+            ConfigError: A prompt is too long, or there are too few problems.
+        """
         self.batch(0)
         self.held_out(self._config.validate_.num_prompts)
         self.pretraining(self._config.drafter.num_prompts)
@@ -114,18 +135,19 @@ class PromptSource:
 
 
 def make_problems(config: DataConfig, seed: int) -> ProblemSource:
-    """The run's problems, from generators or a file.
+    """Return the run's problems, from generators or a file.
 
     Raises:
-        ConfigError: unknown generator or parameter, unreadable file, missing column.
+        ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
     """
     return FileProblems(config, seed) if config.source == "file" else GeneratorMixture(config, seed)
 
 
 def check_template(template: str) -> None:
-    """
+    """Check `data.template`.
+
     Raises:
-        ConfigError: not `chat` and not a format string whose only field is `{prompt}`.
+        ConfigError: It is neither `chat` nor a format string whose only field is `{prompt}`.
     """
     if template == CHAT:
         return
@@ -134,4 +156,4 @@ def check_template(template: str) -> None:
     except ValueError as error:
         raise ConfigError(f"data.template = {template!r}: {error}") from error
     if fields != {"prompt"}:
-        raise ConfigError(f'data.template = {template!r}: must contain {{prompt}} and no other field, or be "chat"')
+        raise ConfigError(f'data.template = {template!r}: it must contain {{prompt}} and no other field, or be "chat"')

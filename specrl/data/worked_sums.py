@@ -1,4 +1,4 @@
-"""specrl's own generator: sums with worked steps. Many terms make long responses, so lengths have a long tail."""
+"""specrl's own generator: sums with worked steps. Sums of many terms give the response lengths a long tail."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from specrl.config import PositiveInt, Section
 from specrl.data.problems import Problem
 
 ANSWER = re.compile(r"Answer: (-?\d+)")
+"""The form in which a response states its sum."""
 
 
 class WorkedSums(Section):
-    """`Q: 7 + 15 + 4\\nA:` is answered by ` 7 + 15 = 22, 22 + 4 = 26. Answer: 26`."""
+    """Sums with worked steps: `Q: 7 + 15 + 4\\nA:` with the answer ` 7 + 15 = 22, 22 + 4 = 26. Answer: 26`."""
 
     terms: tuple[Annotated[int, Field(ge=2)], ...] = (2, 2, 3, 3, 4, 5, 6, 8, 12)
-    """Numbers of terms. Every block of as many problems has each once, in random order: batches are then alike in
-    difficulty, and their mean rewards can be compared. Repeat a number to make it likelier."""
+    """The numbers of terms. A block of as many problems has each number once, in random order, so that batches are of
+    similar difficulty and their mean rewards can be compared. Repeat a number to make it more frequent."""
     low: Annotated[int, Field(ge=0)] = 1
     """Smallest term."""
     high: PositiveInt = 20
@@ -33,17 +34,21 @@ class WorkedSums(Section):
     @model_validator(mode="after")
     def _ranges(self) -> Self:
         if not self.terms or self.low > min(self.high, self.large_high):
-            raise ValueError("terms must not be empty and low must not exceed high and large_high")
+            raise ValueError(
+                f"terms must not be empty, and low must not exceed high and large_high; low = {self.low}, "
+                f"high = {self.high}, large_high = {self.large_high}"
+            )
         return self
 
     def problems(self, seed: int) -> Iterator[Problem]:
+        """Yield sums without end; they depend on the seed and the parameters alone."""
         rng = Random(seed)
         while True:
             for size in rng.sample(self.terms, len(self.terms)):
                 yield worked_sum([self._term(rng) for _ in range(size)])
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """1 if the last `Answer: N` of the response states the sum, else 0."""
+        """Return 1 if the last `Answer: N` of the response states the sum, else 0."""
         stated = ANSWER.findall(response)
         return float(bool(stated) and stated[-1].lstrip("0") == answer.lstrip("0"))
 
@@ -52,6 +57,7 @@ class WorkedSums(Section):
 
 
 def worked_sum(terms: list[int]) -> Problem:
+    """Return the problem of adding these terms, two or more, one after the other."""
     total, steps = terms[0], []
     for term in terms[1:]:
         steps.append(f"{total} + {term} = {total + term}")

@@ -1,4 +1,4 @@
-"""The model card of an exported drafter, or of a policy with a layer that drafts for it."""
+"""The model card of an exported drafter, or of a policy with a multi-token-prediction layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
     """Return the `vllm serve` command that uses the drafter.
 
     Args:
-        drafter_dir: The drafter's directory; the policy's own where its multi-token-prediction layer drafts.
+        drafter_dir: The drafter's directory; the same as `policy_dir` where a layer of the policy drafts.
         k: The number of tokens drafted per iteration.
     """
     if drafter_dir == policy_dir:
@@ -27,13 +27,13 @@ def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
 def model_card(
     config: Config, trained: TrainResult, validated: ValidateResult, acceptance_length: float, command: str
 ) -> str:
-    """Return the card as Markdown: what it was trained with, how good it is, and how to serve it.
+    """Return the card as Markdown: what was trained, the acceptance length and speedups, and how to serve it.
 
     Every figure in it was measured by this run.
 
     Args:
-        acceptance_length: The acceptance length of the exported directory, loaded on its own in a fresh engine.
-        command: The command that serves it.
+        acceptance_length: The acceptance length of the exported directory, loaded on its own into a new engine.
+        command: The command that serves the exported directory.
     """
     speed = "\n".join(
         f"| {pair.batch} | {pair.speedup:.2f} | {pair.speedup_min:.2f} - {pair.speedup_max:.2f} |"
@@ -55,11 +55,12 @@ def model_card(
 
 
 def _title(config: Config, trained: TrainResult) -> str:
+    """Return the heading and the paragraph below it."""
     if trained.drafter_dir == trained.policy_dir:
         return f"""Policy of run {config.name}, with its multi-token-prediction layer
 
 `{config.model.source}` after {trained.steps} steps of reinforcement learning by specrl. Its multi-token-prediction
-layer was trained along, on the policy's own hidden states and without a gradient to the policy. Drafts never change
+layer was trained with it, on the policy's own hidden states and without a gradient to the policy. Drafts never change
 what is sampled, only how fast."""
     return f"""EAGLE-3 drafter of run {config.name}
 

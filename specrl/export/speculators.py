@@ -1,6 +1,6 @@
 """The drafter in the format of the `speculators` library, which vLLM serves with `vllm serve DIRECTORY` alone.
 
-It holds the tensors of the EAGLE-3 directory under the library's names, and its config names the drafter's policy.
+It holds the tensors of the EAGLE-3 directory under the library's names, and its `config.json` names the policy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from specrl.artifacts import write_json
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 from specrl.models.hf_io import TensorReader, write_tensors
 
+# Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
 DRAFTER_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size")
 LAYER_KEYS = (
     "model_type",
@@ -40,7 +41,7 @@ def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) ->
 
     Args:
         policy: The directory or hub id of the policy, as the serving side will name it.
-        k: The number of draft tokens per iteration that the config proposes.
+        k: The number of draft tokens per iteration that `config.json` recommends.
     """
     eagle3 = json.loads((eagle3_dir / CONFIG_FILE).read_text())
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,12 @@ def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) ->
 
 
 def speculators_config(eagle3: dict[str, Any], policy: str, k: int) -> dict[str, Any]:
-    """Return the contents of the library's `config.json`, given those of the EAGLE-3 directory's."""
+    """Return the contents of the library's `config.json`, given those of the EAGLE-3 directory's.
+
+    Args:
+        policy: The directory or hub id of the policy.
+        k: The number of draft tokens per iteration that it recommends.
+    """
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -1,4 +1,4 @@
-"""What must be true of a Hugging Face directory before a model is trained from it. Nothing here imports torch."""
+"""The checks of a Hugging Face directory before a model is trained from it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from specrl.config import ConfigError
 from specrl.models.families import Family, family_of
 
 CONFIG_FILE = "config.json"
+"""The model's configuration, as transformers writes it."""
 WEIGHTS_FILE = "model.safetensors"
+"""The weights, where they are in one file."""
 INDEX_FILE = "model.safetensors.index.json"
-"""Present where the weights are in several files: `weight_map` says which file holds each tensor."""
+"""The index, where the weights are in several files: its `weight_map` says which file holds each tensor."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""The files of which a directory must have one."""
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -24,11 +27,11 @@ def weight_files(directory: Path) -> list[str]:
     return [WEIGHTS_FILE]
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_model_config(directory: Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face directory's `config.json`.
 
     Raises:
-        ConfigError: The directory or the file does not exist, or it is not JSON.
+        ConfigError: The directory or the file does not exist, or the file is not JSON.
     """
     if not directory.is_dir():
         raise ConfigError(f"model directory {directory} does not exist")
@@ -48,13 +51,13 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
         max_length: The longest prompt plus response in tokens, `model.max_length`.
 
     Raises:
-        ConfigError: One line that names the directory and what is missing or not supported.
+        ConfigError: Something is missing or not supported; the message is one line that names the directory.
     """
-    config = read_config(directory)
+    config = read_model_config(directory)
     try:
         family = family_of(config)
     except ConfigError as error:
-        raise ConfigError(f"model directory {directory} is {error}") from error
+        raise ConfigError(f"model directory {directory}: {error}") from error
     _check_family(config, family, directory)
     for name in weight_files(directory):
         if not (directory / name).is_file():
@@ -63,23 +66,25 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
         raise ConfigError(f"model directory {directory} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     longest = config.get("max_position_embeddings", max_length)
     if max_length > longest:
-        raise ConfigError(f"model.max_length = {max_length}: the model in {directory} has {longest} positions")
+        raise ConfigError(
+            f"model.max_length = {max_length}: it must not exceed the {longest} positions of the model in {directory}"
+        )
     return config
 
 
 def _check_family(config: dict[str, Any], family: Family, directory: Path) -> None:
-    """Refuse a member of the family that this project or vLLM would compute wrongly."""
+    """Raise ConfigError for a model of the family that specrl or vLLM would compute wrongly."""
     if config.get("tie_word_embeddings", False) and not family.can_tie:
         raise ConfigError(
             f"{directory}: {family.architecture} with tie_word_embeddings = true is not supported: "
-            "vLLM wants its output layer in the checkpoint"
+            "vLLM needs the output layer of this architecture in the checkpoint"
         )
     if family.mtp is None:
         return
     layers = config.get("num_nextn_predict_layers", 0)
     if layers != 1:
         raise ConfigError(
-            f"{directory}: num_nextn_predict_layers = {layers}: vLLM drafts with one layer, so it must be 1"
+            f"{directory}: num_nextn_predict_layers = {layers}: it must be 1, because vLLM drafts with one layer"
         )
     if (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
         raise ConfigError(

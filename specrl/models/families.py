@@ -1,8 +1,8 @@
-"""The model families that can be trained: one row each, and everything in which families differ stands in the row.
+"""The model families that can be trained: one row for each, which says everything in which it differs from the others.
 
 The loader and the exporter (`training/megatron/weights.py`), the comparison of weights inside the engine
 (`rollout/vllm/load.py`), the memory plan (`models/shapes.py`), the FP8 recipe (`precision/recipe.py`), the source check
-(`models/directory.py`) and the tiny models (`models/tiny.py`) read it. Nothing here imports torch.
+(`models/directory.py`) and the tiny models (`models/tiny.py`) read the row. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Linear:
     megatron: str
     """The module inside Megatron's transformer layer, such as `self_attention.linear_qkv`."""
     engine: str
-    """The module inside the engine's transformer layer, such as `self_attn.qkv_proj`."""
+    """The module inside vLLM's transformer layer, such as `self_attn.qkv_proj`."""
     parts: tuple[str, ...]
     """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows."""
     layout: Layout
+    """How Megatron lays out the matrix or matrices."""
 
     @property
     def name(self) -> str:
-        """The name by which FP8 recipes and tables call this layer, such as `linear_qkv`."""
+        """The name of this layer in FP8 recipes and tables, such as `linear_qkv`."""
         return self.megatron.rpartition(".")[2]
 
 
@@ -50,12 +51,12 @@ ATTENTION = (
     ),
     Linear("self_attention.linear_proj", "self_attn.o_proj", ("self_attn.o_proj",), "columns"),
 )
-"""Grouped-query attention."""
+"""The linear layers of grouped-query attention."""
 DENSE_MLP = (
     Linear("mlp.linear_fc1", "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), "gate_up"),
     Linear("mlp.linear_fc2", "mlp.down_proj", ("mlp.down_proj",), "columns"),
 )
-"""One SwiGLU in every layer, without experts."""
+"""The linear layers of one SwiGLU, without experts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class MtpLayer:
     """A layer after the last one that predicts the token after the next; its tensors are part of the checkpoint."""
 
     prefix: str
-    """What the names of its tensors begin with."""
+    """The prefix of the names of its tensors."""
 
 
 MIMO_LAYER = MtpLayer("model.mtp_layers.0.")
@@ -72,10 +73,10 @@ MIMO_LAYER = MtpLayer("model.mtp_layers.0.")
 
 @dataclass(frozen=True)
 class Family:
-    """One row: a decoder with RMS norms, rotary embeddings and SwiGLU, and how it departs from Llama."""
+    """One row: a family of decoders with RMS norms, rotary embeddings and SwiGLU, and how it differs from Llama."""
 
     name: str
-    """The value of `model.tiny.family`."""
+    """The family's name in specrl, such as the value of `model.tiny.family`."""
     architecture: str
     """The first entry of `architectures` in `config.json`, by which a checkpoint and vLLM name the family."""
     model_type: str
@@ -85,14 +86,15 @@ class Family:
     qk_norm: bool = False
     """Whether each head's queries and keys pass an RMS norm (`q_norm`, `k_norm`) before they are rotated."""
     attention: tuple[Linear, ...] = ATTENTION
+    """The linear layers of attention."""
     mlp: tuple[Linear, ...] = DENSE_MLP
-    """The linear layers after attention; a family with experts states their layout here."""
+    """The linear layers after attention."""
     mtp: MtpLayer | None = None
-    """The multi-token-prediction layer, for `speculation.method = "mtp"`; none where the family has no such layer."""
+    """The multi-token-prediction layer, for `speculation.method = "mtp"`; None where the family has no such layer."""
     can_tie: bool = True
     """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
     ignored_keys: tuple[str, ...] = ()
-    """Keys of a published `config.json` that are left out of the one that transformers and vLLM are given."""
+    """Keys of a published `config.json` that are removed from the copy that transformers and vLLM read."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -101,9 +103,10 @@ class Family:
 
     @property
     def fused(self) -> dict[str, str]:
-        """The name of each matrix that the engine holds fused with others, and the fused layer's name.
+        """The fused layer's name for each matrix that the engine holds fused with others, by the matrix's name.
 
-        Names are last parts, such as `q_proj` and `qkv_proj`, in the order in which the engine stacks the rows.
+        Names are without their parents, such as `q_proj` and `qkv_proj`, and in the order in which the engine stacks
+        the rows.
         """
         return {
             part.rpartition(".")[2]: linear.engine.rpartition(".")[2]
@@ -117,19 +120,19 @@ FAMILIES: dict[str, Family] = {}
 """All rows by name."""
 
 
-def register(family: Family) -> Family:
+def register_family(family: Family) -> Family:
     """Add a row to `FAMILIES` and return it."""
     FAMILIES[family.name] = family
     return family
 
 
-LLAMA = register(Family("llama", "LlamaForCausalLM", "llama"))
-register(Family("qwen2", "Qwen2ForCausalLM", "qwen2", qkv_bias=True))
-register(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True))
-# MiMo is a Qwen2 with one more layer, the smallest that vLLM's CPU build drafts with. Its checkpoints call themselves
-# `mimo` and bring remote code; without these keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM
-# wants an untied head in the checkpoint.
-register(
+LLAMA = register_family(Family("llama", "LlamaForCausalLM", "llama"))
+register_family(Family("qwen2", "Qwen2ForCausalLM", "qwen2", qkv_bias=True))
+register_family(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True))
+# MiMo is a Qwen2 with one more layer, the smallest model whose layer vLLM's CPU build can draft with. Its checkpoints
+# call themselves `mimo` and bring remote code; without the ignored keys they are the Qwen2 that transformers and vLLM
+# compute anyway. vLLM needs an untied head in the checkpoint.
+register_family(
     Family(
         "mimo",
         "MiMoForCausalLM",
@@ -148,17 +151,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: No row has its architecture; the line names those that are supported.
     """
-    architecture = (config.get("architectures") or ["model without an architecture"])[0]
+    architecture = (config.get("architectures") or ["none given"])[0]
     for family in FAMILIES.values():
         if family.architecture == architecture:
             return family
-    raise ConfigError(f"a {architecture}; supported: {', '.join(row.architecture for row in FAMILIES.values())}")
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    raise ConfigError(f"unsupported architecture: {architecture}; supported: {supported}")
 
 
 def family_of_model(hf: Any) -> Family:
     """Return the row of a model, given transformers' configuration object.
 
-    An object that was made in code names no architecture: it is found by its `model_type`.
+    An object that was made in code names no architecture; its `model_type` decides.
 
     Raises:
         ConfigError: No row has its architecture; the line names those that are supported.
@@ -179,16 +183,20 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
     if tiny.tie_embeddings and not family.can_tie:
         raise ConfigError(
             f'model.tiny.tie_embeddings = true with model.tiny.family = "{family.name}": '
-            "vLLM wants this family's output layer in the checkpoint; leave tie_embeddings out"
+            "vLLM needs this family's output layer in the checkpoint; leave tie_embeddings out"
         )
     return family
 
 
 def ties_embeddings(tiny: TinyModelConfig) -> bool:
-    """Return whether the random model ties its embeddings: as `model.tiny` says, else wherever its family can."""
+    """Return whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can.
+
+    Raises:
+        ConfigError: There is no such family, or it cannot have tied embeddings.
+    """
     return tiny_family(tiny).can_tie if tiny.tie_embeddings is None else tiny.tie_embeddings
 
 
 def head_dim(hf: Any) -> int:
-    """Return the channels of one attention head, for transformers' configuration object of a model."""
+    """Return the number of channels of one attention head, given transformers' configuration object of a model."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)

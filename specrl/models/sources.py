@@ -1,4 +1,4 @@
-"""Where the policy comes from: every source becomes a Hugging Face directory with config, tokenizer and weights."""
+"""The sources of the policy; each becomes a Hugging Face directory with configuration, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import Any
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
-from specrl.models.directory import CONFIG_FILE, check_directory, read_config, weight_files
+from specrl.models.directory import CONFIG_FILE, check_directory, read_model_config, weight_files
 from specrl.models.families import FAMILIES, family_of, tiny_family
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""The form of a hub id, owner/name."""
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+"""The files that are downloaded from the hub."""
 
 
 def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
-    """Make `directory` the Hugging Face directory of `model.source` and return it; a complete one is left as it is.
+    """Write the model of `model.source` as a Hugging Face directory, unless that exists, and return its path.
 
-    Small files are copied and the weights of an existing directory are linked. The directory is written under a
-    temporary name and renamed.
+    The directory is written under a temporary name and renamed. If the source is a directory, its small files are
+    copied and its weights are linked.
 
     Args:
         seed: The seed of the random weights of `model.source = "tiny"`.
 
     Raises:
-        ConfigError: There is no such source, or it is not a model that this project can train.
+        ConfigError: There is no such source, or it is not a model that specrl can train.
     """
     if directory.is_dir():
         check_directory(directory, config.max_length)
@@ -43,10 +45,10 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
 
 
 def check_source(config: ModelConfig) -> None:
-    """Check what can be known of `model.source` without downloading or writing anything.
+    """Check `model.source` as far as that is possible without downloading or writing anything.
 
     Raises:
-        ConfigError: There is no such source, or it is not a model that this project can train.
+        ConfigError: There is no such source, or it is not a model that specrl can train.
     """
     kind = _kind(config.source)
     if kind == "directory":
@@ -59,11 +61,11 @@ def check_source(config: ModelConfig) -> None:
         find_packaged()
 
 
-def check_method(config: Config, directory: Path | None = None) -> None:
-    """Check that the model can be drafted for by `speculation.method`, as far as the model is known.
+def check_model_fits_method(config: Config, directory: Path | None = None) -> None:
+    """Check that `speculation.method` can draft for the model; a model that is still on the hub is not checked.
 
     Args:
-        directory: The model's directory, where it has been materialised.
+        directory: The model's Hugging Face directory, if it has been written.
 
     Raises:
         ConfigError: The method is `mtp` and the model has no multi-token-prediction layer.
@@ -97,6 +99,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _kind(source: str) -> str:
+    """Return the kind of `model.source`: `smollm2-135m`, `tiny`, `directory` or `hub`."""
     if source in ("smollm2-135m", "tiny"):
         return source
     path = Path(source).expanduser()
@@ -111,7 +114,7 @@ def _kind(source: str) -> str:
 
 def _write(config: ModelConfig, seed: int, directory: Path) -> None:
     kind = _kind(config.source)
-    # Imported here: these need torch, and the checks above must not.
+    # These imports need torch, which the checks above must do without.
     if kind == "smollm2-135m":
         from specrl.models.gguf import find_packaged, write_gguf_model
 
@@ -127,9 +130,9 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
 
 
 def _link(source: Path, directory: Path) -> None:
-    """Copy what is small and link the weights: a 16 GB model must not be written twice.
+    """Copy the small files and link the weights, so that a 16 GB model is not written twice.
 
-    `config.json` is written as transformers and vLLM read it without remote code.
+    `config.json` is written without the keys for remote code that the family ignores.
     """
     weights = set(weight_files(source))
     for file in source.iterdir():
@@ -137,7 +140,7 @@ def _link(source: Path, directory: Path) -> None:
             (directory / file.name).symlink_to(file.resolve())
         elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
             shutil.copyfile(file, directory / file.name)
-    config = read_config(source)
+    config = read_model_config(source)
     family = family_of(config)
     if family.ignored_keys:
         kept = {key: value for key, value in config.items() if key not in family.ignored_keys}
@@ -145,6 +148,7 @@ def _link(source: Path, directory: Path) -> None:
 
 
 def _download(hub_id: str) -> Path:
+    """Download a model from the hub, or find it in the local cache, and return its directory."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

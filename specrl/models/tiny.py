@@ -1,4 +1,4 @@
-"""A tiny random model with a character tokenizer, made on the spot: the whole pipeline without any download."""
+"""A tiny random model with a character tokenizer, with which the whole pipeline runs without any download."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from specrl.models.hf_io import write_tensors
 from specrl.models.shapes import TINY_VOCAB_SIZE
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+"""The special tokens."""
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
+"""The characters that are tokens: newline and the printable ones of ASCII."""
 BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}
-"""How byte-level tokenizers spell the two characters that they do not spell as themselves."""
+"""The spelling that byte-level tokenizers use for the two characters that do not stand for themselves."""
 INITIAL_STD = 0.05
 """The standard deviation of the random weights."""
 
@@ -37,7 +39,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     family, tied = tiny_family(tiny), ties_embeddings(tiny)
     config_class = CONFIG_MAPPING[family.model_type]
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    # Where a family's heads have a size of their own, its default is not that of a tiny model.
+    # Where a family sets the size of its heads by itself, its default is too large for a tiny model.
     sizes = {"head_dim": tiny.hidden_size // tiny.num_heads} if hasattr(config_class(), "head_dim") else {}
     hf_config = config_class(
         architectures=[family.architecture],
@@ -82,8 +84,8 @@ def _mtp_layer(model_class: Any, hf_config: Any) -> dict[str, Tensor]:
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per printable ASCII character and newline; anything else is `<unk>`.
 
-    No token is added to a text. It is a byte-level BPE without merges, because transformers rebuilds the tokenizer of
-    a Qwen2 directory as one.
+    It adds no tokens to a text. It is a byte-level BPE without merges, because that is what transformers makes of the
+    tokenizer in a Qwen2 directory.
 
     Args:
         max_length: The longest text in tokens.

@@ -1,6 +1,7 @@
-"""Blockwise e4m3 quantisation of matrices: the pure arithmetic.
+"""The arithmetic of blockwise e4m3 quantisation of matrices.
 
-Sizes that no block divides are padded with zeros at the end (576 = 4.5 blocks of 128); the padding is not returned.
+Where the block size does not divide a dimension, such as 576 = 4.5 blocks of 128, the last block is padded with zeros;
+the padding is not returned.
 """
 
 from __future__ import annotations
@@ -14,28 +15,31 @@ from torch import Tensor
 E4M3_MAX = 448.0
 """Largest finite value of `torch.float8_e4m3fn`."""
 BLOCK = 128
+"""The number of elements along a side of a block."""
 ALONG_ROWS = (1, BLOCK)
-"""Activations and gradients of which the last dimension is summed over."""
+"""The block of activations and gradients in products that sum over the last dimension."""
 ALONG_TOKENS = (BLOCK, 1)
-"""The same where tokens, the first dimension, are summed over: weight gradients."""
+"""The block of activations and gradients in products that sum over tokens, the first dimension: weight gradients."""
 SQUARE = (BLOCK, BLOCK)
-"""Weights."""
+"""The block of weights."""
 
 MIN_AMAX = 2.0**-100
-"""Blocks that are all zero get the scale of this, so that nothing is divided by zero."""
+"""The smallest largest magnitude that a scale is computed from, so that blocks of zeros do not divide by zero."""
 CHUNK_ELEMENTS = 2**19
-"""Elements worked on at a time on a CPU: few enough to stay in its cache."""
+"""The number of elements worked on at a time: few enough to stay in a CPU's cache."""
 
 
 def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Round to e4m3 with one scale per block.
+    """Round a matrix to e4m3 with one scale per block.
 
     Args:
-        values: [rows, columns], any float type.
+        values: [rows, columns] of any float type.
+        block: The rows and columns of a block.
+        power_of_two: Whether to round scales up to powers of two.
 
     Returns:
-        The rounded values, float8_e4m3fn [rows, columns], and FP32 scales [row blocks, column blocks], one for each
-        block. Multiply them to get the values back.
+        The quantised matrix, float8_e4m3fn [rows, columns], and the scales, float32 [row blocks, column blocks]. Their
+        product approximates the values.
     """
     blocks = _blocks(values, block)
     scales = _scales(blocks, power_of_two)
@@ -44,9 +48,9 @@ def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = Fal
 
 
 def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Tensor:
-    """Return what `quantise` keeps of `values`, times the scales, in the type of `values`.
+    """Return the product of what `quantise` returns, in the type of `values`.
 
-    Five times faster than casting to e4m3 and back.
+    This is five times faster than casting to e4m3 and back.
     """
     rows, columns = values.shape
     result = torch.empty_like(values)
@@ -63,10 +67,11 @@ def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool 
 
 
 def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """`fake_quantise` of a weight that holds several matrices below each other: blocks begin anew at each of them.
+    """Return `fake_quantise` of a weight in which several matrices are stacked; blocks begin anew at each of them.
 
     Args:
-        sizes: rows of each matrix, of this rank.
+        weight: [rows of all matrices, columns].
+        sizes: The number of rows of each matrix on this rank.
     """
     if all(size % BLOCK == 0 for size in sizes[:-1]):
         return fake_quantise(weight, SQUARE, power_of_two=power_of_two)
@@ -76,19 +81,19 @@ def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bo
 
 
 def row_scales(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """The scales of `fake_quantise_rows`, float32 [row blocks of all matrices, column blocks]."""
+    """Return the scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
     return torch.cat(
         [quantise(part, SQUARE, power_of_two=power_of_two)[1] for part in torch.split(weight, list(sizes))]
     )
 
 
 def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block: float32 [row blocks, column blocks]."""
+    """Return the largest magnitude in each block, float32 [row blocks, column blocks]."""
     return _amax(_blocks(values, block))[:, 0, :, 0]
 
 
 def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """A float32 copy [row blocks, block rows, column blocks, block columns], zero where padded."""
+    """Return a float32 copy [row blocks, block rows, column blocks, block columns], zero where padded."""
     rows, columns = values.shape
     copy = values.to(torch.float32, copy=True)
     below, right = -rows % block[0], -columns % block[1]
@@ -98,15 +103,16 @@ def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _amax(blocks: Tensor) -> Tensor:
-    """[row blocks, 1, column blocks, 1]."""
+    """Return the largest magnitude in each block, [row blocks, 1, column blocks, 1]."""
     sizes = (blocks.shape[1], blocks.shape[3])
     dims = [dim for dim, size in zip((1, 3), sizes, strict=True) if size > 1]
     return blocks.abs().amax(dims, keepdim=True) if dims else blocks.abs()
 
 
 def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
-    """amax / 448 per block, as [row blocks, 1, column blocks, 1]; NaN and infinity carry through."""
-    # GPUs divide by a number as they multiply with its reciprocal: another last bit than a CPU's, which this avoids.
+    """Return each block's largest magnitude / 448, [row blocks, 1, column blocks, 1]; NaN and infinity are kept."""
+    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
+    # by a tensor avoids this.
     largest = blocks.new_full((), E4M3_MAX)
     scales = _amax(blocks).clamp_(min=MIN_AMAX).div_(largest)
     if power_of_two:
@@ -116,10 +122,10 @@ def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
 
 
 def _round_to_e4m3(values: Tensor) -> None:
-    """Round float32 magnitudes up to 448 to the nearest e4m3 value, ties to even, in place.
+    """Round float32 values of magnitude 448 or less to the nearest e4m3 value, ties to even, in place.
 
-    Adding and subtracting 1.5 x 2^(e + 20), with e the value's exponent, leaves a multiple of 2^(e - 3): 3
-    mantissa bits. Below 2^-6 e4m3 is subnormal and the step stays 2^-9.
+    Adding and subtracting 1.5 x 2^(e + 20), where e is the value's exponent, leaves a multiple of 2^(e - 3), that is 3
+    mantissa bits. Below 2^-6 e4m3 is subnormal and the step stays at 2^-9.
     """
     exponent = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     anchor = exponent.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)

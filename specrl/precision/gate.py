@@ -1,4 +1,4 @@
-"""Stops a run whose engines no longer agree about the tokens that one samples and the other trains on."""
+"""The gate that stops a run when training and generation no longer agree about the probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 MOST_ROWS = 12
+"""The largest number of layers that an error message lists."""
 
 
 class EngineMismatchError(RuntimeError):
@@ -18,12 +19,12 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
     """Check that training and generation agree about the tokens of a step.
 
     Args:
-        metrics: the step's metrics; without `mismatch/bulk_error` nothing was trained on and there is nothing to check.
-        limit: the largest error allowed, `precision.max_token_mult_prob_error`.
-        layers_path: the calibration's table of layers.
+        metrics: The step's metrics; without `mismatch/bulk_error` nothing was trained on and there is nothing to check.
+        limit: The largest error allowed, `precision.max_token_mult_prob_error`.
+        layers_path: The calibration's table of layers.
 
     Raises:
-        EngineMismatchError: the error is above the limit or not a number; the message lists the layers that FP8 changes
+        EngineMismatchError: The error is above the limit or not a number; the message lists the layers that FP8 changes
             most.
     """
     error = metrics.get("mismatch/bulk_error")
@@ -33,12 +34,13 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
         f"token_mult_prob_error is {error:.4f} without the largest thousandth of the tokens "
         f"(KL {metrics['mismatch/kl']:.4f} nats per token): training and generation disagree by more than "
         f"precision.max_token_mult_prob_error = {limit:g}. Lower precision.max_kl, so that more "
-        f"layers stay in BF16, or use one precision in both. As calibrated:\n{layer_table(layers_path)}"
+        "layers stay in BF16, or use the same precision for both. The calibration measured:\n"
+        f"{layer_table(layers_path)}"
     )
 
 
 def layer_table(layers_path: Path) -> str:
-    """Return those layers as text whose FP8 alone moves the model's output most."""
+    """Return, as text, a table of the layers that change the model's output most when they alone are in FP8."""
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])

@@ -1,8 +1,9 @@
-"""Scales of an FP8 KV cache from the policy's own forward passes: queries and keys after their rotation, and values.
+"""Scales of an FP8 KV cache, measured in the policy's own forward passes: of rotated queries and keys, and of values.
 
-Per layer, the 99.9th percentile over tokens of the largest magnitude of a token (over its heads and channels of one
-tensor-parallel rank), with a margin, is what the largest e4m3 value stands for; the few larger magnitudes saturate.
-Maxima are counted in bins by their logarithm, so that ranks and micro-batches add up and a step costs little.
+A token's maximum is its largest magnitude over the heads and channels of one tensor-parallel rank. In each layer the
+99.9th percentile of the tokens' maxima, plus a margin, is mapped to the largest e4m3 value; the few larger magnitudes
+saturate. Maxima are counted in bins by their logarithm, so that the counts of ranks and micro-batches can be added, and
+a step costs little.
 """
 
 from __future__ import annotations
@@ -19,34 +20,43 @@ from specrl.distributed import Ranks
 from specrl.precision.blocks import E4M3_MAX
 from specrl.precision.recipe import KvScales
 
-PERCENTILE, MARGIN = 0.999, 1.05
+PERCENTILE = 0.999
+"""The share of tokens whose maximum does not saturate."""
+MARGIN = 1.05
+"""The factor by which the largest representable magnitude exceeds the percentile."""
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
-"""Upper edges of bins are at most 2.2 % above what lies in them."""
+"""The bins are narrow enough that the upper edge of one is at most 2.2 % above the maxima in it."""
 QUERY, KEY, VALUE = range(3)
+"""The indices of queries, keys and values in the counts."""
 
 
 class KvObserver:
-    """Watches the attention layers of a policy: hand it to the policy as `policy.kv_observer`."""
+    """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
         """Watch the attention layers of a model.
 
         Args:
-            training_only: leave out passes that do not train: the parity probe's and those of reference weights.
+            model: This rank's part of Megatron's model.
+            num_layers: The number of transformer layers of the whole model.
+            training_only: Whether to leave out passes that do not train, such as the parity probe's and those of
+                reference weights.
         """
         self.training_only = training_only
+        """Whether the policy must set `lengths` to None for passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.lengths: Tensor | None = None
-        """Set by the policy before each micro-batch: [batch], so that padding is left out; none: look away."""
+        """The length of each sequence, [batch], which excludes padding; the policy sets it before each micro-batch, and
+        to None for one that is not to be observed."""
         self.seconds = 0.0
-        """Spent here since the last `take`; on GPUs the time to launch it."""
+        """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._watched = [layer.self_attention.core_attention for layer in model.decoder.layers]
         self._hooks: list[Any] = []
         for layer, attention in zip(model.decoder.layers, self._watched, strict=True):
             observe = partial(self._observe, layer.layer_number - 1)
             if hasattr(attention, "observe"):
-                attention.observe = observe  # rotates by itself, and shows what it has rotated
+                attention.observe = observe  # rotates queries and keys itself, and passes them on
             else:
                 self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
 
@@ -59,10 +69,10 @@ class KvObserver:
             hook.remove()
 
     def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """*Return the scales for all tokens of all ranks since the last call, and the seconds that measuring took.
+        """Return the scales for all tokens of all ranks since the last call (collective).
 
         Returns:
-            None where there was no token.
+            The scales and the seconds that measuring them took; None where there was no token.
         """
         started = time.perf_counter()
         if ranks.world_size > 1:
@@ -77,7 +87,7 @@ class KvObserver:
 
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Count the maxima of queries, keys and values, [batch, heads, seq, width] each."""
+        """Count the maxima of queries, keys and values, each [batch, heads, seq, head_dim]."""
         if self.lengths is None:
             return
         started = time.perf_counter()
@@ -90,13 +100,13 @@ class KvObserver:
 
 
 def kv_scale(counts: Tensor) -> Tensor:
-    """Return the scales [layers], float64, for counts of tokens [layers, bins]."""
+    """Return the scale of each layer, float64 [layers], from the number of tokens in each bin, [layers, bins]."""
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
 
 
 def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    """Observe attention that gets queries and keys already rotated, [seq, batch, heads, width]."""
+    """Observe the inputs of attention that gets rotated queries and keys; each is [seq, batch, heads, head_dim]."""
     query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
     observe(query, key, value)

@@ -1,8 +1,9 @@
-"""How far training and generation disagree about the tokens that were sampled, from both engines' log-probs.
+"""Measures of how far training and generation disagree about the tokens that were sampled.
 
-All functions take flat tensors of equal length, one entry per response token that was *sampled by the generation
-engine*, natural log-probs under the distribution sampled from. With p = generation, q = training, and r = q / p the
-importance ratio of a token, expectations over p become means over the tokens.
+The functions of `training` and `generation` take flat float tensors of equal length: the natural log-probs that the
+trainer and the engine give to the response tokens that the engine sampled, under the distribution sampled from.
+Below, p is the engine's probability of a token, q the trainer's, and r = q / p its importance ratio; expectations over
+p are means over the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from specrl.schemas import Rollout
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+"""The quantiles of the importance ratio that are logged, besides the maximum."""
 LARGE_RATIO = 2.0
 """The importance ratio above which `mismatch/truncated_fraction` counts a token, and `tis` truncates by default."""
 
@@ -24,7 +26,7 @@ def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
     """Return log r = log q - log p as float64 [tokens].
 
     Raises:
-        ValueError: nothing to compare, or another number of tokens on each side.
+        ValueError: There are no tokens, or not the same number on both sides.
     """
     if training.shape != generation.shape or training.ndim != 1 or not len(training):
         raise ValueError(
@@ -35,15 +37,15 @@ def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
 
 
 def token_mult_prob_error(training: Tensor, generation: Tensor) -> float:
-    """Return the mean of exp(|log q - log p|), NeMo RL's gate: 1 is perfect agreement, below 1.1 is asked for."""
+    """Return the mean of exp(|log q - log p|); 1 is perfect agreement, and NeMo RL asks for less than 1.1."""
     return float(log_ratio(training, generation).abs().exp().mean())
 
 
 def bulk_error(training: Tensor, generation: Tensor) -> float:
-    """Return `token_mult_prob_error` without the largest thousandth of its terms, but without one at least.
+    """Return `token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
 
-    A digit that the model is of two minds about can be hundreds of times likelier after a rounding: one such token of a
-    thousand weighs as much as all others, and is no loss of agreement. A single token gives 1, and NaN gives NaN.
+    Rounding can make a token that is nearly a toss-up hundreds of times more likely. One such token among a thousand
+    would weigh as much as all others, although the engines agree. A single token gives 1, and NaN gives NaN.
     """
     terms = log_ratio(training, generation).abs().exp().sort().values
     left_out = max(1, len(terms) // 1000)
@@ -52,9 +54,9 @@ def bulk_error(training: Tensor, generation: Tensor) -> float:
 
 
 def kl(training: Tensor, generation: Tensor) -> float:
-    """Return KL(p || q) in nats per token by Schulman's k3, the mean of r - 1 - log r.
+    """Return Schulman's k3 estimate of KL(p || q) in nats per token: the mean of r - 1 - log r.
 
-    The estimate is unbiased, and no term is negative.
+    It is unbiased, and none of its terms is negative.
     """
     log_r = log_ratio(training, generation)
     return float((log_r.expm1() - log_r).mean())
@@ -63,8 +65,8 @@ def kl(training: Tensor, generation: Tensor) -> float:
 def js(training: Tensor, generation: Tensor) -> float:
     """Return the Jensen-Shannon divergence in nats per token, between 0 and log 2 in expectation.
 
-    JS = E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; f is convex and f(1) = f'(1) = 0, so that
-    no term is negative.
+    It is E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2. None of its terms is negative, because f
+    is convex and f(1) = f'(1) = 0.
     """
     log_r = log_ratio(training, generation)
     log_mean = torch.logaddexp(torch.zeros_like(log_r), log_r) - math.log(2.0)  # log((1 + r) / 2)
@@ -72,14 +74,14 @@ def js(training: Tensor, generation: Tensor) -> float:
 
 
 def importance_ratio_quantiles(training: Tensor, generation: Tensor) -> dict[float, float]:
-    """Return the quantiles of r by their share, those of `QUANTILES` and the maximum as 1.0."""
+    """Return the quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
     ordered = log_ratio(training, generation).exp().sort().values
     positions = {share: min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1) for share in (*QUANTILES, 1.0)}
     return {share: float(ordered[position]) for share, position in positions.items()}
 
 
 def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> float:
-    """Return the share of the tokens whose r is above `cap`, where truncated importance sampling cuts it off."""
+    """Return the share of the tokens whose r is above `cap`, at which truncated importance sampling cuts it off."""
     return float((log_ratio(training, generation) > math.log(cap)).double().mean())
 
 
@@ -107,5 +109,5 @@ def rollout_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _suffix(share: float) -> str:
-    """Return 0.99 as `p99` and 1.0 as `max`."""
+    """Return the ending of a quantile's metric name: `p99` for 0.99, and `max` for 1.0."""
     return "max" if share == 1.0 else "p" + f"{share:g}".removeprefix("0.").ljust(2, "0")

@@ -1,4 +1,4 @@
-"""Precision as a step shows it: FP8 where the recipe says so, scales of the KV cache, and engines that agree."""
+"""The checks of precision in each step: FP8 is on where it should be, the KV cache has scales, the engines agree."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from specrl.timeline import Timer
 
 
 class GenerationPrecision(Protocol):
-    """What must be known of the rollout engine."""
+    """The part of the rollout engine that the monitor uses."""
 
     def assert_quantised(self) -> None:
         """Raise NotQuantisedError unless the engine computed in FP8 where it should."""
 
 
 class TrainingPrecision(Protocol):
-    """What must be known of the trainer's linear layers where they compute in FP8."""
+    """The part of the trainer's FP8 linear layers that the monitor uses."""
 
     @property
-    def mode(self) -> Mode: ...
+    def mode(self) -> Mode:
+        """How they compute FP8."""
+        ...
 
     def assert_quantised(self, *, trained: bool) -> None:
         """Raise NotQuantisedError unless the layers computed in FP8 where they should."""
@@ -47,9 +49,9 @@ class PrecisionMonitor:
         """Monitor one rank.
 
         Args:
-            training: None where the trainer computes in BF16 or FP32.
-            kv_observer: measures the scales of an FP8 KV cache; None where the cache is not in FP8.
-            layers_path: the calibration's table of layers, quoted to whoever must see where the engines disagree.
+            training: The trainer's linear layers; None where it computes in BF16 or FP32.
+            kv_observer: The observer that measures the scales of an FP8 KV cache; None where the cache is not in FP8.
+            layers_path: The calibration's table of layers, which the error quotes when the engines disagree.
         """
         self._config, self._ranks = config, ranks
         self._generation, self._training, self._kv_observer = generation, training, kv_observer
@@ -62,14 +64,14 @@ class PrecisionMonitor:
         return self._training.mode if self._training is not None else "off"
 
     def check_quantised(self, num_tokens: float) -> None:
-        """Check once that engine and trainer compute FP8 where they should: silently off, it would never be noticed.
+        """Check once that engine and trainer compute in FP8 where they should; nothing else would show if they did not.
 
         Args:
-            num_tokens: tokens that the step trained on. A trainer that was given none has computed nothing yet, and is
-                checked after a later step.
+            num_tokens: The number of tokens that the step trained on. If there were none, the trainer has computed
+                nothing yet and is checked after a later step.
 
         Raises:
-            NotQuantisedError: the error names the first layer that computed in another precision.
+            NotQuantisedError: A layer computed in another precision; the message names it.
         """
         if self._is_checked:
             return
@@ -79,13 +81,13 @@ class PrecisionMonitor:
         self._is_checked = self._training is None or num_tokens > 0
 
     def measure_kv_scales(self, timer: Timer) -> KvScales | None:
-        """Return the scales of an FP8 KV cache for the tokens that the step trained on; collective.
+        """Return the scales of an FP8 KV cache for the tokens that the step trained on (collective).
 
         Args:
-            timer: gets the seconds that observing and measuring took, as `kv_scales`.
+            timer: The step's timer, which records as `kv_scales` the seconds that observing and measuring took.
 
         Returns:
-            None where the cache is not in FP8 or nothing was trained on: the engine then keeps its scales.
+            The scales, or None where the cache is not in FP8 or nothing was trained on; the engine then keeps its own.
         """
         found = self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
         if found is None:
@@ -97,7 +99,7 @@ class PrecisionMonitor:
         """Return how far generation and training disagree about the tokens trained on, as `mismatch/...` metrics.
 
         Raises:
-            EngineMismatchError: they disagree by more than `precision.max_token_mult_prob_error`.
+            EngineMismatchError: They disagree by more than `precision.max_token_mult_prob_error`.
         """
         metrics = rollout_mismatch(rollouts)
         check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)

@@ -1,7 +1,7 @@
-"""FP8 by Transformer Engine on GPUs: blocks of 128x128 and 1x128, e4m3 forward and backward (`Float8BlockScaling`).
+"""FP8 on GPUs by Transformer Engine's `Float8BlockScaling`: e4m3 in blocks of 128x128 and 1x128, forward and backward.
 
-Megatron opens Transformer Engine's autocast around every transformer layer; the layers that stay in BF16 close it for
-themselves. Nothing here runs on a CPU. `tests/gpu/test_fp8_native.py` compares it with the emulation on a GPU.
+Megatron enables Transformer Engine's autocast around every transformer layer; the layers that stay in BF16 disable it
+for themselves. This is not used on a CPU. `tests/gpu/test_fp8_native.py` compares it with the emulation.
 """
 
 from __future__ import annotations
@@ -18,18 +18,30 @@ from specrl.models.families import head_dim
 from specrl.precision.blocks import BLOCK
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""Transformer Engine reads it when its recipes are imported; without it scales are powers of two."""
+"""The environment variable by which scales may be any float32 number; otherwise they are powers of two.
+
+Transformer Engine reads it when its recipes are imported.
+"""
 QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-"""Attributes of its `Float8BlockScaling`: how inputs, weights and gradients are scaled."""
+"""The attributes of `Float8BlockScaling` that say how inputs, weights and gradients are scaled."""
 FIRST_CAPABILITY = (9, 0)
-"""Of GPUs that multiply e4m3 in blocks. On older ones vLLM would take kernels that leave activations in BF16."""
+"""The lowest compute capability of GPUs that multiply e4m3 in blocks.
+
+On older ones vLLM would use kernels that leave activations in BF16.
+"""
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
-    """Before Transformer Engine is used: scales as the run wants them, and nothing that would differ in silence.
+    """Check that the trainer can compute in native FP8 where it has a GPU, and set the kind of scales.
+
+    It must be called before Transformer Engine is used.
+
+    Args:
+        hf: Transformers' configuration object of the policy.
 
     Raises:
-        ValueError: no native FP8 where it is asked for or where a GPU is, or heads that its blocks would mix.
+        ValueError: There is no GPU although native FP8 is asked for, or the GPU, its packages, the environment or the
+            size of the model's heads do not allow native FP8.
     """
     if not torch.cuda.is_available():
         if config.hardware == "native":
@@ -40,8 +52,8 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
         return
     if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            'precision.training = "fp8" on a GPU needs Transformer Engine, which is not installed: Megatron-core would '
-            'train in BF16 without a word; install requirements/gpu.lock or set precision.training = "bf16"'
+            'precision.training = "fp8" on a GPU needs Transformer Engine, which is not installed, and Megatron-core '
+            'would train in BF16 without a warning; install requirements/gpu.lock or set precision.training = "bf16"'
         )
     check_device("precision.training")
     check_blocks(hf)
@@ -55,12 +67,13 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
 
 
 def check_device(key: str) -> None:
-    """
+    """Check that this GPU can compute in native FP8.
+
     Args:
-        key: of the configuration, that asks for native FP8.
+        key: The configuration key that asks for it, for the message.
 
     Raises:
-        ValueError: this GPU cannot.
+        ValueError: It cannot.
     """
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < FIRST_CAPABILITY:
@@ -71,11 +84,13 @@ def check_device(key: str) -> None:
 
 
 def set_scales(*, power_of_two: bool) -> None:
-    """Of the recipes that Transformer Engine makes from now on. Megatron has imported it, so that it has read its
-    variable already: what is kept as attributes of the class is set there.
+    """Set the kind of scales of the recipes that Transformer Engine makes from now on.
+
+    Megatron has imported Transformer Engine, which read its environment variable then and keeps what it says in
+    attributes of the recipe's class; these are set here.
 
     Raises:
-        ValueError: a recipe made now has other scales all the same.
+        ValueError: A recipe made now has other scales nevertheless.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
@@ -91,9 +106,13 @@ def set_scales(*, power_of_two: bool) -> None:
 
 
 def check_blocks(hf: Any) -> None:
-    """
+    """Check that Transformer Engine cuts queries, keys and values into the same blocks as the engine.
+
+    Args:
+        hf: Transformers' configuration object of the policy.
+
     Raises:
-        ValueError: Transformer Engine would cut queries, keys and values into other blocks than the engine does.
+        ValueError: It does not, because a block would contain rows of more than one head.
     """
     width = head_dim(hf)
     if width % BLOCK:
@@ -105,13 +124,18 @@ def check_blocks(hf: Any) -> None:
 
 
 def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
-    """Let these of the model's linear layers compute without FP8."""
+    """Make some of the model's linear layers compute without FP8.
+
+    Args:
+        layers: The linear layers of this rank's part of the model, by name.
+        names: The names of the layers that stay in BF16, in the whole model.
+    """
     from transformer_engine.pytorch import fp8_autocast
 
     for name in names:
         module = layers.get(name)
         if module is None:
-            continue  # another pipeline stage's
+            continue  # it belongs to another pipeline stage
         forward = module.forward
 
         def in_bf16(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
@@ -122,5 +146,5 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
 
 def computes_in_fp8(module: Any) -> bool:
-    """Whether its last forward pass was in FP8, by what Transformer Engine noted in the module."""
+    """Return whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
     return bool(getattr(module, "fp8", False))

@@ -1,7 +1,8 @@
 """The FP8 recipe of a policy: which layers compute in FP8 and with which scales, in trainer, engine and export alike.
 
-A recipe belongs to one policy, by the digest of its weights and configuration; `train` takes the one that `calibrate`
-left and writes it, with the newest KV-cache scales, into the policy's directory. Imports neither Megatron nor vLLM.
+A recipe belongs to one policy, which it identifies by the digest of its weights and configuration. The `train` stage
+reads the recipe that `calibrate` wrote, and writes it with the newest KV-cache scales into the directory of the trained
+policy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from specrl.artifacts import atomic_path
 from specrl.keys import files_digest
-from specrl.models.directory import read_config
+from specrl.models.directory import read_model_config
 from specrl.models.families import Family, family_of, head_dim
 from specrl.precision.blocks import BLOCK
 
@@ -22,38 +23,43 @@ Mode = Literal["native", "emulated", "off"]
 """How an engine computes FP8: by the device's own kernels, by rounding in the compute type, or not at all."""
 
 RECIPE_FILE = "precision.json"
-"""The recipe's file in a policy's directory."""
+"""The name of the recipe's file in a policy's directory."""
 
 
 class NotQuantisedError(RuntimeError):
-    """A run that says FP8 computed something in another precision."""
+    """A layer that should compute in FP8 computed in another precision."""
 
 
 @dataclass(frozen=True)
 class KvScales:
-    """By layer, the factors of FP8 queries, keys and values: value = e4m3 x scale."""
+    """The scales of FP8 queries, keys and values, one of each for every layer: value = e4m3 x scale."""
 
     q: list[float]
+    """The scales of the queries, by layer."""
     k: list[float]
+    """The scales of the keys, by layer."""
     v: list[float]
+    """The scales of the values, by layer."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All linear layers of the transformer layers compute in FP8, except `bf16_layers`; nothing else does."""
+    """Which layers compute in FP8: all linear layers of the transformer layers except `bf16_layers`, and no others."""
 
     family: Family
+    """The policy's model family."""
     num_layers: int
+    """The number of transformer layers."""
     bf16_layers: frozenset[str] = frozenset()
     """The trainer's names of the layers that stay in BF16, such as `layers.3.linear_fc2`."""
     power_of_two: bool = False
     """Whether scales are rounded up to powers of two."""
     kv_scales: KvScales | None = None
-    """The scales of an FP8 KV cache; none where they were not calibrated."""
+    """The scales of an FP8 KV cache; None where they were not calibrated."""
 
     @property
     def kept_layers(self) -> list[str]:
-        """`bf16_layers` in the order of the model."""
+        """The trainer's names of the layers that stay in BF16, in the order of the model."""
         return [name for name in layer_names(self.family, self.num_layers) if name in self.bf16_layers]
 
     @property
@@ -90,7 +96,7 @@ def engine_name(family: Family, name: str) -> str:
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """Return the digest of a policy's weights and configuration, to which scales belong."""
+    """Return the digest of a policy's weights and configuration, by which a recipe identifies its policy."""
     paths = [*policy_dir.glob("*.safetensors"), policy_dir / "config.json"]
     return files_digest((path, path.name) for path in paths)
 
@@ -99,7 +105,8 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
     """Write a recipe for the policy in `policy_dir` as JSON.
 
     Args:
-        layers: What else is known of each layer: the block scales of its weights, the maxima of its activations.
+        layers: What the calibration measured of each layer: the block scales of its weights, the maxima of its
+            activations.
     """
     value = {
         "format": "e4m3",
@@ -118,14 +125,14 @@ def load_recipe(path: Path, policy_dir: Path) -> Recipe:
     """Return the recipe at `path`, which must have been made for the policy in `policy_dir`.
 
     Raises:
-        ValueError: It was calibrated for another model.
+        ValueError: It was made for another policy.
     """
     value = json.loads(path.read_text())
     if value["policy_digest"] != policy_digest(policy_dir):
-        raise ValueError(f"{path} was calibrated for another model than {policy_dir}: run the calibrate stage for it")
+        raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
     scales = value["kv_scales"]
     return Recipe(
-        family=family_of(read_config(policy_dir)),
+        family=family_of(read_model_config(policy_dir)),
         num_layers=value["num_layers"],
         bf16_layers=frozenset(value["bf16_layers"]),
         power_of_two=value["power_of_two"],
@@ -134,10 +141,10 @@ def load_recipe(path: Path, policy_dir: Path) -> Recipe:
 
 
 def recipe_of(policy_dir: Path) -> Recipe | None:
-    """Return the recipe that `train` left beside the policy's weights, or none where nothing was in FP8.
+    """Return the recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8.
 
     Raises:
-        ValueError: It belongs to another policy.
+        ValueError: It was made for another policy.
     """
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir) if path.exists() else None
@@ -166,6 +173,6 @@ def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
             if rows // size % BLOCK:
                 raise ValueError(
                     f"policy.tensor_parallel = {trainer_size} and engine.tensor_parallel = {engine_size} with FP8 in "
-                    f"both: the model's {rows} {name} rows in {size} parts cut blocks of {BLOCK}, so that the two "
-                    "would quantise differently; use equal sizes"
+                    f"both: the model's {rows} {name} rows in {size} parts cut through blocks of {BLOCK}, so that "
+                    "the two would quantise differently; use equal sizes"
                 )

@@ -1,4 +1,4 @@
-"""How much memory a rank of each stage has, and what goes into it."""
+"""The memory that a rank of each stage has, and the items that it must hold."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _ENGINE_FIX = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of one kind that a rank of a stage has, and what goes into it."""
+    """The memory of one kind that a rank of a stage has, and the items that it must hold."""
 
     stage: StageName
     place: str
     """`host`, `GPU, engine` or `GPU, trainer`."""
     available_gib: float
+    """The memory that the rank has, in GiB."""
     items: tuple[MemoryItem, ...]
     fix: str
-    """What to change when it does not fit."""
+    """The advice what to change when the items do not fit."""
 
     @property
     def needed_gib(self) -> float:
-        """What the items take at their peak."""
+        """The memory that the items need at their peak, in GiB."""
         return memory.peak_gib(self.items)
 
 
@@ -51,7 +52,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     if stage == "train" and rank.config.engine.sleep:
         asleep = sum(item.gib for item in engine if item.phase is None)
         host.append(MemoryItem("weights of the sleeping engine", asleep, "engine.sleep"))
-        # Beside the engine that is awake lies what stays of the trainer; all of the GPU is the trainer's afterwards.
+        # While the engine is awake, the trainer's resident items share the GPU with it; then the trainer has all of it.
         trainer.append(MemoryItem("engine, awake", share, "engine.gpu_memory_fraction", "generation"))
         if rank.config.bubbles.trains_drafter:  # while other ranks generate
             trainer += [replace(item, phase="generation") for item in trainer if item.phase == "drafter"]
@@ -67,7 +68,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
 
 
 def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    """Return what a stage's process holds beside the engine."""
+    """Return what a stage's process holds besides the engine."""
     config = rank.config
     drafts = config.speculation.draft_method.has_weights
     if stage == "prepare":
@@ -87,21 +88,23 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
 
 
 def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
+    """Return what the engine of a stage needs without its KV cache; nothing where the stage has no engine."""
     if stage in ("prepare", "calibrate"):
         return []
     return memory.engine_items(rank, speculate=stage != "pretrain")
 
 
 def _kv_given(stage: StageName, rank: Rank) -> float:
-    """Return the GiB that the engine may use for keys and values.
+    """Return the size of the KV cache in GiB.
 
-    They are given by the configuration on a CPU; on a GPU they are what the weights leave of the engine's share.
+    On a CPU the configuration gives it; on a GPU it is what the engine's weights and workspace leave of its share, and
+    below zero where they need more.
     """
     asked = rank.config.resources_of(stage)
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
-    weights = sum(item.gib for item in _engine_items(stage, rank))
-    return asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction - weights
+    others = sum(item.gib for item in _engine_items(stage, rank))
+    return asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction - others
 
 
 def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
@@ -112,9 +115,9 @@ def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
 
 
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
-    """Return problems and notes about the engine's KV cache.
+    """Return problems and notes about the engine's KV cache, one line each.
 
-    It is a problem if not even one sequence of the greatest length fits, and worth a note if fewer than
+    It is a problem if not even one sequence of `model.max_length` tokens fits, and worth a note if fewer than
     `engine.max_num_seqs` of them fit.
     """
     if not _engine_items(stage, rank):
@@ -130,12 +133,14 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
     if stage == "train" and given < longest * config.engine.max_num_seqs:
         fits = int(given / longest)
         name = f"engine.max_num_seqs = {config.engine.max_num_seqs}"
-        return [], [f"the KV cache holds {fits} sequences of full length, {name}: more than that waits; {key} sets it"]
+        return [], [
+            f"the KV cache holds {fits} sequences of full length, {name}: the others wait; raise {key} to hold more"
+        ]
     return [], []
 
 
 def overflow(budget: Budget) -> str:
-    """Return the line that says what is too large in a budget that does not hold, and what to change."""
+    """Return the line that says which items are too large for a budget, and what to change."""
     largest = sorted(budget.items, key=lambda item: item.gib, reverse=True)[:3]
     names = ", ".join(f"{item.name} {item.gib:.1f}" for item in largest)
     return (

@@ -1,4 +1,4 @@
-"""A finished run as the tail simulator reads it: its response lengths and how fast its ranks decoded."""
+"""The measurements of a run that the tail simulator needs: its response lengths and how fast its ranks decoded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from specrl.projection.tail import DecodingSpeed, IterationCurve, SimulatedRespo
 from specrl.schemas import Rollout, read_rollouts
 
 ASSUMED_REPLAYED_TOKENS = 5.0
-"""Tokens per iteration along stored text where a run has followed none: 0.2 decoding steps per token, same seeds."""
+"""Tokens per iteration along stored text for runs that have followed none: 0.2 decoding steps per token, same seeds."""
 
-TELLING = 0.25
-"""Share of a response beside stored text from which on its iterations tell of its own pace there."""
+MIN_OWN_SHARE = 0.25
+"""The smallest share of a response outside stored text from which its own pace there is measured."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What was measured of a run's generation."""
+    """The measurements of a run's generation, step by step."""
 
     steps: list[list[list[SimulatedResponse]]]
-    """The responses of each rank by step, as they were dealt."""
+    """The responses of each step and rank, as they were dealt."""
     speed: DecodingSpeed
+    """How fast responses were decoded."""
     has_replayed: bool
-    """Whether `speed.replayed_tokens` is measured."""
+    """Whether `speed.replayed_tokens` was measured; if not, it is assumed."""
     generation_s: list[float]
-    """Seconds that the slowest rank took in each step."""
+    """The seconds that the slowest rank took in each step."""
     iterations: list[float]
-    """Decoding steps of the rank that needed most in each step."""
+    """The decoding steps of the rank that needed most in each step."""
     idle_s: list[float]
-    """Seconds that ranks waited in each step, summed over ranks."""
+    """The seconds that ranks waited in each step, summed over ranks."""
 
 
 def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
     """Read a run from the records of its steps and its rollouts.
 
     Raises:
-        ValueError: the folder has no steps.
+        ValueError: The folder has no steps.
     """
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
     if not records:
@@ -59,7 +60,7 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
 
 
 def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[DecodingSpeed, bool]:
-    """Return how fast the run decoded, and whether any stored text was followed, so that its speed is measured."""
+    """Return how fast a run decoded, and whether it followed any stored text, so that its speed there was measured."""
     by_batch: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in records:
         for batch, iterations, seconds in (row for rank in record["ranks"] for row in rank["bubble"]["pace"]):
@@ -76,7 +77,10 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[DecodingSpeed, bo
 def responses(
     rollouts_dir: Path, records: Sequence[dict[str, Any]], replayed_tokens: float
 ) -> list[list[list[SimulatedResponse]]]:
-    """Return the responses by step and rank; the expected length is the mean over prompts of as many tokens."""
+    """Return the responses by step and rank.
+
+    The expected length of a response is the mean over all responses to prompts of the same number of tokens.
+    """
     folders = [rollouts_dir / f"step={record['step']:06d}" for record in records]
     tables = [[list(read_rollouts(path)) for path in sorted(folder.glob("rank-*.arrow"))] for folder in folders]
     sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -104,16 +108,20 @@ def responses(
 
 
 def replayed(record: dict[str, Any]) -> tuple[int, int]:
-    """Return how many drafts of a step were text stored for the prompt, and how many of their tokens were accepted."""
+    """Return how many of a step's drafts came from text stored for the prompt, and how many of their tokens were right.
+
+    Args:
+        record: The step's record.
+    """
     drafts, _, accepted = record["by_source"].get("replay", [0, 0, 0])
     return drafts, accepted
 
 
 def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> float:
-    """Return the tokens per iteration of a step's responses where they follow no text stored for their prompt.
+    """Return the tokens per iteration of a step's responses where they do not follow text stored for their prompt.
 
     Args:
-        followed: the step's `replayed`; an iteration that verifies such a draft yields its accepted tokens and one.
+        followed: The step's `replayed`. An iteration that verifies such a draft gives its accepted tokens and one more.
     """
     drafts, accepted = followed
     tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
@@ -122,10 +130,10 @@ def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> floa
 
 
 def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: Mapping[int, float]) -> float | None:
-    """Return the share of stored text of their own seed that responses followed; None if none of them had any.
+    """Return the share of the stored text of their own seeds that responses followed; None if there was no such text.
 
     Args:
-        paces: `typical_pace` by step.
+        paces: The `typical_pace` of each step.
     """
     found = [(growth(row, replayed_tokens, paces[row.step])[1], row.own_stored_tokens) for row in rollouts]
     known = [(follows, tokens) for follows, tokens in found if follows is not None]
@@ -134,10 +142,10 @@ def usual_following(rollouts: Sequence[Rollout], replayed_tokens: float, paces: 
 
 
 def other_following(records: Sequence[dict[str, Any]]) -> float:
-    """Return the share of pre-generated text that responses followed where all of it was of other seeds.
+    """Return the share of pre-generated text that responses followed, for a run whose text was all of other seeds.
 
-    It stands for the share of text of their own seed: the tokens that responses got along text stored for their prompt,
-    of those that were pre-generated in the step before. It is 1 if none were.
+    It stands in for the share of text of their own seeds. It is the number of tokens that responses got along text
+    stored for their prompt, divided by the number that was pre-generated in the steps before; 1 if there were none.
     """
     stored = [sum(rank["bubble"]["pregenerated_tokens"] for rank in record["ranks"]) for record in records[:-1]]
     followed = [sum(replayed(record)) for record in records[1:]]
@@ -145,26 +153,29 @@ def other_following(records: Sequence[dict[str, Any]]) -> float:
 
 
 def growth(rollout: Rollout, replayed_tokens: float, typical: float) -> tuple[float, float | None]:
-    """Return a response's tokens per iteration where it followed no stored text, and the share that it followed.
+    """Return a response's tokens per iteration outside stored text, and the share of stored text that it followed.
 
-    The share is that of the stored text of its own seed; it is None if there was none.
+    The share is that of the stored text of the response's own seed, and None if there was none. Only the number of
+    iterations is known, which is that of the tokens less the accepted ones. It is explained by how far the response
+    followed its stored text at `replayed_tokens` per iteration, going on at the typical pace. Where the response would
+    have to follow none or all of the text, the pace explains the rest, unless too little lies outside the text.
 
-    What is known is how many iterations it took (its tokens less the accepted drafts). A response that needed more than
-    its stored text and the typical pace explain has left that text; one that left it at once, or never, had a pace of
-    its own.
+    Args:
+        replayed_tokens: The tokens per iteration along stored text.
+        typical: The `typical_pace` of the step.
     """
     length = len(rollout.response_tokens)
     iterations = max(1, length - rollout.num_accepted_tokens)
     own = min(rollout.own_stored_tokens, length)
-    if not own:  # how far it followed texts of other seeds is not known
+    if not own:  # it is not known how far it followed texts of other seeds
         return (typical if rollout.num_stored else length / iterations), None
-    saved = 1 / typical - 1 / replayed_tokens  # iterations, by each token that is followed
+    saved = 1 / typical - 1 / replayed_tokens  # the iterations that each followed token saves
     followed = (length / typical - iterations) / saved if saved > 0 else own
     followed = min(max(0.0, followed), own)
     if 0 < followed < own:
         return typical, followed / own
-    beside = length - followed
-    if beside < TELLING * length:
+    outside = length - followed
+    if outside < MIN_OWN_SHARE * length:
         return typical, followed / own
     left = iterations - followed / replayed_tokens
-    return max(1.0, beside / max(1.0, left)), followed / own
+    return max(1.0, outside / max(1.0, left)), followed / own

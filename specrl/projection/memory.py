@@ -1,9 +1,9 @@
-"""How much memory a rank needs, item by item, computed from the shape of the model and the configuration alone.
+"""The memory that a rank needs, item by item, computed from the shape of the model and the configuration alone.
 
-Some items stay for the whole stage, others exist in only one phase of a step; a rank needs the former and the largest
-sum of the latter. Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models", written out for a SwiGLU decoder with grouped queries and without dropout. Nothing is credited for FP8 inputs,
-so that the plan errs on the safe side.
+Some items exist for the whole stage, others in only one phase of a step. A rank needs the sum of the former and that of
+the largest phase. Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", written out for a SwiGLU decoder with grouped queries and without dropout. The memory that FP8 inputs
+save is not counted, so that the plan errs on the safe side.
 """
 
 from __future__ import annotations
@@ -15,37 +15,42 @@ from specrl.config import Config
 from specrl.models.shapes import ModelShape
 
 GIB = 2**30
+"""The bytes of a GiB."""
 FP32 = 4
+"""The bytes of a float32."""
 MASTER_AND_MOMENTS = 3 * FP32
 """The bytes per parameter of the FP32 master weight and Adam's two moments."""
 HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}
-"""Python, torch, vLLM, Megatron-core and MLflow in one process, without a GPU and with one (CUDA, pinned buffers)."""
+"""The GiB of Python, torch, vLLM, Megatron-core and MLflow in one process, without a GPU and with one.
+
+With a GPU there are CUDA and pinned buffers, too.
+"""
 DEVICE_RUNTIME_GIB = 3.0
-"""The CUDA context, NCCL's buffers and the allocator's fragments."""
+"""The GiB of the CUDA context, NCCL's buffers and the allocator's fragments."""
 ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
-"""The most tokens of one forward pass of the engine (vLLM's defaults), on a CPU and on a GPU."""
+"""The largest number of tokens in a forward pass of the engine (vLLM's defaults), on a CPU and on a GPU."""
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
 DRAFTER_SCORES = 2**26
-"""The attention scores kept per step of the drafter's training; more are recomputed (`training/drafter/layers.py`)."""
+"""The number of attention scores that a step of the drafter's training holds at once (`training/drafter/layers.py`)."""
 DRAFTER_CHAINS = 1024
 """The number of chains that the drafter's training has in memory at once (`training/drafter/chains.py`)."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of the plan."""
+    """One line of the memory plan."""
 
     name: str
     gib: float
     how: str
-    """What was multiplied, in words."""
+    """The factors from which the size was computed, in words."""
     phase: str | None = None
-    """The phase of a step in which it exists; none when it stays."""
+    """The phase of a step in which the item exists; None if it exists for the whole stage."""
 
 
 def peak_gib(items: Iterable[MemoryItem]) -> float:
-    """Return the GiB of what stays and of the largest phase together."""
+    """Return the GiB of the items that exist for the whole stage and of those of the largest phase, added."""
     resident, phases = 0.0, {"": 0.0}
     for item in items:
         if item.phase is None:
@@ -57,7 +62,7 @@ def peak_gib(items: Iterable[MemoryItem]) -> float:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a stage, from which the size of its part of the model follows."""
+    """One rank of a stage: the model, the configuration and the layout, which determine what it must hold."""
 
     shape: ModelShape
     config: Config
@@ -73,7 +78,7 @@ class Rank:
 
     @property
     def longest_micro_batch(self) -> int:
-        """The tokens of the largest micro-batch: a sequence longer than the budget is one of its own."""
+        """The tokens of the largest micro-batch; a sequence above the limit is a micro-batch by itself."""
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
 
     @property
@@ -89,8 +94,9 @@ class Rank:
     def drafter_parameters(self) -> int:
         """The parameters of the drafter.
 
-        EAGLE-3 has `fc`, one decoder layer whose attention reads 2H, and a head over the draft vocabulary; a
-        multi-token-prediction layer has a projection of 2H, one layer like the policy's, and three more norms.
+        With hidden size H, EAGLE-3 has a projection from 3 H, one decoder layer whose attention reads 2 H, and a head
+        over the draft vocabulary. A multi-token-prediction layer has a projection from 2 H, a layer like the policy's,
+        and three more norms.
         """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
@@ -102,7 +108,7 @@ class Rank:
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
-    """Return what the Megatron-core shard of the policy takes.
+    """Return what a rank's part of the policy needs in Megatron-core.
 
     Args:
         trainable: Whether there are gradients, an optimizer and saved activations.
@@ -128,19 +134,23 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Return what the activations of one micro-batch of `longest_micro_batch` tokens take.
+    """Return what the activations of one micro-batch of `longest_micro_batch` tokens need.
 
-    Saved per token and layer are 4 H (residual and norm output, twice; whole on every tensor-parallel rank), and,
-    divided by the tensor-parallel size, 2 (Q + KV) for query, key, value and attention output (4 with a QK norm), 3 F
-    for the SwiGLU, and on a CPU, which has no fused backward pass of attention, heads x longest sequence for the
-    softmax. Recomputation saves H per layer, and one whole layer is alive. Pipeline stages hold as many micro-batches
-    as there are stages, so that the pipeline size cancels; without a backward pass one layer is alive.
+    A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
+    tensor-parallel rank. The following are divided by the tensor-parallel size: 2 (Q + KV) numbers for query, key,
+    value and attention output (4 with a QK norm), 3 F for the SwiGLU and, on a CPU, which has no fused backward pass of
+    attention, heads x longest sequence for the softmax. H is the hidden size, Q and KV are the channels of all query
+    and key heads, and F is the width of the MLP.
+
+    With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
+    holds as many micro-batches as there are stages, so that the pipeline size cancels. Without a backward pass only one
+    layer exists at a time.
     """
     shape, config = rank.shape, rank.config
-    split = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
+    sharded = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
     if not rank.gpu:
-        split += shape.num_heads * config.model.max_length
-    layer = (4 * shape.hidden_size + split / config.policy.tensor_parallel) * rank.dtype_bytes
+        sharded += shape.num_heads * config.model.max_length
+    layer = (4 * shape.hidden_size + sharded / config.policy.tensor_parallel) * rank.dtype_bytes
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
@@ -153,7 +163,8 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
 
 def logits(rank: Rank) -> MemoryItem:
-    """Return what the logits take: in the compute type, where their gradient replaces them, and two float32 chunks."""
+    """Return what the logits need: all of them in the compute type, which their gradient overwrites, and two chunks in
+    float32."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
     whole = rank.longest_micro_batch * columns
     how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
@@ -161,11 +172,12 @@ def logits(rank: Rank) -> MemoryItem:
 
 
 def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
-    """Return what training the drafter takes: the drafter, whole on every rank, and the features it learns from.
+    """Return what training the drafter needs: the drafter, whole on every rank, and the features it learns from.
 
     Args:
-        responses: The number of responses of all data-parallel ranks together, of lengths up to `model.max_length`.
-        pretraining: Whether it trains in windows of `max_tokens_per_window`, or on `max_tokens_per_step` of a step.
+        responses: The number of responses of all data-parallel ranks together, each at most `model.max_length` long.
+        pretraining: Whether the drafter is pretrained, in windows of `drafter.max_tokens_per_window`; otherwise it is
+            trained on `drafter.max_tokens_per_step` tokens of each RL step.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -190,11 +202,11 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
 
 
 def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
-    """Return what one micro-batch of the drafter's training takes, with weights and gradients in the compute type.
+    """Return what one micro-batch of the drafter's training needs, with weights and gradients in the compute type.
 
-    Every slot holds what chains read of it: features, norms, keys and values, and the gradients of these. The chains
-    that are in memory hold, for every step, norms in float32, the inputs of matrix products, two distributions in
-    float32 and the attention's weights; and one step's temporaries of the forward and the backward pass.
+    Every token holds features, norms, keys and values, and their gradients. The draft chains that are in memory hold,
+    for every step of the training-time test, norms in float32, the inputs of matrix products, two distributions in
+    float32 and the attention's weights; to these come the temporaries of one step's forward and backward pass.
 
     Args:
         tokens: The tokens of the micro-batch.
@@ -221,10 +233,14 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
 
 
 def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) -> list[MemoryItem]:
-    """Return what the drafter's features take, `numbers` numbers per token.
+    """Return what the drafter's features need.
 
-    The logits among them leave the policy's head packed and are then laid out, and so exist twice. Idle ranks keep the
-    features of two more steps to train on (`training/drafter/spot.py`).
+    The logits among them exist twice, because they leave the policy's head packed and are then padded. Ranks that train
+    the drafter in idle time keep the features of two more steps (`training/drafter/spot.py`).
+
+    Args:
+        tokens: The number of tokens with features.
+        numbers: The numbers in the features of a token.
     """
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
@@ -240,7 +256,7 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) 
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
-    """Return what the vLLM engine takes without its KV cache; its head is a matrix of its own, tied or not.
+    """Return what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
 
     Args:
         speculate: Whether the engine drafts in this stage.
@@ -263,7 +279,7 @@ def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
 
 
 def kv_bytes_per_token(rank: Rank) -> float:
-    """Return the bytes of one token's keys and values in all layers and the drafter's, on one rank.
+    """Return the bytes of one token's keys and values in all layers, the drafter's among them, on one rank.
 
     A rank has at least one KV head, however many ranks there are.
     """
@@ -273,22 +289,24 @@ def kv_bytes_per_token(rank: Rank) -> float:
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Return what a refit takes: the largest tensor, whole."""
+    """Return what a refit needs: the largest tensor, whole."""
     return _item(
         "refit buffer", rank.shape.embedding_parameters * rank.dtype_bytes, "the largest tensor, gathered", "refit"
     )
 
 
 def checkpoint_item(rank: Rank) -> MemoryItem:
-    """Return what a checkpoint takes on its way from a GPU through host memory; on a CPU it is there already."""
+    """Return the host memory that a checkpoint needs on its way from a GPU to disk."""
     size = (MASTER_AND_MOMENTS if rank.dtype_bytes < FP32 else 2 * FP32) / rank.data_parallel
     return _item("checkpoint copy", rank.policy_parameters * size, "this rank's part of the optimizer", "checkpoint")
 
 
 def _shard_name(config: Config) -> str:
+    """Return the policy's parallel sizes in words."""
     policy = config.policy
     return f" (TP {policy.tensor_parallel}, PP {policy.pipeline_parallel})"
 
 
 def _item(name: str, size: float, how: str, phase: str | None = None) -> MemoryItem:
+    """Return an item of `size` bytes."""
     return MemoryItem(name, size / GIB, how, phase)

@@ -1,6 +1,6 @@
-"""What a run will ask for, before anything is submitted: its jobs, and the memory that each rank needs and has.
+"""The plan of a run before anything is submitted: its jobs, and the memory that each rank needs and has.
 
-`plan` reads only the configuration, and `config.json` of a local model: it needs neither torch nor a GPU.
+`plan` reads only the configuration and the `config.json` of a local model; it needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specrl.report.tables import print_line, print_table
 
 
 @dataclass(frozen=True)
-class Job:
-    """One stage's job; all counts are of the whole job."""
+class PlannedJob:
+    """The job of one stage; all counts are of the whole job."""
 
     stage: StageName
     nodes: int
@@ -26,10 +26,11 @@ class Job:
     gpus: int
     cpus: int
     memory_gib: float
-    """Host memory."""
+    """The host memory, in GiB."""
     minutes: int
-    """The wall-clock limit."""
+    """The wall-clock limit, in minutes."""
     partition: str
+    """Where the job waits, in the scheduler's words."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Plan:
     model: str
     """The model's source."""
     shape: ModelShape
-    jobs: tuple[Job, ...]
+    jobs: tuple[PlannedJob, ...]
     budgets: tuple[Budget, ...]
     algorithms: tuple[str, ...]
     """The reward and each chosen algorithm, with its options."""
     notes: tuple[str, ...]
-    """Lines on what will run, but perhaps more slowly than was meant."""
+    """Lines about what will run, but perhaps more slowly than intended."""
 
 
 def plan(config: Config, queue: str | None = None) -> Plan:
@@ -76,13 +77,14 @@ def plan(config: Config, queue: str | None = None) -> Plan:
 
 
 def _algorithms(config: Config) -> tuple[str, ...]:
+    """Return a line for the reward and for each chosen algorithm with its options."""
     chosen = [f"{registry.key} = {algorithm}" for registry, algorithm in config.train.algorithms]
     return (f"data.reward = {config.data.reward}", *chosen)
 
 
-def _job(config: Config, stage: StageName, queue: str | None) -> Job:
+def _job(config: Config, stage: StageName, queue: str | None) -> PlannedJob:
     asked = config.resources_of(stage)
-    return Job(
+    return PlannedJob(
         stage=stage,
         nodes=asked.nodes,
         ranks=asked.ranks,
@@ -105,7 +107,8 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
     source = config.model.source
     problems = []
     if config.model.max_length > shape.max_positions:
-        problems.append(f"model.max_length = {config.model.max_length}: {source} has {shape.max_positions} positions")
+        length = config.model.max_length
+        problems.append(f"model.max_length = {length}: {source} has only {shape.max_positions} positions")
     for key, parallel in (
         ("policy.tensor_parallel", config.policy.tensor_parallel),
         ("engine.tensor_parallel", config.engine.tensor_parallel),
@@ -118,15 +121,16 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         problems.append(
             f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
         )
-    chooses = config.speculation.draft_method.has_weights and not config.speculation.draft_method.is_policy_layer
-    if chooses and config.drafter.draft_vocab_size >= shape.vocab_size:
+    method = config.speculation.draft_method
+    has_draft_vocabulary = method.has_weights and not method.is_policy_layer
+    if has_draft_vocabulary and config.drafter.draft_vocab_size >= shape.vocab_size:
         size = config.drafter.draft_vocab_size
         problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")
     return problems
 
 
-def render(plan: Plan, console: Console | None = None) -> None:
-    """Print a table of the jobs, one for each kind of memory with a column for each stage, and then the notes."""
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print a plan: a table of the jobs, one for each kind of memory with a column for each stage, and the notes."""
     console = console or Console()
     shape = plan.shape
     print_line(
@@ -143,7 +147,7 @@ def render(plan: Plan, console: Console | None = None) -> None:
         print_line(console, f"note: {note}")
 
 
-def _job_row(job: Job) -> tuple[str, ...]:
+def _job_row(job: PlannedJob) -> tuple[str, ...]:
     numbers = (job.nodes, job.ranks, job.gpus, job.cpus, job.memory_gib, job.minutes)
     return (job.stage, *(f"{number:g}" for number in numbers), job.partition)
 
@@ -157,7 +161,8 @@ def _render_place(console: Console, place: str, budgets: list[Budget]) -> None:
         cells = [f"{items[name].gib:.2f}" if name in items else "" for items in by_stage]
         phase = f" (only in the {largest.phase} phase)" if largest.phase else ""
         rows.append((name, *cells, largest.how + phase))
-    rows.append(("needed", *(f"{budget.needed_gib:.2f}" for budget in budgets), "what stays, and the largest phase"))
+    needed = [f"{budget.needed_gib:.2f}" for budget in budgets]
+    rows.append(("needed", *needed, "items of the whole stage and of the largest phase"))
     rows.append(("a rank has", *(f"{budget.available_gib:.2f}" for budget in budgets), ""))
     columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
     print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)

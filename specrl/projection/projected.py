@@ -1,4 +1,4 @@
-"""Projections of what idle time costs and what its uses save, on as many ranks as measured and on more."""
+"""Projections of what idle time costs and what its uses save, on the measured number of ranks and on more."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from specrl.config.rollout import BubbleUse
 from specrl.projection.measured import MeasuredRun
 from specrl.projection.tail import StepTimes, scaled, simulate
 
-RANKS = (8, 32, 128)
+PROJECTED_RANKS = (8, 32, 128)
+"""The numbers of ranks that a run is projected to."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One use of idle time, simulated on a number of ranks; ratios are against `none` on as many ranks."""
+    """One use of idle time, simulated on a number of ranks; ratios are to `none` on the same number of ranks."""
 
     ranks: int
     use: BubbleUse
     generation_s: float
-    """Mean time of a step's generation, seconds."""
+    """The mean time of a step's generation, in seconds."""
     generation_ratio: float
+    """The ratio of the times of generation, summed over steps."""
     decode_step_ratio: float
+    """The ratio of the decoding steps of the rank that needs most, summed over steps."""
     idle_share: float
-    """Share of the ranks' time until the slowest is done in which they wait."""
+    """The share of the ranks' time that they wait for the slowest rank."""
     used_share: float
-    """Share of the idle time that is put to use."""
+    """The share of the idle time that is put to use."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Agreement:
     """The simulated run beside the measured one."""
 
     generation_s: tuple[float, float]
-    """Simulated and measured time, summed over steps."""
+    """The simulated and the measured time in seconds, summed over steps."""
     iterations: tuple[float, float]
-    """Simulated and measured decoding steps, summed over steps."""
+    """The simulated and the measured number of decoding steps, summed over steps."""
 
     @property
     def generation_error(self) -> float:
@@ -45,7 +48,12 @@ class Agreement:
 
 
 def agreement(run: MeasuredRun, use: BubbleUse, most_running: int) -> Agreement:
-    """Simulate the run as it was dealt, with the use of bubbles that it had, and compare."""
+    """Simulate a run with its own responses on its own ranks, and compare it with what was measured.
+
+    Args:
+        use: The run's own `bubbles.use`.
+        most_running: The largest number of responses that run at once on a rank, `engine.max_num_seqs`.
+    """
     times = simulate(run.steps, run.speed, use, most_running)
     return Agreement(
         (sum(step.generation_s for step in times), sum(run.generation_s)),
@@ -54,13 +62,14 @@ def agreement(run: MeasuredRun, use: BubbleUse, most_running: int) -> Agreement:
 
 
 def project_uses(
-    runs: Mapping[BubbleUse, MeasuredRun], most_running: int, ranks: Sequence[int] = RANKS
+    runs: Mapping[BubbleUse, MeasuredRun], most_running: int, ranks: Sequence[int] = PROJECTED_RANKS
 ) -> list[Projection]:
-    """Project the uses on the measured number of ranks and on `ranks`, with as many prompts for each rank as measured.
+    """Project the uses of idle time on the measured number of ranks and on `ranks`, with as many prompts for each rank.
 
     Args:
-        runs: for each use, `none` among them, the run whose responses and speeds it has: one of its own, on the same
-            seeds as the others, or the same for all.
+        runs: For each use, `none` among them, the run whose responses and speeds are taken. It may be a run with that
+            use, all of them on the same seeds, or the same run for all.
+        most_running: The largest number of responses that run at once on a rank, `engine.max_num_seqs`.
     """
     found: list[Projection] = []
     measured = len(runs["none"].steps[0])

@@ -1,9 +1,9 @@
 """A simulator of a step's generation on any number of ranks, from measured response lengths and iteration times.
 
-Each rank decodes its responses together; an iteration takes a time that depends on how many are running and gives every
-response some tokens, more of them where stored text is followed. Ranks that are done pre-generate for the next step as
-real ones do: the same claims, longest expected first. Nothing is fitted: lengths, iterations and seconds are those of a
-run, response by response.
+Each rank decodes its responses together. An iteration takes a time that depends on how many are running, and gives
+every response some tokens, more of them where it follows stored text. Ranks that have finished pre-generate for the
+next step as real ones do: they claim responses in the same pieces, those that are expected to be longest first. Nothing
+is fitted; lengths, iterations and seconds are those of a run, response by response.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class IterationCurve:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """How fast a run's responses grow, and how it shares its bubbles out."""
+    """How fast a run decodes its responses, and how it divides its idle time."""
 
     curve: IterationCurve
+    """The time of an iteration."""
     replayed_tokens: float
     """Tokens per request and iteration along stored text."""
     pregeneration_share: float = 0.9
-    """Share of a bubble's time that `both` gives to pre-generation; the default is what it begins with."""
+    """The share of a bubble that `bubbles.use = "both"` gives to pre-generation; the default is the initial share."""
 
 
 @dataclass(frozen=True)
@@ -55,45 +56,53 @@ class SimulatedResponse:
     """A response as the simulator decodes it."""
 
     prompt: int
+    """The id of its prompt."""
     length: int
-    """Number of tokens."""
+    """The number of its tokens."""
     expected: float
-    """The length that is expected when prompts are dealt."""
+    """The length that is expected when prompts are dealt, in tokens."""
     pace: float
-    """Tokens per iteration where no stored text is followed: 1 plain, more with a drafter; least where text rambles."""
+    """Tokens per iteration where it does not follow stored text: 1 without speculation, more with it."""
     follows: float = 1.0
-    """Share of its stored text that is what it samples: the rest comes after it went another way."""
+    """The share of its stored text that it samples again before it diverges."""
 
     def iterations(self, stored: float, replayed_tokens: float) -> float:
-        """Return how many iterations it takes with `stored` tokens of stored text to follow."""
+        """Return how many iterations it takes.
+
+        Args:
+            stored: The number of tokens of its stored text.
+            replayed_tokens: `DecodingSpeed.replayed_tokens`.
+        """
         followed = self.follows * min(stored, self.length)
         return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
 
 
 @dataclass
 class StepTimes:
-    """Seconds of one simulated step's generation."""
+    """The result of simulating one step's generation."""
 
     generation_s: float
-    """Time until the slowest rank is done."""
+    """The seconds until the slowest rank has finished."""
     idle_s: float
-    """Time that ranks wait for the slowest one, summed over ranks."""
+    """The seconds that ranks wait for the slowest one, summed over ranks."""
     used_s: float
     """The part of `idle_s` that is put to use."""
     iterations: float
-    """Decoding steps of the rank that needs most."""
+    """The decoding steps of the rank that needs most."""
     stored: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Number of pre-generated tokens of each of the next step's responses, by (prompt, sample)."""
+    """The number of pre-generated tokens of each of the next step's responses, by (prompt, sample)."""
 
 
 @dataclass
-class _Work:
-    """The decoding of responses that run together on one rank."""
+class Decoding:
+    """The result of decoding responses together on one rank."""
 
     seconds: float
+    """The time it took."""
     iterations: float
+    """The number of iterations."""
     tokens: list[float]
-    """Number of tokens of each response when time was up or it was finished."""
+    """The number of tokens of each response at the end."""
 
 
 def decode(
@@ -102,11 +111,17 @@ def decode(
     speed: DecodingSpeed,
     most_running: int,
     limit: float = float("inf"),
-) -> _Work:
-    """Decode responses for at most `limit` seconds, with `stored` tokens of stored text for each to follow."""
+) -> Decoding:
+    """Simulate the decoding of responses together on one rank.
+
+    Args:
+        stored: The number of tokens of stored text that each response has to follow.
+        most_running: The largest number of responses that run at once, `engine.max_num_seqs`.
+        limit: The seconds after which decoding stops.
+    """
     needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
     waiting = list(range(len(responses)))[::-1]
-    running: list[tuple[float, int]] = []  # (iteration at which it is finished, response)
+    running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
     started: dict[int, float] = {}
     now = iterations = 0.0
     while (waiting or running) and now < limit:
@@ -116,14 +131,14 @@ def decode(
             heapq.heappush(running, (iterations + needs[index], index))
         seconds = speed.curve.at(len(running))
         until = running[0][0]
-        if now + (until - iterations) * seconds >= limit:  # to the limit itself: a sum of steps may never get there
+        if now + (until - iterations) * seconds >= limit:  # set the limit itself, which sums of steps may never reach
             now, iterations = limit, iterations + (limit - now) / seconds
             break
         now, iterations = now + (until - iterations) * seconds, until
         while running and running[0][0] <= iterations + 1e-9:
             heapq.heappop(running)
     done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
-    return _Work(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
+    return Decoding(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
 
 
 def simulate_step(
@@ -137,10 +152,12 @@ def simulate_step(
     """Simulate one step.
 
     Args:
-        shares: each rank's responses; those to the same prompt lie together.
-        following: the next step's responses of all ranks in the order they are pre-generated; those to the same prompt
-            lie together.
-        stored: the number of pre-generated tokens of this step's responses, by (prompt, sample).
+        shares: The responses of each rank; those to the same prompt are adjacent.
+        following: The next step's responses of all ranks, in the order in which they are pre-generated; those to the
+            same prompt are adjacent.
+        stored: The number of pre-generated tokens of this step's responses, by (prompt, sample).
+        use: `bubbles.use`.
+        most_running: The largest number of responses that run at once on a rank, `engine.max_num_seqs`.
     """
     works = []
     for share in shares:
@@ -166,10 +183,10 @@ def _pregenerate(
     speed: DecodingSpeed,
     most_running: int,
 ) -> None:
-    """Let idle ranks claim responses of the next step, as the bubble coordinator hands them out.
+    """Add to `result` what idle ranks pre-generate, when they claim responses as from the bubble coordinator.
 
     Args:
-        times: for each rank, from when and until when it may pre-generate.
+        times: For each rank, the time from which and the time until which it may pre-generate, in seconds.
     """
     ready = [(start, end) for start, end in times if start < end]
     heapq.heapify(ready)
@@ -192,7 +209,13 @@ def _pregenerate(
 def simulate(
     steps: Sequence[Sequence[Sequence[SimulatedResponse]]], speed: DecodingSpeed, use: BubbleUse, most_running: int
 ) -> list[StepTimes]:
-    """Simulate all steps of a run; `steps` holds each rank's responses by step."""
+    """Simulate all steps of a run.
+
+    Args:
+        steps: The responses of each step and rank; those to the same prompt are adjacent.
+        use: `bubbles.use`.
+        most_running: The largest number of responses that run at once on a rank, `engine.max_num_seqs`.
+    """
     times: list[StepTimes] = []
     stored: dict[tuple[int, int], float] = {}
     for number, shares in enumerate(steps):
@@ -207,10 +230,13 @@ def simulate(
 def scaled(
     steps: Sequence[Sequence[Sequence[SimulatedResponse]]], ranks: int, seed: int = 0
 ) -> list[list[list[SimulatedResponse]]]:
-    """Return the same run on more ranks, with as many prompts for each, drawn anew from all measured groups.
+    """Return a run on `ranks` ranks with as many prompts for each rank, drawn from all measured groups of responses.
 
-    Groups are dealt by expected length, the longest first. Runs on the same prompts are drawn from alike, however their
-    prompts were dealt.
+    Groups are dealt by expected length, the longest first. From two runs on the same prompts the same groups are drawn,
+    however they were dealt to ranks.
+
+    Args:
+        steps: The responses of each step and rank of the measured run.
     """
     generator = random.Random(seed)
     groups = [group for shares in steps for group in _by_prompt(shares)]
@@ -219,6 +245,7 @@ def scaled(
 
 
 def _deal(groups: Sequence[Sequence[SimulatedResponse]], ranks: int) -> list[list[SimulatedResponse]]:
+    """Return the responses of each rank when groups are dealt by expected length; prompts are numbered anew."""
     expected = [group[0].expected for group in groups]
     shares = deal_longest_first(expected, ranks, room=len(groups) // ranks)
     return [[replace(item, prompt=prompt) for prompt in share for item in groups[prompt]] for share in shares]
@@ -230,6 +257,7 @@ def _by_prompt(shares: Sequence[Sequence[SimulatedResponse]]) -> list[list[Simul
 
 
 def _groups(share: Sequence[SimulatedResponse]) -> list[list[SimulatedResponse]]:
+    """Return a rank's responses grouped by prompt."""
     found: dict[int, list[SimulatedResponse]] = {}
     for response in share:
         found.setdefault(response.prompt, []).append(response)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from specrl.config import Config
 from specrl.data.prompts import Prompt
+from specrl.data.rewards import Reward
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
-
-Reward = Callable[[Prompt, str], float]
 
 
 @dataclass(frozen=True)

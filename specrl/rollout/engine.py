@@ -13,7 +13,7 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed import join
-from specrl.models.directory import read_config
+from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.control import ControlSettings
@@ -112,7 +112,7 @@ class Engine:
         self.stop_tokens = stop_tokens(policy_dir, self._vllm.tokenizer)
         self.is_whole = config.engine.tensor_parallel == 1
         """Whether this rank holds all weights of its engine."""
-        self._family = family_of(read_config(policy_dir))
+        self._family = family_of(read_model_config(policy_dir))
         self._policy_names = policy_weight_names(policy_dir)
         self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
         self._stopped = False

@@ -12,7 +12,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
-from specrl.models.sources import check_method, load_tokenizer, materialise_model
+from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.tracking import Tracker, stage_run
 
@@ -31,7 +31,7 @@ def main(context: StageContext) -> None:
     with stage_run(context, ranks) as tracker:
         with logs.phase("writing of the base model"):
             if ranks.is_first:
-                check_method(config, materialise_model(config.model, config.seed, base_dir))
+                check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
         source = PromptSource(config, load_tokenizer(base_dir))
         source.check()

@@ -73,7 +73,9 @@ def test_the_source_check_knows_the_family_by_its_row(policy_dir: Path, family: 
     check_source(config)
     del FAMILIES[family.name]
     try:
-        with pytest.raises(ConfigError, match=f"is a {family.architecture}; supported: LlamaForCausalLM"):
+        with pytest.raises(
+            ConfigError, match=f"unsupported architecture: {family.architecture}; supported: LlamaForCausalLM"
+        ):
             check_source(config)
         with pytest.raises(ConfigError, match=r"model\.tiny\.family = .*: allowed are llama"):
             check_source(tiny(family))

@@ -93,9 +93,13 @@ def broken(directory: Path, target: Path, remove: str = "", **changes: Any) -> M
         ("config.json", {}, "has no config.json"),
         ("model.safetensors", {}, "lacks model.safetensors"),
         ("tokenizer.json", {}, "has no tokenizer"),
-        ("", {"architectures": ["GPT2LMHeadModel"]}, "is a GPT2LMHeadModel; supported: LlamaForCausalLM, Qwen2"),
+        (
+            "",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "unsupported architecture: GPT2LMHeadModel; supported: Llama",
+        ),
         ("", {"architectures": None}, "supported: LlamaForCausalLM"),
-        ("", {"max_position_embeddings": 64}, "has 64 positions"),
+        ("", {"max_position_embeddings": 64}, "the 64 positions of the model"),
     ],
 )
 def test_an_incomplete_directory_is_one_line_that_names_it(

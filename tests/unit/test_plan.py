@@ -17,7 +17,7 @@ from specrl.config import Config, ConfigError, load_config, parse_config
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, peak_gib
-from specrl.projection.plan import Plan, plan, render
+from specrl.projection.plan import Plan, plan, print_plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -29,7 +29,7 @@ def configured(**sections: object) -> Config:
 
 def printed(made: Plan) -> str:
     text = StringIO()
-    render(made, Console(file=text))
+    print_plan(made, Console(file=text))
     return text.getvalue()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
-from specrl.data.answers import stated_answer
+from specrl.data.answers import extract_answer
 from specrl.data.generators import make_generator
 from specrl.data.prompts import Prompt
 from specrl.data.rewards import make_reward
@@ -141,7 +141,7 @@ def test_the_task_reward_needs_a_generator() -> None:
 
 @given(st.text(max_size=60).filter(lambda text: "answer" not in text.casefold()))
 def test_a_response_without_a_label_is_its_own_answer(text: str) -> None:
-    assert stated_answer(text) == text.strip()
+    assert extract_answer(text) == text.strip()
 
 
 REWARDS = [

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from specrl.config import Config
 from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.rewards import Reward
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.pregeneration import PregeneratedText
-from specrl.rollout.collect import Origin, Reward, collect
+from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout

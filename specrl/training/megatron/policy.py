@@ -31,6 +31,7 @@ from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader, write_model
+from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron import parallel, weights
@@ -66,15 +67,6 @@ class LinearPrecision(Protocol):
 
     def attach(self, model: torch.nn.Module) -> None:
         """Change the layers of this rank's part of the model; the policy calls it once, before it is used."""
-
-
-class KvObserver(Protocol):
-    """Watches queries, keys and values in the forward pass."""
-
-    lengths: Tensor | None
-    """[batch], the sequences' lengths without padding; none for a micro-batch that it is not to see."""
-    training_only: bool
-    """Whether it is to see only the micro-batches of `train_step`."""
 
 
 @dataclass(frozen=True)
