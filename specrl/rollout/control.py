@@ -18,21 +18,23 @@ class ControlSettings:
     """Iterations that a trial measures other draft lengths for, before it compares them with the chosen ones."""
     trial_window: int = 12
     """Latest trials of draft lengths whose mean time counts."""
-    exploration: float = 0.2
+    exploration: float = 0.1
     """Probability of a trial after every `trial_iterations`, if the other lengths were as good as the chosen ones."""
-    plausible: float = 0.3
+    plausible: float = 0.2
     """Lengths that are worse by this much or more, in log tokens per second, are not tried; the probability of a trial
     falls with the square of the distance to it."""
 
     # What is expected of drafts.
-    guessed_acceptance: float = 0.8
-    """Probability that a draft token is accepted after accepted ones, before anything was seen."""
-    prior_requests: float = 50.0
+    guessed_acceptance: float = 0.6
+    """Probability that a draft token is accepted after accepted ones, before the controller has seen any."""
+    prior_requests: float = 25.0
     """Weight of a guess of the tokens per iteration, and of all batch sizes' beside one's own, in requests x
     iterations."""
+    even_agreement: float = 2.0
+    """Text that agrees with a response by so many tokens is guessed to go on with the right token as often as not."""
     prior_drafts: float = 4.0
-    """Weight of a guess of how much text is right, in drafts."""
-    text_window: int = 1000
+    """Weight of this guess, in drafts."""
+    text_window: int = 500
     """Drafts after which an observation of drafts from text counts 1/e, and over which the drafter's are averaged."""
     least_probability: float = 0.25
     """Text is drafted as long as all of the draft is right with this probability."""

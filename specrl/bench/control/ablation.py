@@ -45,17 +45,17 @@ TEXT_WORKLOADS = (
 CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "trial_iterations": (2, 8),
     "trial_window": (3, 6, 24, 1000),
-    "exploration": (0.0, 0.1, 0.4),
-    "plausible": (0.15, 0.6, 1e9),
-    "guessed_acceptance": (0.4, 0.6, 0.9),
-    "prior_requests": (5.0, 25.0, 100.0),
+    "exploration": (0.0, 0.05, 0.2),
+    "plausible": (0.1, 0.4, 1e9),
+    "guessed_acceptance": (0.3, 0.8),
+    "prior_requests": (5.0, 12.5, 50.0),
     "kept_on_refit": (0.01, 0.05, 0.2, 1.0),
 }
 """Other values of each constant: half and twice its own, and, where there is one, a value that switches it off."""
 TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
-    "guessed_acceptance": (0.4, 0.6, 0.9),
+    "even_agreement": (1.0, 4.0),
     "prior_drafts": (1.0, 2.0, 8.0),
-    "text_window": (250, 500, 2000, 10**9),
+    "text_window": (250, 1000, 10**9),
     "least_probability": (0.05, 0.125, 0.5),
     "longest_suffix": (4, 16),
     "most_places": (8, 32, 128),

@@ -26,4 +26,4 @@ class FixedLengths(Controller):
     ) -> None:
         if seconds is not None:
             drafted = sum(outcome.drafted for outcome in outcomes)
-            self.iterations.append(RecordedIteration(*lengths, batch, drafted, seconds))
+            self.iterations.append(RecordedIteration(lengths.k, lengths.replay_k, batch, drafted, seconds))

@@ -23,12 +23,20 @@ from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.recorder import DraftObserver
 
 LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
+"""Tokens of the longest drafts that are recorded and timed, of the drafter and from text."""
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 16, 3
 TIMED_REQUESTS = 24
-TIMED_ROUNDS = 1
-TIMED_LENGTHS = [
-    DraftLengths(*pair) for pair in ((0, 0), (3, 0), (0, 16), (1, 0), (5, 0), (0, 4), (3, 16))
-]  # 3 + 16 is not fitted but checks the fit
+"""Requests that run at once when the times begin; they end one after another."""
+TIMED_LENGTHS = (
+    DraftLengths(0, 0),
+    DraftLengths(3, 0),
+    DraftLengths(0, 16),
+    DraftLengths(1, 0),
+    DraftLengths(5, 0),
+    DraftLengths(0, 4),
+    DraftLengths(3, 16),
+)
+"""The draft lengths at which iterations are timed; the last one is not fitted but checks the fit."""
 
 
 def record(subject: Subject) -> Recording:
@@ -118,13 +126,12 @@ def timed_iterations(
     engine.set_replay(texts)
     engine.set_k(None)
     found = []
-    for _ in range(TIMED_ROUNDS):
-        for lengths in TIMED_LENGTHS:
-            print(f"times at {lengths}", flush=True)
-            controller = FixedLengths(lengths)
-            engine.control_with(controller)
-            engine.generate(list(requests[:: len(requests) // TIMED_REQUESTS]))
-            found.append(controller.iterations)
+    for lengths in TIMED_LENGTHS:
+        print(f"times with drafts of {lengths.k} + {lengths.replay_k} tokens", flush=True)
+        controller = FixedLengths(lengths)
+        engine.control_with(controller)
+        engine.generate(list(requests[:: len(requests) // TIMED_REQUESTS]))
+        found.append(controller.iterations)
     return found
 
 

@@ -184,12 +184,15 @@ class Controller:
         ]
 
     def _open(self, key: int) -> Bucket:
-        """Begin a bucket with what the nearest one chose; the first of all drafts as far as it may."""
+        """Begin a bucket with what the nearest one chose.
+
+        The first begins with the drafter's longest drafts and the shortest from text, which cost little if wrong.
+        """
         if self._buckets:
             nearest = min(self._buckets, key=lambda other: abs(math.log(other / key)))
             first = self._buckets[nearest].chosen
         else:
-            first = self.choices[-1]
+            first = DraftLengths(self.choices[-1].k, min((c.replay_k for c in self.choices if c.replay_k), default=0))
         tokens = TokensPerIteration(self.choices, self._settings)
         self._buckets[key] = Bucket(first, tokens, {first: deque([0.0], maxlen=self._settings.trial_window)})
         return self._buckets[key]

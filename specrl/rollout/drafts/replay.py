@@ -12,8 +12,8 @@ from typing import Protocol
 
 from specrl.rollout.control import ControlSettings
 
-OWN_SEED = -1
-"""The agreement of a response with the stored text of its own seed: better than any number of tokens."""
+OWN_SEED = 64
+"""The agreement of a response with the stored text of its own seed: as good as that of so many tokens."""
 PAIR = 2
 """Last tokens that must agree at least: text is looked up by them."""
 END = -1

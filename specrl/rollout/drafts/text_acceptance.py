@@ -53,10 +53,10 @@ class TextAcceptance:
 
     def probability(self, kind: Kind) -> float:
         """Return the probability that a token is right where the one before it was."""
-        guess, weight = self._settings.guessed_acceptance, self._settings.prior_drafts
-        # The guess counts as `weight` drafts that all ended with a failure, and the successes that go with them.
+        # The guess counts as `prior_drafts` drafts, each with some tokens right, more where more agreed, and one wrong.
+        weight, (_, agreement) = self._settings.prior_drafts, kind
         wrong = weight + self._wrong[kind]
-        right = weight * guess / (1 - guess) + self._right[kind]
+        right = weight * agreement / self._settings.even_agreement + self._right[kind]
         return right / (right + wrong)
 
     def length(self, kind: Kind, longest: int, drafter_drafts: bool) -> int:
