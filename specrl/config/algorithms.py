@@ -138,6 +138,7 @@ class Registry:
             raise ValueError(explain(error, model, tuple(self.key.split(".")))) from None
 
     def _find(self, name: str) -> Registered:
+        """Return what is registered under a name, or the function at an import path, or raise ValueError."""
         if ":" in name:
             function = import_function(self.key, name)
             for registered in self._by_name.values():
@@ -163,8 +164,11 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 LOSSES = Registry("train.loss", home="specrl.algorithms.losses", default="grpo")
+"""The policy losses."""
 ADVANTAGES = Registry("train.advantage", home="specrl.algorithms.advantages", default="grpo")
+"""The advantage estimators."""
 CORRECTIONS = Registry("train.correction", home="specrl.algorithms.corrections", default="tis")
+"""The corrections for differences between the engine and the trainer."""
 
 Loss = Annotated[Algorithm, BeforeValidator(LOSSES.validate)]
 Advantage = Annotated[Algorithm, BeforeValidator(ADVANTAGES.validate)]

@@ -10,7 +10,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class StageResources(Section):
-    """Overrides of `[resources]` for one stage; a key that is not given is inherited."""
+    """Overrides of `[resources]` for one stage; `Resources` describes the keys, and what is not given is inherited."""
 
     nodes: PositiveInt | None = None
     ranks_per_node: PositiveInt | None = None

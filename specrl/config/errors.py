@@ -9,6 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 SCALARS = ("int", "float", "str", "bool")
+"""The names by which pydantic reports the members of a union of plain types."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:

@@ -127,7 +127,7 @@ class BubblesConfig(Section):
     seeds: Literal["same", "other"] = "same"
     """The seeds of pre-generated text: the `same` as those of the rollouts it is to be drafts for, which then mostly
     sample that very text (and stay exact, because no draft influences which token is sampled), or `other` ones, as in
-    the publication."""
+    BubbleSpec."""
 
     @property
     def pregenerates(self) -> bool:

@@ -112,7 +112,7 @@ class FileProblems:
         if count > len(self._held_out):
             raise ConfigError(
                 f"{self._paths[-1]} has only {len(self._held_out)} distinct held-out rows of the {count} asked for: "
-                "ask for fewer, raise data.validation_fraction, or give data.validation_path a larger file"
+                "ask for fewer, raise data.validation_fraction, or set data.validation_path to a larger file"
             )
         return self._held_out[:count]
 

@@ -27,6 +27,7 @@ class ReasoningGym:
     """One of reasoning-gym's generators, with its parameters."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
+        """Make a generator; reasoning-gym raises various errors where it refuses a parameter."""
         self.name = name
         self.parameters = parameters
         self._scorer = self._dataset(seed=0)

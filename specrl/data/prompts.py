@@ -87,13 +87,13 @@ class PromptSource:
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
-        """Return prompts, each with a response that earns full reward: worked steps if there are any."""
+        """Return prompts, each with a response that earns full reward, with worked steps if there are any."""
         problems = self._problems.draw("demonstrations", 0, count)
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 
     def check(self) -> None:
-        """Draw the first prompts of every stream that the run uses, so that mistakes show before anything is trained.
+        """Draw the first training batch and all held-out and pretraining prompts, so that mistakes show early.
 
         Raises:
             ConfigError: A prompt is too long, or there are too few problems.

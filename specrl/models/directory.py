@@ -17,6 +17,8 @@ INDEX_FILE = "model.safetensors.index.json"
 """The index, where the weights are in several files: its `weight_map` says which file holds each tensor."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """The files of which a directory must have one."""
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""The endings of the files that belong to a model besides its weights, such as the tokenizer's."""
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -15,12 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specrl.artifacts import atomic_path, write_json
-from specrl.models.directory import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, weight_files
+from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, INDEX_FILE, WEIGHTS_FILE, weight_files
 
 FILE_BYTES = 4 * 2**30
 """The largest size of a written file in bytes, unless it holds a single tensor that is larger."""
-COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""The endings of the files that are copied beside the weights, such as the tokenizer's."""
 
 
 class TensorReader:

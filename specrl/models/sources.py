@@ -10,7 +10,7 @@ from typing import Any
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
-from specrl.models.directory import CONFIG_FILE, check_directory, read_model_config, weight_files
+from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
 from specrl.models.families import FAMILIES, family_of, tiny_family
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -138,7 +138,7 @@ def _link(source: Path, directory: Path) -> None:
     for file in source.iterdir():
         if file.name in weights:
             (directory / file.name).symlink_to(file.resolve())
-        elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
+        elif file.suffix in COPIED_SUFFIXES and file.is_file():
             shutil.copyfile(file, directory / file.name)
     config = read_model_config(source)
     family = family_of(config)

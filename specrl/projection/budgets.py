@@ -108,6 +108,7 @@ def _kv_given(stage: StageName, rank: Rank) -> float:
 
 
 def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
+    """Return the KV cache of the given size, beside what all sequences at full length would need."""
     per_token = memory.kv_bytes_per_token(rank)
     wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
     sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"

@@ -83,16 +83,15 @@ def responses(
     """
     folders = [rollouts_dir / f"step={record['step']:06d}" for record in records]
     tables = [[list(read_rollouts(path)) for path in sorted(folder.glob("rank-*.arrow"))] for folder in folders]
-    sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for row in (row for step in tables for rank in step for row in rank):
-        sums[len(row.prompt_tokens)][0] += len(row.response_tokens)
-        sums[len(row.prompt_tokens)][1] += 1
-    means = {size: total / count for size, (total, count) in sums.items()}
+    rows = [row for step in tables for rank in step for row in rank]
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        lengths[len(row.prompt_tokens)].append(len(row.response_tokens))
+    means = {size: fmean(found) for size, found in lengths.items()}
     paces = {
         record["step"]: typical_pace([row for rank in step for row in rank], replayed(record))
         for record, step in zip(records, tables, strict=True)
     }
-    rows = [row for step in tables for rank in step for row in rank]
     usual = usual_following(rows, replayed_tokens, paces)
     if usual is None:
         usual = other_following(records)
@@ -100,9 +99,8 @@ def responses(
     def response(row: Rollout) -> SimulatedResponse:
         expected = means[len(row.prompt_tokens)]
         pace, follows = growth(row, replayed_tokens, paces[row.step])
-        return SimulatedResponse(
-            row.prompt_id, len(row.response_tokens), expected, pace, usual if follows is None else follows
-        )
+        follows = usual if follows is None else follows
+        return SimulatedResponse(row.prompt_id, len(row.response_tokens), expected, pace, follows)
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 

@@ -20,6 +20,7 @@ from specrl.dealing import deal_longest_first
 from specrl.rollout.bubbles.balance import piece
 
 USES: tuple[BubbleUse, ...] = get_args(BubbleUse)
+"""All values of `bubbles.use`."""
 
 
 @dataclass(frozen=True)

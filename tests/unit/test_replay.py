@@ -128,7 +128,7 @@ def common_suffix(left: list[int], right: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_matching_takes_few_calls_per_token(agrees: bool) -> None:
-    """However long the response is, and however much text is stored; counted, because clocks are not to be trusted."""
+    """This holds however long the response and the stored text are; calls are counted because clocks are noisy."""
     generator = random.Random(1)
     responses = [[generator.randrange(500) for _ in range(2000)] for _ in range(8)]
     output = responses[3] if agrees else [generator.randrange(500) for _ in range(2000)]

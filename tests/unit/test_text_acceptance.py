@@ -1,4 +1,4 @@
-"""How far stored text is trusted."""
+"""Text acceptance: how likely the next tokens of stored text are to be accepted, and how many are drafted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_text_of_the_own_seed_is_drafted_far_and_a_loose_match_is_not() -> None:
     assert loose < close < 16
 
 
-def test_each_kind_of_text_is_trusted_by_what_became_of_it() -> None:
+def test_each_kind_of_text_has_the_acceptance_of_its_own_drafts() -> None:
     acceptance = TextAcceptance(SETTINGS)
     acceptance.observe([DraftOutcome(RECENT, 4, 0, 5)] * 100 + [DraftOutcome(REPLAY, 16, 16, 5)] * 100)
     assert acceptance.probability((RECENT, 5)) < 0.2
