@@ -1,14 +1,15 @@
-# make quickstart: environment and the main job.   make test: environment and the tests.   make check: what CI checks first.
+# make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
+# what CI runs before the tests.
 PYTHON ?= python3.11
 UV_VERSION := 0.13.8
 TEST_WORKERS ?= 2
-# Whole files to two workers; folder by folder, so that engines and process groups of one end before the next.
+# A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin
 
 # A machine that gives pip a local folder of wheels gives it to uv too; elsewhere uv is told to take torch's CPU build.
-# The GPU lock says torch===VERSION, which is PyPI's CUDA build and no +cpu build in a local folder: nobody looks for a driver.
+# The GPU lock says torch===VERSION, which only PyPI's CUDA build is, so that uv does not look for a driver to choose a build.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
@@ -31,8 +32,9 @@ $(STAMP): $(LOCK) pyproject.toml
 	touch $@
 
 ifneq ($(TE_STAMP),)
-# The compiler of the machine, the headers of the locked CUDA packages; no driver and no CUDA toolkit. MAX_JOBS=N bounds the memory.
-# Without the cache, because a build in it may belong to another torch, and without its own look for a finished build on GitHub.
+# The build takes the machine's compiler and the headers of the locked CUDA packages, and needs neither a driver nor a CUDA
+# toolkit; MAX_JOBS=N bounds its memory. uv's cache is not used, because a build in it may belong to another torch, and
+# NVTE_PYTORCH_FORCE_BUILD keeps the package from looking for a finished build on GitHub.
 $(TE_STAMP): | $(STAMP)
 	@command -v $(CXX) >/dev/null || { echo "make env: $(TE_PIN) is compiled here, but there is no $(CXX): install g++, or set CXX to a C++ compiler"; exit 1; }
 	CUDA_HOME= NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE CXX=$(CXX) \

@@ -1,4 +1,4 @@
-"""The type of a finding of `specrl doctor`."""
+"""A finding of `specrl doctor`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: with `fail` nothing runs; with `warn` something does not run, or runs slower."""
+    """A finding. With the status `fail` nothing runs; with `warn` something does not run, or runs slowly."""
 
     name: str
     status: Status
     found: str
-    """What is there, in a few words."""
+    """The state of the machine, in a few words."""
     fix: str = ""
-    """A line to type, or what to do. Empty when nothing is wrong."""
+    """How to fix it: a command, or what to do. It is empty when nothing is wrong."""

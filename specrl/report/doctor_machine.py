@@ -75,6 +75,7 @@ def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
 
 
 def has_gpu() -> bool:
+    """Return whether nvidia-smi lists a GPU."""
     return bool(_gpus())
 
 

@@ -18,17 +18,17 @@ SPAN_COLOURS = {
     "refit": "#cc79a7",
     "checkpoint": "#000000",
 }
-"""The spans that are drawn; spans of other names are not."""
+"""The colours of the spans by name. A span without a colour is not drawn."""
 WIDTH, ROW = 900, 26
-"""Width of the picture and height of a rank's row, in pixels."""
+"""The width of the picture and the height of a rank's row, in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
-"""Margins, in pixels: names of the ranks on the left, the time axis and the legend at the bottom."""
+"""The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
 BOX = 0.65
-"""Height of a box as a share of its row."""
+"""The height of a box as a share of its row."""
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
-    """Draw the step of all ranks to scale as SVG text, in seconds from the first rank's start."""
+    """Return a step of all ranks, drawn to scale, as SVG text. Its axis is in seconds since the first rank began."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def gantt(ranks: Sequence[RankTimeline]) -> str:
 
 
 def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict[str, str]:
-    """Draw a box for each span and return what it says when the pointer rests on it, by its id."""
+    """Draw a box for each span, and return the tooltip of each box by its id."""
     from matplotlib.patches import Rectangle
 
     titles: dict[str, str] = {}

@@ -27,17 +27,17 @@ TEMPLATE = "report.html.jinja"
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture of the page, under its title."""
+    """A picture of the page, with its title."""
 
     title: str
     svg: str
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page from the run's rollouts and results, without the charts that have no data, and return its path.
+    """Write the page from the run's rollouts and results, and return its path. Charts that have no data are left out.
 
     Raises:
-        ValueError: the folder is not a run's.
+        ValueError: The folder is not a run's.
     """
     config = read_config(run_dir)
     summary = StringIO()
@@ -87,7 +87,7 @@ def _result_charts(run_dir: Path) -> list[Chart]:
 
 
 def _bubble_charts(steps_dir: Path) -> list[Chart]:
-    """Draw the first, the middle and the last step, and how much of the ranks' waiting was put to use."""
+    """Return Gantt charts of the first, the middle and the last step, and a chart of how much idle time was used."""
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
     if not records or len(records[0].get("ranks", [])) < 2:
         return []
@@ -107,7 +107,7 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """Return step, reward and response length in tokens of every rollout, each an array [rollouts]."""
+    """Return the step, the reward and the response length in tokens of every rollout, each as an array [rollouts]."""
     parts = [_read_file(path) for path in sorted(rollouts_dir.glob("step=*/*.arrow"))]
     if not parts:
         return np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)

@@ -1,4 +1,4 @@
-"""Check the files of an environment: no two packages own one path, and torch is built for the CUDA version of the lock.
+"""Check that no two packages of an environment own one path, and that torch is built for the CUDA version of the lock.
 
 `python -m specrl.report.package_files` checks the environment it runs in. Nothing is imported to find out.
 """
@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 NEVER_IMPORTED = {"build_backend.py"}
-"""Paths that do no harm: flashinfer-python and torch-c-dlpack-ext ship the script that built their own wheel."""
+"""Paths whose collisions do no harm: flashinfer-python and torch-c-dlpack-ext ship the script that built them."""
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ STYLE = {
     "lines.markersize": 4.5,
 }
 SIZE = (560, 280)
-"""Width and height of a chart, in pixels; legends below it add to the height."""
+"""The width and height of a chart, in pixels; a legend below it adds to the height."""
 LEGEND_COLUMNS = 3
 LEGEND_ROW = 20
-"""Height of a row of the legend, in pixels."""
+"""The height of a row of the legend, in pixels."""
 PIXELS_PER_INCH = 72
 
 
@@ -48,8 +48,8 @@ def line_charts(
     """Draw a line of (x, y) points for each name, with a legend below the axes.
 
     Args:
-        series: the points by the name of their line; a line without a name is not in the legend.
-        log_x: space x logarithmically and label the values that occur.
+        series: The points by the name of their line; a line without a name is not in the legend.
+        log_x: Whether x is spaced logarithmically, with a label at each value that occurs.
     """
 
     def paint(axes: Any) -> None:
@@ -96,7 +96,7 @@ def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) ->
 
 
 def share_bar(shares: Mapping[str, float], x_label: str) -> str:
-    """Draw one bar cut by share, the largest first, with each share in percent in the legend."""
+    """Draw one bar, divided by share, the largest first, with each share in percent in the legend."""
     total = sum(shares.values()) or 1.0
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     names = [f"{name} {share / total:.1%}" for name, share in ordered]
@@ -120,8 +120,8 @@ def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[st
     """Return what `paint` draws on new matplotlib axes as the text of an SVG element.
 
     Args:
-        size: width and height in pixels, without the legend.
-        names: the labels that the legend shows, below the axes; there is no legend without names.
+        size: The width and height in pixels, without the legend.
+        names: The labels that the legend shows, below the axes; there is no legend without names.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
     """Return a matplotlib figure as an SVG element, without date, program name or document type.
 
     Args:
-        titles: what a browser shows when the pointer rests on an artist, by the artist's `gid`.
+        titles: The tooltip of each artist that has one, by the artist's `gid`.
     """
     text = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

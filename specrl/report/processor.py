@@ -1,4 +1,4 @@
-"""The processor of this machine: its name, and what it has for matrix products in bfloat16."""
+"""The name of this machine's processor, and its instructions for matrix products in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def bf16_support(flags: frozenset[str]) -> str:
-    """Return what makes bfloat16 fast on a processor with these flags, in words; AMX tiles are fastest."""
+    """Return in words how a processor with these flags computes in bfloat16; AMX tiles are fastest."""
     if "amx_bf16" in flags:
         return "AMX BF16"
     return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "no AMX, bfloat16 emulated"

@@ -15,18 +15,18 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A stage of a run: its content key, its folder and, once known, its run time and job."""
+    """A stage of a run, with its content key, its folder and, once they are known, its run time and job."""
 
     key: str
     stage_dir: Path
     seconds: float | None = None
-    """Wall-clock time of the stage; the result has it where it is None."""
+    """The wall-clock time of the stage; where it is None, it is read from the stage's result."""
     job_id: str | None = None
-    """Slurm job or local process; `jobs/KEY.json` has it where it is None."""
+    """The Slurm job or the local process; where it is None, it is read from `jobs/KEY.json`."""
 
 
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """Return the newest folder of each stage, for a run whose flow is not there to ask."""
+    """Return the newest folder of each stage, for a reader that is not the run's flow."""
     found: dict[str, StageRecord] = {}
     for stage in STAGES:
         folders = sorted((run_dir / "stages").glob(f"{stage}-*"), key=lambda folder: folder.stat().st_mtime)
@@ -39,7 +39,7 @@ def read_config(run_dir: Path) -> Config:
     """Return the configuration that a run was started with.
 
     Raises:
-        ValueError: the folder is not a run's.
+        ValueError: The folder is not a run's.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():

@@ -29,14 +29,14 @@ SUMMARY_FILE = "summary.json"
 
 
 def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> Path:
-    """Write `summary.json` from the stages' results; a section whose stage has not finished is null."""
+    """Write `summary.json` and return its path. A section whose stage has not finished is null."""
     path = run_dir / SUMMARY_FILE
     write_json(path, build_summary(run_dir, stages, mlflow_run_id))
     return path
 
 
 def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
-    """Return what other tools read; the names below are a contract.
+    """Return the contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, and `decode_step_reduction` is the mean over those batch sizes of 1 - speculative / plain
@@ -86,7 +86,11 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
-    """Print what a run reached: from `summary.json`, or from the stages that have finished while it still runs."""
+    """Print the results of a run, from `summary.json` or, until that is written, from the finished stages.
+
+    Args:
+        console: Where to print; standard output by default.
+    """
     console = console or Console()
     path = run_dir / SUMMARY_FILE
     # A run that goes on with another configuration leaves its old summary until it ends.
@@ -105,7 +109,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     if summary["train"]:
         shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
         rows = [(name, f"{share:.1%}") for name, share in shares]
-        print_table(console, "Of a training step", ("part", ">share"), rows)
+        print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
     export = finished(stages, "export", ExportResult)
     if export and export.drafter_dir:
         print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
@@ -137,7 +141,7 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return what speculation changed, which must be nothing but near-ties."""
+    """Return what the exactness tests found: speculation may change nothing but near-ties."""
     if not exactness:
         return []
     rows = []
@@ -145,7 +149,8 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
         cells = exactness.get("num_cells")  # results of earlier versions have none
         details = (
             f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
-            f"{exactness['degrees_of_freedom']} degrees of freedom, {exactness['num_samples']} samples, "
+            f"{exactness['degrees_of_freedom']} degree{_plural(exactness['degrees_of_freedom'])} of freedom, "
+            f"{exactness['num_samples']} samples, "
             f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
         )
         rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})"))
@@ -154,14 +159,25 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
-    """`1 differences in 996 tokens, all near-ties: largest distance 0.0021 of the CDF, limit 0.031`."""
-    text = f"{counts['num_differences']} differences in {counts['num_tokens']} tokens"
+    """Return, say, `1 difference in 996 tokens, all near-ties: largest distance 0.002 of the CDF, limit 0.03`.
+
+    Args:
+        unit: The unit of the largest distance and of the limit.
+    """
+    text = (
+        f"{counts['num_differences']} difference{_plural(counts['num_differences'])} in {counts['num_tokens']} tokens"
+    )
     if not counts["num_differences"]:
         return text
     if counts.get("limit") is None:  # a result of an earlier version
         return f"{text}, all near-ties"
     distance = f"largest distance {counts['largest_distance']:.2g} {unit}, limit {counts['limit']:.2g}"
     return f"{text}, all near-ties: {distance}"
+
+
+def _plural(number: int) -> str:
+    """Return the ending of a noun that is counted."""
+    return "" if number == 1 else "s"
 
 
 def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -183,7 +199,7 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _precision_words(precision: Mapping[str, Any]) -> str:
-    """`generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`, for example."""
+    """Return, say, `generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`."""
     engines = []
     for engine in ("generation", "training"):
         mode = precision[f"{engine}_mode"]
@@ -196,7 +212,7 @@ def _precision_words(precision: Mapping[str, Any]) -> str:
 
 
 def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Return acceptance and each matched pair with its spread, so that a ratio near 1 is seen for what it is."""
+    """Return the acceptance, and each matched pair with its range, which shows whether a ratio differs from 1."""
     speculation = summary["speculation"]
     if not speculation or speculation["method"] == "none":
         return []

@@ -1,4 +1,4 @@
-"""Tables for people: rich on a terminal, aligned plain lines when piped."""
+"""Tables for people, drawn by rich on a terminal and written as aligned plain lines when piped."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
         "69%",
         "60.0%",
         "p = 0.33",
-        "1 differences in 1024",
+        "1 difference in 1024",
         "all near-ties: largest distance 0.0021 of the CDF, limit 0.031",
         "20 cells told apart",
         "reloaded its last",
