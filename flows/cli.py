@@ -34,6 +34,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
+    """Run the command line of this process, and exit with its code."""
     sys.exit(invoke(sys.argv[1:]))
 
 
@@ -45,7 +46,7 @@ def invoke(arguments: list[str]) -> int:
     """
     try:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
-    except typer.TyperException as error:  # an unknown option or a missing argument, in Typer's words
+    except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
     except (ConfigError, DevClusterError) as error:
         _complain(str(error))

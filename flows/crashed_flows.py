@@ -1,4 +1,4 @@
-"""Flows whose process was killed. They could not tell Prefect, which would show them as running for ever."""
+"""Mark flows whose process was killed as crashed in Prefect, which would otherwise show them as running for ever."""
 
 from __future__ import annotations
 

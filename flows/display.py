@@ -1,4 +1,4 @@
-"""Show a run: progress bars on a terminal, plain lines when the output is piped, and artifacts in Prefect."""
+"""Show the progress of a run: bars on a terminal, plain lines when the output is piped, and artifacts in Prefect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ WIDTH = max(len(stage) for stage in STAGES)
 
 @contextmanager
 def make_reporter(console: Console | None = None) -> Iterator[Reporter]:
-    """Yield the reporter that suits the console; standard output by default."""
+    """Yield the reporter that suits the console.
+
+    Args:
+        console: Where to print; standard output by default.
+    """
     console = console or Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield PlainReporter(console)

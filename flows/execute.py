@@ -1,4 +1,4 @@
-"""Bring a configuration to its results: check it, write its folder, run the flow and print the summary."""
+"""Run a configuration: check it, write the run's folder, run the flow and print the summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from specrl.config import Config
 
 
 def execute(config: Config) -> None:
-    """Run all stages of a configuration whose paths are absolute (see `flows.folder.anchor`).
+    """Run all stages of a configuration.
+
+    Args:
+        config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
 
     Raises:
         ConfigError: The run cannot start; nothing has been written.

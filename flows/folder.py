@@ -12,11 +12,12 @@ from filelock import FileLock, Timeout
 
 from specrl.artifacts import write_text
 from specrl.config import Config, ConfigError, dump_config
+from specrl.processes import is_locked
+from specrl.report.results import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 LOCK_FILE = ".flow.lock"
 HOLDER_FILE = ".flow.holder"
-"""Names the process that holds the lock, for the error of another one."""
+"""A file that names the process that holds the lock, for the error message of another process."""
 
 
 def anchor(config: Config) -> Config:
@@ -40,10 +41,13 @@ def anchor(config: Config) -> Config:
 
 
 def find_run(name: str, runs_dir: Path) -> Path:
-    """Return the folder of a run, which is given by its name in `runs_dir` or by its path.
+    """Return the folder of a run.
+
+    Args:
+        name: The run's name in `runs_dir`, or the path of its folder.
 
     Raises:
-        ConfigError: There is no such run; the message lists those that there are.
+        ConfigError: There is no such run; the message lists the existing ones.
     """
     for folder in (runs_dir / name, Path(name)):
         if (folder / CONFIG_FILE).is_file():
@@ -53,7 +57,7 @@ def find_run(name: str, runs_dir: Path) -> Path:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the folders of all runs, the one whose configuration was written last first."""
+    """Return the folders of all runs; the run whose configuration was written last comes first."""
     configs = runs_dir.glob(f"*/{CONFIG_FILE}")
     return [path.parent for path in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True)]
 
@@ -65,7 +69,7 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def only_flow(run_dir: Path) -> Iterator[None]:
-    """Hold the run, so that one flow works on it at a time. The kernel lets go when this process ends, however it ends.
+    """Hold the run, so that one flow works on it at a time. The kernel releases it when this process ends in any way.
 
     Raises:
         ConfigError: Another process holds it.
@@ -76,7 +80,7 @@ def only_flow(run_dir: Path) -> Iterator[None]:
         lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=0)
     except Timeout:
         who = holder.read_text() if holder.exists() else "another process"
-        raise ConfigError(f"run {run_dir.name} is being worked on already, by {who}") from None
+        raise ConfigError(f"run {run_dir.name} is already being worked on by {who}; end that first") from None
     with lock:
         write_text(holder, f"process {os.getpid()} on {os.uname().nodename}")
         yield
@@ -84,14 +88,7 @@ def only_flow(run_dir: Path) -> Iterator[None]:
 
 def is_worked_on(run_dir: Path) -> bool:
     """Return whether a flow holds the run."""
-    path = run_dir / LOCK_FILE
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
+    return is_locked(run_dir / LOCK_FILE)
 
 
 def finished_stages(run_dir: Path) -> list[str]:
@@ -100,5 +97,5 @@ def finished_stages(run_dir: Path) -> list[str]:
 
 
 def model_of(run_dir: Path) -> str:
-    """Return `model.source` of a run."""
+    """Return the value of `model.source` in a run's configuration."""
     return str(json.loads((run_dir / CONFIG_FILE).read_text())["model"]["source"])

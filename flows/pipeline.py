@@ -1,4 +1,4 @@
-"""The pipeline, top to bottom: what runs after what.
+"""The pipeline: the stages of a run in their order.
 
 Each stage is a job, and runs unless its result file exists. Prefect records and shows the run. It neither retries nor
 caches anything: retrying belongs to one layer, which is Slurm, and the files say what is finished.
@@ -28,7 +28,7 @@ from tasks.validate import validate
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancel the run's jobs when the flow is cancelled in Prefect; a SIGTERM to the flow leaves them.
+    """Cancel the run's jobs when the flow is cancelled in Prefect; a SIGTERM to the flow leaves them running.
 
     Prefect passes the arguments by these names.
     """
@@ -37,7 +37,10 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)
 def pipeline(run_dir: str) -> list[Finished]:
-    """Run all stages of a run, given by its folder with a `config.json`. Finished stages are skipped.
+    """Run all stages of a run. Finished stages are skipped.
+
+    Args:
+        run_dir: The folder of the run, with its `config.json`.
 
     Raises:
         JobError: A stage failed.

@@ -20,9 +20,9 @@ from specrl.projection.plan import plan
 
 GIB = 2**30
 ANSWER_SECONDS = 10
-"""How long an MLflow server may take to answer."""
+"""How many seconds an MLflow server may take to answer."""
 CHECKPOINT_BYTES = 14
-"""The bytes of a checkpoint per parameter: BF16 weights, and FP32 master weights with Adam's two moments."""
+"""The bytes per parameter of a checkpoint, with BF16 weights, and FP32 master weights with Adam's two moments."""
 
 
 def check(config: Config) -> None:
@@ -83,7 +83,7 @@ def check_data(config: Config) -> list[str]:
 
 
 def _check_contents(config: Config) -> list[str]:
-    """Check what only opening the files and making the generators shows."""
+    """Check what can only be seen by opening the files and making the generators."""
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
     try:
@@ -94,7 +94,7 @@ def _check_contents(config: Config) -> list[str]:
 
 
 def check_algorithms(config: Config) -> list[str]:
-    """Check that the loss, the advantage estimator and the correction exist here, with the options that are given."""
+    """Check that the loss, the advantage estimator and the correction exist and take the options that are given."""
     lines = []
     for registry, algorithm in config.train.algorithms:
         try:
@@ -115,15 +115,15 @@ def check_disk(config: Config) -> list[str]:
     if free >= needed:
         return []
     return [
-        f"no free disk: the run needs up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB; "
-        "free some, keep fewer train.keep_checkpoints, or --set runs_dir=FOLDER"
+        f"too little free disk: the run needs up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB; "
+        "free some, lower train.keep_checkpoints, or put runs elsewhere with --set runs_dir=FOLDER"
     ]
 
 
 def disk_bytes(config: Config) -> int:
-    """Return the most bytes that a run leaves.
+    """Return the most bytes that a run may need on disk.
 
-    They are the policy of three stages, the checkpoints (one more while it is written), and 1 GiB for the rest.
+    They are the policies of three stages, the checkpoints with one that is being written, and 1 GiB for the rest.
     """
     parameters = model_shape(config.model).parameters if _shape_is_known(config) else 0
     checkpoints = (config.train.keep_checkpoints + 1) * CHECKPOINT_BYTES
@@ -139,7 +139,7 @@ def check_tracking(config: Config) -> list[str]:
         with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ANSWER_SECONDS):
             return []
     except urllib.error.HTTPError as error:
-        # Whoever answers is there; what it thinks of our credentials is between it and MLflow.
+        # The server is there. Whether it accepts the credentials is for MLflow to find out.
         return [] if error.code in (401, 403, 404) else [f"tracking.uri: {_public(uri)} answers with {error.code}"]
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

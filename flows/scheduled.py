@@ -25,7 +25,10 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 @flow(name="specrl-scheduled", on_cancellation=[cancel], validate_parameters=False)
 def scheduled(config: str) -> None:
-    """Run a configuration, given as JSON.
+    """Run a configuration under a name with the scheduled time.
+
+    Args:
+        config: The configuration as JSON.
 
     Raises:
         ConfigError: The run cannot start; nothing has been written.
@@ -35,9 +38,13 @@ def scheduled(config: str) -> None:
 
 
 def config_at(config: str, time: datetime) -> Config:
-    """Return the configuration under the name `NAME-YYYYMMDD-HHMM`, with its time in UTC.
+    """Return the configuration with the name `NAME-YYYYMMDD-HHMM`.
 
-    Under its own name it would run once: the second run would find all stages finished.
+    Under its own name it would run only once: the second run would find all stages finished.
+
+    Args:
+        config: The configuration as JSON.
+        time: The time in UTC that the name is to have.
     """
     data = json.loads(config)
     return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})

@@ -1,4 +1,4 @@
-"""Prefect without login or network: its state is in the runs folder, and its server runs on loopback during a run."""
+"""Run Prefect without login or network, with its state in the runs folder and a server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from filelock import FileLock
 from specrl.processes import end_with_parent, free_port
 
 START_SECONDS = 180
-"""How long the server may take to answer; the first start creates its database."""
+"""How many seconds the server may take to answer; the first start creates its database."""
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -27,7 +27,7 @@ QUIET = {
     "PREFECT_CLI_PROMPT": "false",
     "DO_NOT_TRACK": "true",
 }
-"""The command line prints errors, once. Set PREFECT_LOGGING_LEVEL to see Prefect's own messages."""
+"""Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 
 
 class ServerError(RuntimeError):
@@ -59,7 +59,7 @@ class PrefectServer:
 
     @property
     def log(self) -> Path:
-        """The file with everything that the server prints."""
+        """The file to which the server prints."""
         return self.home / "server.log"
 
     def __enter__(self) -> Self:
@@ -112,7 +112,12 @@ class PrefectServer:
 
 
 def serve(port: int, parent: int) -> None:
-    """Serve Prefect's API on the loopback interface until the parent process ends, however it ends."""
+    """Serve Prefect's API on the loopback interface until the parent process ends in any way.
+
+    Args:
+        port: The TCP port.
+        parent: The process id of the parent.
+    """
     import uvicorn
 
     end_with_parent(parent, signal.SIGTERM)

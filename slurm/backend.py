@@ -1,7 +1,7 @@
-"""What a scheduler must offer: the `Backend` protocol, the `Job` that it returns, and what it is asked for.
+"""The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it is given.
 
-`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local_backend.LocalBackend`, and the
-rest of the project learns of it there.
+`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local_backend.LocalBackend`, which a
+configuration names by its import path or by the name that it has there.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ class JobError(RuntimeError):
 
 
 class SilentSchedulerError(RuntimeError):
-    """The scheduler did not answer this time. It may answer the next time."""
+    """The scheduler did not answer. It may answer when it is asked again."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How a job is doing, as its scheduler says."""
+    """The state of a job, as its scheduler reports it."""
 
     phase: Phase
     detail: str
     """The scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended."""
     failed: bool = False
-    """Whether the scheduler says that the job failed. A job that ended otherwise has left its result."""
+    """Whether the scheduler reports that the job failed. A job that ended without failing has left its result."""
     cause: Cause | None = None
-    """Why it failed, where the scheduler tells."""
+    """Why the job failed, where the scheduler reports it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known about the rank in which a job failed first."""
+    """The rank in which a job failed first, and how it ended."""
 
     rank: int
-    """0 when nothing is known."""
+    """The rank's number; 0 if it is not known which rank failed first."""
     exception: str = ""
-    """The exception that it raised, in one line."""
+    """The exception that the rank raised, in one line; empty if none is known."""
     detail: str = ""
-    """What the scheduler says about the rank's end, where it raised nothing."""
+    """The scheduler's words about the end of a rank that raised nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class JobKey:
 
     @property
     def record_path(self) -> Path:
-        """The note that says which job runs, or last ran, the stage."""
+        """The file that names the job that runs, or last ran, the stage."""
         return self.config.run_dir / "jobs" / f"{self.key}.json"
 
     @property
     def context_path(self) -> Path:
+        """The file from which the job's ranks read their `StageContext`."""
         return self.folder / "context.json"
 
 
@@ -94,6 +95,7 @@ class Record:
     """Unix time in seconds."""
 
     def write(self, path: Path) -> None:
+        """Write the record as JSON."""
         write_json(path, asdict(self))
 
     @classmethod
@@ -111,15 +113,16 @@ class StageRequest:
 
     context: StageContext
     entry: str
-    """`module:function`, called in every rank with the context."""
+    """The function that every rank calls with the context, as `module:function`."""
 
     @property
     def key(self) -> JobKey:
+        """The identity of the stage's job."""
         return JobKey(self.context.config, self.context.key)
 
     @property
     def resources(self) -> Resources:
-        """What the job may use. A rank is one process: one GPU, or one slot of CPUs."""
+        """The resources of the job. A rank is one process, with one GPU or with CPU cores alone."""
         return self.context.config.resources_of(self.context.stage)
 
     @property
@@ -151,11 +154,11 @@ class Job(Protocol):
 
     @property
     def attached(self) -> bool:
-        """Whether the job was found alive and not submitted."""
+        """Whether the job was found pending or running, rather than submitted by this flow."""
 
     @property
     def ask_seconds(self) -> float:
-        """The seconds between two questions for its state."""
+        """How many seconds the flow waits before it asks for the state again."""
 
     def state(self) -> State:
         """Ask the scheduler how the job is doing.
@@ -165,13 +168,13 @@ class Job(Protocol):
         """
 
     def cancel(self) -> None:
-        """End the job. Return when the scheduler has been told so; on this machine, when the job has ended."""
+        """End the job. Return when the scheduler has been told to; for a local job, when it has ended."""
 
     def log(self, rank: int) -> Path:
-        """Return the file that holds everything a rank printed. It may not exist yet."""
+        """Return the file to which a rank prints. It may not exist yet."""
 
     def failure(self, ranks: int) -> Failure:
-        """Return what is known about the rank that failed first.
+        """Return which rank failed first, and how it ended, as far as that is known.
 
         Args:
             ranks: The number of ranks of the job.
@@ -179,7 +182,7 @@ class Job(Protocol):
 
 
 class Backend(Protocol):
-    """A scheduler. The flow calls `connect` to `submit`; each rank of a job calls the other two."""
+    """A scheduler. The flow calls the methods from `connect` to `submit`; each rank of a job calls the other two."""
 
     @property
     def name(self) -> str:

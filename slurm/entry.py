@@ -1,7 +1,7 @@
-"""What every rank of a job runs: `python -m slurm.entry CONTEXT.json MODULE:FUNCTION`.
+"""The program that every rank of a job runs: `python -m slurm.entry CONTEXT.json MODULE:FUNCTION`.
 
-The job is complete in itself: whoever submitted it may die the moment after. A job that is queued again (time limit,
-preemption, lost node) runs this anew, and the stage resumes from its files.
+A job needs nothing from the flow that submitted it, which may be killed at once. A job that is queued again (after its
+time limit, preemption or the loss of a node) runs this program anew, and the stage resumes from its files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from specrl.context import StageContext
 
 
 def main(arguments: list[str]) -> None:
+    """Set up this rank, and call the stage's function through the backend.
+
+    Args:
+        arguments: The file with the stage's context, and the function as `module:function`.
+    """
     context = StageContext.load(Path(arguments[0]))
     request = StageRequest(context, entry=arguments[1])
     backend = backend_of(context.config.cluster)

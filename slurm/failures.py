@@ -1,4 +1,4 @@
-"""What went wrong in a job, in one line."""
+"""Explain in one line why a job failed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specrl.context import StageContext
 MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""
 LOG_TAIL_BYTES = 4096
-"""How much is read from the end of a log for its last line."""
+"""How many bytes are read from the end of a log to find its last line."""
 
 
 def explain(job: Job, context: StageContext, state: State) -> str:
-    """Return `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`, one line.
+    """Return one line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
-    The error is the exception of the rank that failed first. Without one (killed, out of memory, out of time) it is the
-    limit that was reached, or else the last line of that rank's log.
+    The error is the exception of the rank that failed first. If that rank raised none (because it was killed, or ran
+    out of memory or time), it is the limit that was reached, or else the last line of that rank's log.
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
@@ -32,14 +32,14 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 
 def last_error(trace: str) -> str:
-    """Return the exception of a traceback in one line: what follows its last indented line."""
+    """Return the exception of a traceback, which follows its last indented line, in one line."""
     lines = trace.rstrip().splitlines()
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
 
 
 def _limit(context: StageContext, state: State) -> str:
-    """Return which limit of the configuration ended the job, or nothing when none is known to have."""
+    """Return which limit of the configuration ended the job, or an empty text when none is known to have."""
     resources = context.config.resources_of(context.stage)
     if state.cause == "time limit":
         return f"it ran longer than resources.minutes = {resources.minutes}"

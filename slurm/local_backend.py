@@ -1,4 +1,4 @@
-"""Jobs on this machine: submitit's LocalExecutor, made to outlive the flow that submits."""
+"""Jobs on this machine, started by submitit's LocalExecutor in such a way that they outlive the flow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from submitit.local.local import LocalExecutor
 from slurm import submitit_jobs
 from slurm.backend import Failure, JobError, JobKey, Record, StageRequest, State
 from slurm.environment import LOOPBACK
-from slurm.local_controller import is_locked, outcome_path
+from slurm.local_controller import lock_path, outcome_path
 from slurm.walltime import MAX_TIMEOUTS
 from specrl.config import ClusterConfig, Config, Resources
-from specrl.processes import end_with_parent, interrupts_held, start_ticks
+from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
 
 START_SECONDS = 60
 """The longest time that a controller may take to start Python and write its record."""
@@ -31,7 +31,7 @@ CANCEL_SECONDS = 8
 
 
 class LocalJob:
-    """A controller process and its ranks, found again through the record that the controller writes."""
+    """A controller process and its ranks. It is found again through the record that the controller writes."""
 
     backend = "local"
     ask_seconds = 0.5
@@ -92,7 +92,7 @@ def _how_it_ended(rank: int, code: int) -> str:
 
 
 class LocalBackend:
-    """This machine. A job is a controller process, in a session of its own, that starts the ranks."""
+    """The backend for this machine. A job is a controller process, in a session of its own, that starts the ranks."""
 
     name = "local"
 
@@ -109,10 +109,10 @@ class LocalBackend:
         """Return the running job of a stage, or None.
 
         Raises:
-            JobError: It runs on another host of a shared file system.
+            JobError: The job runs on another host that shares the file system, or its controller cannot be found.
         """
         deadline = time.monotonic() + START_SECONDS
-        while is_locked(key.record_path):
+        while is_locked(lock_path(key.record_path)):
             record = Record.read(key.record_path)
             if record is not None and record.host != os.uname().nodename:
                 raise JobError(f"the job runs on {record.host} as process {record.job_id}; resume the run there")
@@ -142,7 +142,7 @@ class LocalBackend:
             job = self._wait_for(executor.process, request)
             known = True
         finally:
-            if not known:  # interrupted, or too slow: without a record whoever cancels the run would not find it
+            if not known:  # interrupted or too slow; without a record, nobody who cancels the run would find it
                 executor.kill()
         return job
 
@@ -150,13 +150,23 @@ class LocalBackend:
         return submitit_jobs.rank_environment() | LOOPBACK
 
     def run_rank(self, request: StageRequest) -> None:
-        """A rank ends when its controller ends, however that is: the controller's lock alone says that the job runs."""
+        """Call the stage's function in this rank, which ends with its controller, however the controller ends.
+
+        Only the lock that the controller holds says that the job is running, so no rank may outlive it.
+        """
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
         end_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
         submitit_jobs.run_rank(request)
 
     def _wait_for(self, process: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
-        """Return the job of a controller that was just started, or of another one that was faster, or None."""
+        """Return the job of the controller that was just started, or of one that another flow started before it.
+
+        Returns:
+            The job, or None when the stage turned out to be finished.
+
+        Raises:
+            JobError: The controller ended at once, or did not start within `START_SECONDS`.
+        """
         key = request.key
         log = key.folder / "controller.log"
         deadline = time.monotonic() + START_SECONDS
@@ -176,7 +186,7 @@ class LocalBackend:
 
 
 def _parameters(resources: Resources) -> dict[str, Any]:
-    """Return the parameters of submitit's LocalExecutor. All nodes are this machine: its ranks are one node's."""
+    """Return the parameters of submitit's LocalExecutor. This machine stands for all nodes."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = [int(device) for device in visible.split(",") if device.isdigit()]
     return {
@@ -190,8 +200,8 @@ def _parameters(resources: Resources) -> dict[str, Any]:
 
 
 class _DetachedExecutor(LocalExecutor):
-    """Starts `slurm.local_controller` in a session of its own, with its own output: Ctrl-C, hang-up and the end of the
-    flow do not reach it."""
+    """Starts `slurm.local_controller` in a session of its own, which Ctrl-C, a hang-up and the end of the flow do not
+    reach."""
 
     def __init__(self, request: StageRequest, environment: dict[str, str]) -> None:
         super().__init__(request.key.folder, max_num_timeout=MAX_TIMEOUTS)
@@ -219,7 +229,7 @@ class _DetachedExecutor(LocalExecutor):
         return submitit.LocalJob(self.folder, str(self.process.pid), list(range(self._num_tasks())), self.process)
 
     def _controller_environment(self, command: str) -> dict[str, str]:
-        """Return the variables by which submitit's controller learns what to start."""
+        """Return the variables that tell submitit's controller what to start."""
         gpus = self.parameters["gpus_per_node"]
         devices = self.parameters["visible_gpus"] or range(gpus)
         return {

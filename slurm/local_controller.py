@@ -1,8 +1,8 @@
-"""The process that holds a local job: `python -m slurm.local_controller FOLDER RECORD RESULT`, in its own session.
+"""The process that starts and watches the ranks of a local job, in a session of its own.
 
-It outlives the flow that started it. For as long as it lives it holds a lock beside its record; the kernel drops the
-lock however the process dies. That lock is what "the stage's job is running" means on one machine, since process ids
-repeat.
+`python -m slurm.local_controller FOLDER RECORD RESULT` outlives the flow that started it. While it lives, it holds a
+lock beside its record; the kernel releases the lock however the process dies. On one machine, a stage's job is running
+if and only if that lock is held, since process ids repeat.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from specrl.artifacts import write_json
 from specrl.processes import start_ticks
 
 FAILURE_GRACE_SECONDS = 5
-"""How long the other ranks have, once one has failed, to notice it and say so in their logs before they are ended."""
+"""How long the other ranks may still run after one has failed, so that they notice it and say so in their logs."""
 LOCK_SECONDS = 3
-"""How long to try for the lock. A flow that only looks whether the lock is taken holds it for an instant."""
+"""How long the controller tries to take the lock, which a flow that looks whether it is taken holds for an instant."""
 
 
 class LocalController(Controller):
-    """submitit's controller, which starts the ranks. This one ends all of them when one fails, and notes how."""
+    """Starts the ranks as submitit's controller does, ends all of them when one fails, and records how each ended."""
 
     timed_out = False
     exit_codes: Sequence[int | None] = ()
@@ -60,6 +60,11 @@ class LocalController(Controller):
 
 
 def main(arguments: list[str]) -> None:
+    """Take the lock and run the job, unless another controller has the lock or the stage has finished.
+
+    Args:
+        arguments: The job's folder, its record, and the stage's result file.
+    """
     folder, record_path, result_path = (Path(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
     try:
@@ -80,24 +85,13 @@ def main(arguments: list[str]) -> None:
 
 
 def lock_path(record_path: Path) -> Path:
+    """Return the file that the controller of a job holds locked."""
     return record_path.with_suffix(".lock")
 
 
 def outcome_path(folder: Path, job_id: str) -> Path:
     """Return the file that says how the ranks of a local job ended; it is missing if its controller was killed."""
     return folder / f"{job_id}_ended.json"
-
-
-def is_locked(record_path: Path) -> bool:
-    """Return whether a controller is alive for this stage, on this host or on another one of a shared file system."""
-    path = lock_path(record_path)
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Jobs on Slurm, and the few words that the flow exchanges with its controller."""
+"""Jobs on Slurm, and the commands by which the flow submits, finds and watches them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILI
 COMMAND_SECONDS = 30
 """How long one of Slurm's commands may take before Slurm counts as silent."""
 ONE_HOST = "SPECRL_ONE_HOST"
-"""The variable that the development cluster sets: all nodes are this machine, and their names do not resolve."""
+"""A variable that the development cluster sets: its nodes are all this machine, and their names do not resolve."""
 
 
 class SlurmJob:
-    """A Slurm job by its id."""
+    """A job of Slurm, known by its id."""
 
     backend = "slurm"
     ask_seconds = 5.0
@@ -49,7 +49,7 @@ class SlurmJob:
         self.job_id, self.folder, self.attached = job_id, folder, attached
 
     def state(self) -> State:
-        """Ask squeue, which every cluster has, about what lives or ended a moment ago, and sacct about the rest.
+        """Ask squeue for the state, which it knows until shortly after the job's end, and sacct after that.
 
         Raises:
             SilentSchedulerError: Slurm does not answer at the moment.
@@ -78,7 +78,7 @@ class SlurmJob:
         return submitit_jobs.first_exception(self.folder, self.job_id, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
-        """Return what srun writes at the end of the first rank's log: which rank ended badly, and how."""
+        """Return which rank ended badly, and how, as srun writes it at the end of the first rank's log."""
         log = self.log(0)
         found = SRUN_ERROR.search(log.read_text(errors="replace")) if log.exists() else None
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}") if found else Failure(0)
@@ -93,7 +93,7 @@ class SlurmJob:
 
 
 class SlurmBackend:
-    """A Slurm cluster, through the commands of a login node."""
+    """The backend for a Slurm cluster, used through the commands of a login node."""
 
     name = "slurm"
 
@@ -111,8 +111,9 @@ class SlurmBackend:
         return cluster.partition or "default"
 
     def find(self, key: JobKey) -> SlurmJob | None:
-        """Return the job with this name in Slurm's queue. It is there from the moment Slurm has taken it, even if the
-        flow that submitted it died before noting its id.
+        """Return the job with this name in Slurm's queue, or None.
+
+        A job is in the queue from the moment Slurm accepts it, even if the flow died before it recorded the job's id.
 
         Raises:
             SilentSchedulerError: Slurm does not answer at the moment.
@@ -129,7 +130,7 @@ class SlurmBackend:
         """Submit a job with sbatch.
 
         Raises:
-            JobError: Slurm refuses it; the message has Slurm's reason.
+            JobError: Slurm refuses the job; the message has Slurm's reason.
         """
         executor = _StageExecutor(request)
         executor.update_parameters(**parameters(request, environment))
@@ -154,7 +155,8 @@ def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, 
     """Return the parameters of submitit's SlurmExecutor.
 
     Args:
-        environment: Exported in the job after `cluster.setup`, which may load modules that set the same names.
+        environment: The variables that the job exports after `cluster.setup`, which may load modules that set the same
+            variables.
     """
     resources, cluster = request.resources, request.context.config.cluster
     optional = {
@@ -192,7 +194,7 @@ class _StageExecutor(submitit.SlurmExecutor):
 
 @contextlib.contextmanager
 def _outside_jobs() -> Iterator[None]:
-    """Hide the variables of a job that the flow itself may run in, but stay on the same cluster."""
+    """Hide the variables of the job in which the flow itself may run, but stay on the same cluster."""
     conf = os.environ.get("SLURM_CONF")
     with submitit.helpers.clean_env():
         if conf is not None:

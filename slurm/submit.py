@@ -1,8 +1,8 @@
-"""Attach or submit: one job per stage, whatever happened to whoever submitted it.
+"""Find a stage's job or submit one, so that a stage has one job, whatever happens to the flows that submit it.
 
 A stage is finished when its `result.json` exists. Otherwise its job is looked for (on Slurm by its name in the queue,
-on this machine by the lock that its controller holds), and a new one is submitted only if there is none. Both exist
-from the moment the job does, so there is no instant at which killing the flow leads to a second job.
+on this machine by the lock that its controller holds), and a new one is submitted only if there is none. The name and
+the lock exist from the moment the job does, so there is no instant at which killing the flow leads to a second job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specrl.context import StageContext
 T = TypeVar("T")
 
 SILENCE_SECONDS = 600
-"""How long a scheduler may be silent (restarted, overloaded) before the flow gives up."""
+"""How long a scheduler (that restarts or is overloaded) may be silent before the flow gives up."""
 RETRY_SECONDS = 5
 """The pause before a scheduler that did not answer is asked again."""
 
@@ -30,7 +30,7 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
     """Return the one job of a stage: the one that is pending or running, or else a new one.
 
     Args:
-        entry: `module:function`, called in every rank with the context.
+        entry: The function that every rank calls with the context, as `module:function`.
         code: The snapshot of the sources that the job imports.
 
     Returns:
@@ -70,6 +70,7 @@ def live_jobs(config: Config) -> dict[str, Job]:
 
 
 def _patiently(ask: Callable[[], T]) -> T:
+    """Return the scheduler's answer, and ask again while it is silent, for up to `SILENCE_SECONDS`."""
     deadline = time.monotonic() + SILENCE_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What the backends that use submitit share: the pickled function, its run in a rank, and how its errors are found."""
+"""Code of the backends that use submitit: the pickled function, its call in a rank, and the search for its errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StageFunction:
     """The function that submitit pickles. Its `checkpoint` lets submitit queue the job again at its time limit."""
 
     def __init__(self, request: StageRequest) -> None:
-        # The pickle names the context's file and does not hold the context: objects belong to the code that made them.
+        # The pickle names the context's file and does not hold the context: other code could not unpickle its objects.
         self.context_path, self.entry = request.key.context_path, request.entry
 
     def __call__(self) -> None:
@@ -55,10 +55,10 @@ def rank_environment() -> dict[str, str]:
 
 
 def run_rank(request: StageRequest) -> None:
-    """Call the stage's function through submitit, which handles warnings and pickles errors, and end the process."""
+    """Call the stage's function through submitit, which pickles errors, and end the process."""
     _write_missing_pickle(request)
     process_job(request.key.folder)
-    # End without taking the interpreter apart: with an engine in it that takes seconds, and everything is written.
+    # Everything is written; tearing down an interpreter with an engine in it would take seconds.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,7 +66,7 @@ def run_rank(request: StageRequest) -> None:
 
 
 def _write_missing_pickle(request: StageRequest) -> None:
-    """Write what the submission would have written, if the flow died between submitting the job and writing it."""
+    """Write the pickle of the submission, if the flow died after submitting the job and before writing the pickle."""
     target = JobPaths(request.key.folder, job_id=JobEnvironment().job_id).submitted_pickle
     if target.exists():
         return
@@ -78,12 +78,12 @@ def _write_missing_pickle(request: StageRequest) -> None:
 
 
 def log_path(folder: Path, job_id: str, rank: int) -> Path:
-    """Return the file to which submitit's jobs send what a rank prints."""
+    """Return the file to which a rank of a submitit job prints."""
     return folder / f"{job_id}_{rank}_log.out"
 
 
 def first_exception(folder: Path, job_id: str, ranks: int) -> Failure | None:
-    """Return the earliest exception that a rank raised, since those of the others mostly follow from it."""
+    """Return the earliest exception that a rank raised, from which later ones mostly follow, or None."""
     paths = [folder / f"{job_id}_{rank}_result.pkl" for rank in range(ranks)]
     ended = sorted((path.stat().st_mtime, rank, path) for rank, path in enumerate(paths) if path.exists())
     for _, rank, path in ended:

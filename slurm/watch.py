@@ -15,21 +15,21 @@ from specrl.context import StageContext
 from specrl.progress import ProgressState, read_progress
 
 POLL_SECONDS = 0.5
-"""The pause between two looks at a job's files. Its scheduler is asked every `job.ask_seconds`."""
+"""The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
 LEAVING_ASK_SECONDS = 1.0
-"""The pause between two questions to the scheduler once the result is there and the job is about to end."""
+"""The pause between two questions to the scheduler once the result exists and the job is about to end."""
 LEAVE_SECONDS = 60
-"""How long the ranks may take to leave after the stage's result is written. Then the job is cancelled."""
+"""How long the ranks may take to end after the stage's result is written, before the job is cancelled."""
 FILES_SECONDS = 30
 """How long a result may take to become visible on a shared file system after its job has ended."""
 OVERTIME_MINUTES = 10
-"""How long the flow still waits for the scheduler to end a job whose time limit, with all repetitions, is over."""
+"""How long the flow waits for the scheduler to end a job whose time, with all repetitions, is up."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> None:
-    """Return when the stage's result is there and its job has ended.
+    """Wait until the stage's result exists and its job has ended.
 
     Args:
         on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
@@ -45,6 +45,8 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
 
 
 class _Watch:
+    """The state of a job over time, and since when it has been in that state."""
+
     def __init__(self, job: Job, context: StageContext, clock: Callable[[], float]) -> None:
         self.job, self.context, self.clock = job, context, clock
         self.state = State("pending", "SUBMITTED")
@@ -53,6 +55,11 @@ class _Watch:
         self.result_at: float | None = None
 
     def finished(self) -> bool:
+        """Look at the job once more, and return whether the stage is finished.
+
+        Raises:
+            JobError: The job failed, or waited or ran for longer than it may.
+        """
         now = self.clock()
         if self.result_at is None and self._has_result():
             self.result_at = now

@@ -1,4 +1,4 @@
-"""Processes and ports: what the project asks of the operating system beside files."""
+"""Functions for processes, ports and locks of the operating system."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
+from filelock import FileLock, Timeout
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
@@ -43,6 +45,17 @@ def start_ticks(pid: int) -> int | None:
         return None
     state, started = fields[0], int(fields[19])
     return None if state in "ZX" else started
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock file, on this host or on another one that shares the file system."""
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def free_port(address: str = LOOPBACK) -> int:

@@ -1,4 +1,4 @@
-"""What the tasks of a run share: its configuration, its keys, and how a stage is brought to its end."""
+"""Code that all tasks share: opening a run, and running one of its stages as a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm.backend import Job, JobKey, Record, State
-from slurm.snapshot import snapshot_code
+from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import wait
 from specrl.artifacts import RESULT_FILE
@@ -17,8 +17,8 @@ from specrl.config import Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, run_keys
 from specrl.progress import ProgressState
+from specrl.report.results import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 MLFLOW_RUN_FILE = "mlflow_run_id"
 
 
@@ -30,39 +30,46 @@ class Finished:
     key: str
     folder: Path
     seconds: float
-    """The run time that the stage itself measured."""
+    """The run time in seconds, as the stage itself measured it."""
     job_id: str | None
     cached: bool
     """Whether it had finished before this flow."""
 
 
 class Reporter(Protocol):
-    """Tells people how the stages are getting on."""
+    """Tells people about the progress of the stages."""
 
-    def submitted(self, stage: str, job: Job) -> None: ...
-    def polled(self, stage: str, state: State, progress: ProgressState | None) -> None: ...
-    def finished(self, stage: str, done: Finished) -> None: ...
-    def note(self, text: str) -> None: ...
+    def submitted(self, stage: str, job: Job) -> None:
+        """Report that a stage's job was submitted, or found running."""
+
+    def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
+        """Report the state of a stage's job and, once there is any, the stage's progress."""
+
+    def finished(self, stage: str, done: Finished) -> None:
+        """Report that a stage has finished, now or before this flow."""
+
+    def note(self, text: str) -> None:
+        """Report anything else, in one line."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run on which this flow works."""
+    """The run on which this flow works."""
 
     config: Config
     code: Path
-    """The snapshot of the sources that the jobs import."""
+    """The folder with the copy of the sources that the jobs import."""
     keys: dict[StageName, str]
     mlflow_run_id: str
     reporter: Reporter = field(repr=False)
 
     def folder(self, stage: StageName) -> Path:
-        """Return the folder of everything that a stage leaves."""
+        """Return the folder of a stage's results."""
         return self.config.run_dir / "stages" / self.keys[stage]
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """Return the configuration in a run's folder, with the name and place that the folder has now.
+    """Return the configuration in a run's folder, with the folder's present name and place.
 
     Raises:
         ConfigError: This version of specrl does not understand the configuration.
@@ -73,7 +80,7 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder, copy the code, compute all keys, and cancel jobs of other keys that still run."""
+    """Read a run's folder, copy the code, compute the stages' keys, and cancel running jobs that have other keys."""
     config = read_run_config(run_dir)
     code = snapshot_code(run_dir)
     run_id = run_dir / MLFLOW_RUN_FILE
@@ -87,17 +94,16 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     for key, job in live_jobs(config).items():
         if key not in run.keys.values():
             job.cancel()
-            belongs = "which belongs to another configuration or code"
-            reporter.note(f"cancelled {job.backend} job {job.job_id}: it ran {key}, {belongs}")
+            reporter.note(f"cancelled {job.backend} job {job.job_id}: it ran {key}, of another configuration or code")
     return run
 
 
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
-    """Bring a stage to its end: skip it if it has finished, or else attach to its job or submit one, and wait.
+    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job.
 
     Args:
-        inputs: The finished stages that it reads.
-        entry: `module:function` that runs in every rank; `specrl.stages.STAGE:main` by default.
+        inputs: The finished stages that the stage reads.
+        entry: The function that every rank calls, as `module:function`; `specrl.stages.STAGE:main` by default.
 
     Raises:
         JobError: The job failed.
@@ -123,7 +129,8 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
 def _work(run: Run, context: StageContext, entry: str) -> None:
     """Attach to the stage's job or submit one, and wait for it.
 
-    An interrupt by the user (Ctrl-C) cancels the job. A flow that another signal ends leaves it, to be found again.
+    An interrupt by the user (Ctrl-C) cancels the job. When another signal ends the flow, the job goes on and can be
+    found again.
     """
     try:
         job = attach_or_submit(context, entry, run.code)
@@ -146,7 +153,11 @@ def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel every job of a run."""
+    """Cancel every pending or running job of a run.
+
+    Args:
+        say: Called with a line about each job.
+    """
     for job in live_jobs(read_run_config(run_dir)).values():
         job.cancel()
         say(f"cancelled {job.backend} job {job.job_id}")

@@ -20,6 +20,7 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from flows.commands.options import RunsDir
 from flows.folder import find_run
 from slurm.backend import JobError
 from slurm.environment import THREAD_VARIABLES
@@ -36,7 +37,7 @@ from specrl.bench.settings import (
     RolloutSettings,
 )
 from specrl.bench.subject import find_subject
-from specrl.config import ConfigError
+from specrl.config import ConfigError, Resources
 from specrl.config.errors import explain
 
 BENCHMARKS: Mapping[str, type[BenchSettings]] = {
@@ -48,12 +49,24 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "control": ControlBenchSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
-THREADS = Annotated[int | None, typer.Option(min=1, help="CPU threads; resources.cpus_per_rank by default.")]
+THREADS = Annotated[
+    int | None,
+    typer.Option(
+        metavar="NUMBER", min=1, help="The number of CPU threads; by default cpus_per_rank of the validate stage."
+    ),
+]
 SHARED = {
-    "run": Annotated[str, typer.Option("--run", help="Name of a finished run, or its folder.")],
-    "json_path": Annotated[Path | None, typer.Option("--json", help="Also write the rows to this JSON file.")],
-    "page": Annotated[Path | None, typer.Option("--page", help="Markdown page; benchmarks/DATE-NAME.md by default.")],
-    "runs_dir": Annotated[Path, typer.Option("--runs-dir", help="Folder that holds the runs.")],
+    "run": Annotated[
+        str, typer.Option("--run", metavar="RUN", help="The name of a finished run, or the path of its folder.")
+    ],
+    "json_path": Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this JSON file.")
+    ],
+    "page": Annotated[
+        Path | None,
+        typer.Option("--page", metavar="FILE", help="The Markdown page to write; benchmarks/DATE-NAME.md by default."),
+    ],
+    "runs_dir": RunsDir,
 }
 DEFAULTS = {"run": Parameter.empty, "json_path": None, "page": None, "runs_dir": Path("runs")}
 
@@ -97,11 +110,11 @@ def execute(
     page: Path | None,
     threads: int | None,
 ) -> None:
-    """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, until it ends.
+    """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, and wait for it.
 
     Raises:
-        ConfigError: the run is not there or has not finished training, or the settings do not fit it.
-        JobError: the benchmark failed.
+        ConfigError: The run does not exist or has not finished training, or the settings do not fit it.
+        JobError: The benchmark failed.
     """
     run_dir = find_run(run, runs_dir)
     config = find_subject(run_dir).config
@@ -118,24 +131,32 @@ def execute(
     )
     job_path = run_dir / "bench" / f"{name}.json"
     job.save(job_path)
-    count = str(threads or min(resources.cpus_per_rank, len(os.sched_getaffinity(0))))
-    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
-    if not resources.gpus_per_rank:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     log = job_path.with_suffix(".log")
     with log.open("wb") as errors:
         process = [sys.executable, "-m", "specrl.bench.job", str(job_path), str(os.getpid())]
-        code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
+        code = subprocess.run(process, env=_environment(resources, threads), stderr=errors, check=False).returncode
     if code:
         raise JobError(f"bench {name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
     print(f"page: {page}")
 
 
+def _environment(resources: Resources, threads: int | None) -> dict[str, str]:
+    """Return the environment of a benchmark's process, with the threads and the devices of a rank."""
+    count = str(threads or min(resources.cpus_per_rank, len(os.sched_getaffinity(0))))
+    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
+    if not resources.gpus_per_rank:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
 def parse_settings(kind: type[BenchSettings], given: Mapping[str, Any]) -> BenchSettings:
-    """Return the settings that the options ask for; an option that is None was not given.
+    """Return the settings that the options ask for.
+
+    Args:
+        given: The value of each option, None for one that was not given; a list is text with commas.
 
     Raises:
-        ConfigError: a value is not allowed; one line for each.
+        ConfigError: A value is not allowed; the message has one line for each.
     """
     values = {key: value for key, value in given.items() if value is not None}
     for key, value in values.items():
@@ -148,7 +169,7 @@ def parse_settings(kind: type[BenchSettings], given: Mapping[str, Any]) -> Bench
 
 
 def _option(key: str, field: FieldInfo) -> Any:
-    """Return a settings field as the annotation of a Typer option, which is None where it is not given."""
+    """Return a settings field as the annotation of a Typer option, whose value is None if the option is not given."""
     name = key.replace("_", "-")
     kind = _type_of(field.annotation)
     names = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
@@ -156,7 +177,7 @@ def _option(key: str, field: FieldInfo) -> Any:
 
 
 def _type_of(annotation: Any) -> type:
-    """Return the type that Typer checks; everything else arrives as text, which the settings check."""
+    """Return the type that Typer converts to: bool, int or Path, or else str, which the settings then validate."""
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = [part for part in get_args(annotation) if part is not NoneType]
     if get_origin(annotation) is Annotated:

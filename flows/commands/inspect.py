@@ -15,6 +15,7 @@ from rich.console import Console
 from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
 from specrl.config import STAGES, Config
+from specrl.report.results import CONFIG_FILE
 from specrl.report.tables import print_line, print_table
 
 
@@ -80,5 +81,5 @@ def _row(run_dir: Path) -> tuple[str, ...]:
     finished = finished_stages(run_dir)
     ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
     state = "running" if is_worked_on(run_dir) else ended
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime((run_dir / "config.json").stat().st_mtime))
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime((run_dir / CONFIG_FILE).stat().st_mtime))
     return (run_dir.name, state, f"{len(finished)}/{len(STAGES)}", model_of(run_dir), started)

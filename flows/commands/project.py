@@ -1,4 +1,4 @@
-"""`specrl project`: what idle time costs a run, and what using it would save on more ranks."""
+"""`specrl project`: simulate what idle time costs a run on more ranks, and what using it would save."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def project(
     )
     if not run.has_replayed:
         print_line(console, f"the run replayed no text: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration are assumed")
-    print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures each at its own")
+    print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures those of each use")
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
     rows = [_row(item) for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)]
     print_table(console, f"Simulated generation of one step of {run_dir.name}", COLUMNS, rows)
@@ -86,9 +86,10 @@ def _row(item: Projection) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[int]:
-    """
+    """Return the numbers of a list such as `8,32,128`.
+
     Raises:
-        ConfigError: `text` is not a list of positive numbers.
+        ConfigError: The list is not one of positive whole numbers.
     """
     parts = text.split(",")
     if not all(part.isdigit() and int(part) > 0 for part in parts):

@@ -31,7 +31,7 @@ def serve(
 ) -> None:
     """Run a configuration on a schedule.
 
-    Each time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C.
+    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C.
     """
     check_cron(cron)
     config = load(config_path, cluster, overrides)

@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,7 @@ class DevCluster:
             daemons.stop(layout.pid_file(name), program)
 
     def status(self) -> Status:
-        """Return which daemons are alive and how the nodes are."""
+        """Return which daemons are alive, and the states of the nodes."""
         if not (self.root / "layout.json").exists():
             return Status({}, {})
         layout = self._layout()
@@ -132,7 +133,7 @@ class DevCluster:
         folder = layout.munge_socket.parent
         if not (folder / "key").exists():
             daemons.run("mungekey", "--create", f"--keyfile={folder / 'key'}")
-        # --force: munged objects to parent folders that other users cannot enter, as home folders are; none has to.
+        # --force, because munged refuses folders inside one that other users cannot enter, such as a home folder.
         command = ["munged", "--force", f"--socket={layout.munge_socket}", f"--key-file={folder / 'key'}"]
         command += [f"--log-file={self.root / 'log' / 'munged.log'}", f"--seed-file={folder / 'seed'}"]
         daemons.start([*command, f"--pid-file={layout.pid_file('munged')}"], self.root / "log" / "start.log")
@@ -163,8 +164,8 @@ class DevCluster:
             daemons.start(["slurmd", "-N", node], log, env, own_hostname)
         self._expect(lambda: list(self._node_states(layout).values()) == ["idle"] * layout.nodes, "slurmctld", 30)
 
-    def _expect(self, condition: object, daemon: str, seconds: float) -> None:
-        assert callable(condition)
+    def _expect(self, condition: Callable[[], bool], daemon: str, seconds: float) -> None:
+        """Wait until a daemon is up, or stop the cluster and raise a DevClusterError after `seconds`."""
         if not daemons.wait_until(condition, seconds):
             self.down()
             raise DevClusterError(f"{daemon} did not come up within {seconds:.0f} s; see {self.root / 'log'}")

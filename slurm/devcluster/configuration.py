@@ -8,7 +8,7 @@ from pathlib import Path
 CPUS_PER_NODE = 8
 MEMORY_MIB_PER_NODE = 65536
 GPUS_PER_NODE = 2
-"""The numbers of a virtual node. It promises more than the machine has, so that the requests of small jobs fit."""
+"""The resources of a virtual node. They may be more than the machine has, so that the requests of small jobs fit."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Layout:
 
     @property
     def munge_socket(self) -> Path:
+        """The socket by which Slurm's programs talk to munged."""
         return self.root / "munge" / "socket"
 
     @property
     def database_socket(self) -> Path:
+        """The socket by which slurmdbd talks to MariaDB."""
         return self.root / "run" / "mariadb.sock"
 
     @property
-    def slurm_conf(self) -> Path:
-        return self.root / "etc" / "slurm.conf"
-
-    @property
     def node_names(self) -> list[str]:
+        """The names of the virtual nodes."""
         return [f"node{number}" for number in range(1, self.nodes + 1)]
 
     def pid_file(self, daemon: str) -> Path:
+        """Return the file to which a daemon writes its process id."""
         return self.root / "run" / f"{daemon}.pid"
 
 
@@ -54,8 +54,8 @@ def files(layout: Layout) -> dict[str, str]:
     }
 
 
-# srun adds lines `export NAME=value` printed by the task prolog to the task's environment. The nodes' names do not
-# resolve, and do not need to: slurm/environment.py joins the ranks over the loopback interface when it sees this.
+# srun adds lines `export NAME=value` that the task prolog prints to the task's environment. The nodes' names do not
+# resolve, and need not: slurm/slurm_backend.py joins the ranks over the loopback interface when it sees this variable.
 TASK_PROLOG = "#!/bin/sh\necho export SPECRL_ONE_HOST=1\n"
 
 

@@ -45,6 +45,7 @@ def find(program: str) -> str | None:
 
 
 def missing_programs() -> list[str]:
+    """Return the programs that the cluster needs and that are not installed."""
     return [program for program in PROGRAMS if find(program) is None]
 
 
@@ -79,7 +80,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def pid_of(pid_file: Path, program: str) -> int | None:
-    """Return the process id in the file if that process is alive and runs `program`, since ids are used again."""
+    """Return the process id in the file if that process is alive and runs `program` (ids repeat), or None."""
     try:
         pid = int(pid_file.read_text())
         name = Path(f"/proc/{pid}/stat").read_text()
@@ -131,7 +132,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def listens(address: str, port: int) -> bool:
-    """Return whether a process accepts connections there."""
+    """Return whether a process accepts connections at this address and port."""
     with socket.socket() as client:
         client.settimeout(1)
         return client.connect_ex((address, port)) == 0
@@ -151,6 +152,6 @@ def loopback_address() -> tuple[str, bool]:
     if shutil.which("unshare") and subprocess.run(trial, capture_output=True, check=False).returncode == 0:
         return "127.0.0.1", True
     raise DevClusterError(
-        f"Slurm would listen beyond this machine: its host name is not a loopback address; "
+        f"Slurm would be reachable from other machines: this host's name is not a loopback address; "
         f"add the line '127.0.0.1 {socket.gethostname()}' to /etc/hosts, or run as root"
     )

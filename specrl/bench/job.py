@@ -1,8 +1,8 @@
-"""The process of a benchmark, and what it is given: `python -m specrl.bench.job JOB.json PARENT`.
+"""The process of a benchmark and its `BenchJob`: `python -m specrl.bench.job JOB.json PARENT`.
 
 A benchmark is a module with `main(job) -> None`. It runs in a process of its own, as a stage's rank does, because
-thread counts and devices are read once, when torch is loaded. The first lines of this module stay light: the command
-line imports it.
+thread counts and devices are read once, when torch is loaded. This module imports nothing heavy, since the command line
+imports it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from specrl.processes import end_with_parent
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What a benchmark's process needs to know."""
+    """The work of a benchmark's process."""
 
     entry: str
-    """`module:function` that does the work."""
+    """The function that does the work, as `module:function`."""
     run_dir: Path
     """The finished run whose policy and drafter are measured."""
     settings: dict[str, Any]
-    """The settings of the benchmark, as its model in `specrl/bench/settings.py` dumps them."""
+    """The settings of the benchmark, dumped from its model in `specrl/bench/settings.py`."""
     command: str
     """The command line that the page shows."""
     page: Path
     """The Markdown page; its charts lie beside it."""
     json_path: Path | None = None
+    """The file to which the rows are written as JSON, if any."""
 
     def save(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -48,15 +49,20 @@ class BenchJob:
 
 
 def main(path: Path, parent: int) -> None:
-    """Run the benchmark of a job file, for as long as the parent process lives."""
-    end_with_parent(parent)  # nobody waits for a benchmark whose command was ended, however that was
+    """Run the benchmark of a job file, and end with the parent process.
+
+    Args:
+        path: The job file.
+        parent: The process id of the parent, which is the command.
+    """
+    end_with_parent(parent)
     job = BenchJob.load(path)
     module, _, function = job.entry.partition(":")
     getattr(importlib.import_module(module), function)(job)
 
 
 def say(text: str) -> None:
-    """Print a line of progress at once."""
+    """Print a line of progress, and flush it."""
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A benchmark's dated page, with command, machine, tables and charts; and the same rows as JSON."""
+"""Write a benchmark's dated page, with command, machine, tables and charts, and its rows as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PACKAGES = ("vllm", "torch", "megatron-core")
 
 @dataclass
 class Page:
-    """A Markdown page: sections in the order they are added, and charts that become files beside it."""
+    """A Markdown page of sections in the order in which they are added, with charts that become files beside it."""
 
     path: Path
     sections: list[str] = field(default_factory=list)
     plots: dict[str, str] = field(default_factory=dict)
-    """The SVG text by file name."""
+    """The SVG text of each chart by its file name."""
 
     def text(self, paragraph: str) -> None:
         """Add a paragraph."""
@@ -42,9 +42,9 @@ class Page:
         write_text(self.path, "\n\n".join(self.sections) + "\n")
 
 
-def default_page(name: str, folder: Path = Path("benchmarks")) -> Path:
+def default_page(name: str) -> Path:
     """Return `benchmarks/DATE-NAME.md` for today."""
-    return folder / f"{date.today().isoformat()}-{name}.md"
+    return Path("benchmarks") / f"{date.today().isoformat()}-{name}.md"
 
 
 def heading(title: str, command: str, threads: int) -> str:
@@ -53,7 +53,7 @@ def heading(title: str, command: str, threads: int) -> str:
 
 
 def hardware(threads: int) -> str:
-    """Return the machine and the versions that were measured, in words."""
+    """Return in words the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
     cores = len(os.sched_getaffinity(0))
     packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -1,4 +1,4 @@
-"""The settings of the benchmarks: one small model for each sub-command of `specrl bench`. Imports nothing heavy."""
+"""The settings of the benchmarks, a small model for each sub-command of `specrl bench`. This imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from specrl.config.rollout import BubbleUse
 
 ADAPTIVE = "adaptive"
 TAIL = "tail64"
-"""The long-tailed batch: 64 requests of natural length on one rank."""
+"""The name of the long-tailed batch, which is 64 requests of natural length on one rank."""
 TAIL_SIZE = 64
 
 
 class BenchSettings(Section):
-    """The settings of a benchmark: its docstring is the help of the sub-command, each field's that of an option."""
+    """The settings of a benchmark. Its docstring is the help of its command, a field's docstring that of an option."""
 
     def check(self, config: Config) -> None:
-        """Raise a ConfigError where the settings ask for something that this run does not have."""
+        """Check that this run has what the settings ask for.
+
+        Raises:
+            ConfigError: The run does not have it.
+        """
 
 
 def _number_or(word: str) -> AfterValidator:
-    """Return a check that a value is a positive number, which may come as text, or the word."""
+    """Return the validator of a value that is a positive number, which may be given as text, or the word."""
 
     def check(value: int | str) -> int | str:
         if value == word or (str(value).isdigit() and int(value) > 0):
@@ -42,20 +46,23 @@ Batch = Annotated[int | str, _number_or(TAIL)]
 
 
 class RolloutSettings(BenchSettings):
-    """Compare speculative with plain generation of the same tokens, interleaved, and show what limits it."""
+    """Compare speculative with plain generation of the same tokens.
+
+    The two run in turn, and the page shows what limits the speedup.
+    """
 
     methods: tuple[str, ...] = ()
-    """Draft methods, such as eagle3,ngram; all that the run's drafter allows where none is given."""
+    """Draft methods separated by commas, such as eagle3,ngram; by default all that the run's drafter allows."""
     ks: tuple[K, ...] = (1, 3, 5, ADAPTIVE)
-    """Longest drafts in tokens; `adaptive` leaves them to the controller."""
+    """Longest drafts in tokens, separated by commas; `adaptive` lets the controller choose."""
     batches: tuple[Batch, ...] = (1, 2, 4, 8, 16, 32, TAIL)
-    """Batch sizes; `tail64` is 64 requests of natural length on one rank."""
+    """Batch sizes separated by commas; `tail64` is 64 requests of natural length on one rank."""
     repeats: PositiveInt = 5
     """Number of rounds; each runs every variant once."""
     max_tokens: PositiveInt = 32
     """Longest response at a fixed batch size, in tokens; `tail64` goes to the run's own limit."""
     compile: bool = True
-    """Also start compiled engines, for plain decoding and the first draft method, and take the faster."""
+    """Also start compiled engines for plain decoding and for the first draft method, and take the faster ones."""
 
     def check(self, config: Config) -> None:
         methods_of(self, config)
@@ -63,9 +70,8 @@ class RolloutSettings(BenchSettings):
     @field_validator("methods")
     @classmethod
     def _known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
-        allowed = [
-            name for name, row in METHODS.items() if row.drafts
-        ]  # plain decoding is the other side of every pair
+        # Plain decoding is not among them: every method is compared with it.
+        allowed = [name for name, row in METHODS.items() if row.drafts]
         if unknown := [method for method in methods if method not in allowed]:
             raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
         return methods
@@ -82,14 +88,16 @@ def methods_of(settings: RolloutSettings, config: Config) -> tuple[str, ...]:
     """Return the draft methods to measure on a run.
 
     Raises:
-        ConfigError: one needs a drafter that the run does not have.
+        ConfigError: A method needs a drafter that the run does not have.
     """
     own = config.speculation.draft_method
     drafting = [row for row in METHODS.values() if row.drafts]
     allowed = tuple(row.name for row in drafting if row.model is None or row.same_model(own))
     for method in settings.methods:
         if method not in allowed:
-            raise ConfigError(f"methods: {method} needs a run that was made for it; this one's: {', '.join(allowed)}")
+            raise ConfigError(
+                f"methods: {method} needs a run with a drafter for it; this run allows: {', '.join(allowed)}"
+            )
     return settings.methods or allowed
 
 
@@ -101,7 +109,10 @@ def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationCo
 
 
 class DrafterSettings(BenchSettings):
-    """Compare EAGLE-3 drafters pretrained on and off the task, frozen and trained online, over the same RL steps."""
+    """Compare EAGLE-3 drafters over the same RL steps.
+
+    They are pretrained on and off the task, and frozen or trained online.
+    """
 
     num_steps: PositiveInt = 10
     """Number of RL steps."""
@@ -112,21 +123,24 @@ class DrafterSettings(BenchSettings):
     num_prompts: PositiveInt = 96
     """Number of prompts whose responses each of the two drafters is pretrained on."""
     epochs: PositiveInt = 6
-    """Epochs of the pretraining."""
+    """Number of epochs of the pretraining."""
     batches: tuple[PositiveInt, ...] = (1, 4)
-    """Batch sizes of the matched pairs at the end."""
+    """Batch sizes of the matched pairs at the end, separated by commas."""
     repeats: PositiveInt = 3
     """Number of rounds of the matched pairs."""
 
 
 class BubbleSettings(BenchSettings):
-    """Run the same RL steps with every use of idle time and with plain synchronous decoding, and show who waited."""
+    """Compare the uses of idle time with plain synchronous decoding.
+
+    Each setting takes the same RL steps. The page also shows which rank waited for which.
+    """
 
     uses: Annotated[tuple[BubbleUse | Literal["recent"], ...], Field(min_length=1)] = get_args(BubbleUse)
-    """Uses of idle time, beside plain decoding, which all are compared with; `recent` has no use of it and drafts from
-    recent rollouts alone."""
+    """Uses of idle time, separated by commas, that are compared with plain decoding. `recent` leaves the time idle and
+    drafts from recent rollouts alone."""
     drafter: Path | None = None
-    """Directory of an EAGLE-3 drafter to begin with; the run's own, as it was before RL, by default."""
+    """Directory of an EAGLE-3 drafter to begin with; by default the run's own, as it was before RL."""
     num_steps: Annotated[int, Field(ge=2)] = 12
     """Number of RL steps of each setting."""
     ranks: Annotated[int, Field(ge=2)] = 2
@@ -134,21 +148,23 @@ class BubbleSettings(BenchSettings):
     threads: PositiveInt = 1
     """CPU threads of a rank."""
     seeds: Literal["same", "other"] = "same"
-    """Seeds of pre-generated text, `same` or `other`, as `bubbles.seeds`."""
+    """Seeds of pre-generated text, `same` or `other`, as in `bubbles.seeds`."""
     prompts_per_step: PositiveInt | None = None
     """Number of prompts in a step; the run's own by default."""
     samples_per_prompt: Annotated[int, Field(ge=2)] | None = None
     """Number of responses to a prompt; the run's own by default."""
     max_response_tokens: PositiveInt | None = None
-    """Longest response in tokens; the run's own by default. Where every rank has a response that is cut off there, none
-    waits."""
+    """Longest response in tokens; the run's own by default. If every rank has one of that length, no rank waits."""
 
 
 class AgreementSettings(BenchSettings):
-    """Measure how far engine and trainer agree about the same tokens, each in BF16 and in FP8, without training."""
+    """Measure how far engine and trainer agree about the same tokens.
+
+    Each of them runs in BF16 and in FP8, and nothing is trained.
+    """
 
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (1, 2, 3)
-    """Seeds of the sampling."""
+    """Seeds of the sampling, separated by commas."""
     num_prompts: PositiveInt = 64
     """Number of held-out prompts."""
     samples_per_prompt: PositiveInt = 4
@@ -160,16 +176,19 @@ def _known_correction(name: str) -> str:
 
 
 class PrecisionSettings(BenchSettings):
-    """Run the same RL steps in BF16, with FP8 in generation, with FP8 in both engines, and corrected, and compare."""
+    """Compare BF16 and FP8 over the same RL steps.
+
+    FP8 is used in generation alone, in generation and training, and in both with an importance correction.
+    """
 
     num_steps: Annotated[int, Field(ge=2)] = 10
     """Number of RL steps of each setting and seed."""
     seeds: tuple[NonNegativeInt, ...] = (1, 2, 3)
-    """Seeds of prompts and sampling; the policy before RL is the run's own."""
+    """Seeds of prompts and sampling, separated by commas. Every run begins with the run's own policy before RL."""
     correction: Annotated[str, AfterValidator(_known_correction)] = "tis"
     """Importance correction of the corrected setting, such as tis or icepop; the other settings have none."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """KV cache of the engines with FP8 weights: bf16 or fp8."""
+    """Type of the KV cache in engines with FP8 weights, bf16 or fp8."""
     prompts_per_step: PositiveInt = 8
     """Number of prompts in a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
@@ -181,7 +200,10 @@ class PrecisionSettings(BenchSettings):
 
 
 class ControlBenchSettings(BenchSettings):
-    """Measure what each constant of the drafting control is worth, by replays of one recording of the run."""
+    """Measure what each constant of the drafting control is worth.
+
+    Nothing is generated anew for that: the benchmark replays one recording of the run.
+    """
 
     seeds: PositiveInt = 5
     """Number of seeds; each is a replay of every workload with every value."""

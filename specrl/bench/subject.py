@@ -1,4 +1,4 @@
-"""The policy and drafter that a benchmark measures: those of a finished run. Imports nothing heavy."""
+"""The policy and drafter of a finished run, which a benchmark measures. This imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrl.report.results import find_stages, finished, read_config
 
 @dataclass(frozen=True)
 class Subject:
-    """The models that are measured, before and after the RL steps of their run."""
+    """The models of a finished run, before and after its RL steps."""
 
     config: Config
     policy_dir: Path
@@ -29,14 +29,16 @@ def find_subject(run_dir: Path) -> Subject:
     """Return the policy and drafter of a finished run.
 
     Raises:
-        ConfigError: the run has not finished its `train` stage.
+        ConfigError: The run has not finished its `train` stage.
     """
     stages = find_stages(run_dir)
     prepared = finished(stages, "prepare", PrepareResult)
     pretrained = finished(stages, "pretrain", PretrainResult)
     trained = finished(stages, "train", TrainResult)
     if prepared is None or pretrained is None or trained is None:
-        raise ConfigError(f"run {run_dir.name} has not finished training; go on with: specrl resume {run_dir.name}")
+        raise ConfigError(
+            f"run {run_dir.name} has not finished training; continue it with: specrl resume {run_dir.name}"
+        )
     return Subject(
         config=read_config(run_dir),
         policy_dir=trained.policy_dir,

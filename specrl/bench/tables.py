@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of repeated measurements."""
+    """The median, the least and the greatest of repeated measurements."""
 
     median: float
     least: float
@@ -28,7 +28,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
-    """Return the spread of `fast[i] / slow[i]`: both were measured in round i, so that what slows it down cancels."""
+    """Return the spread of `fast[i] / slow[i]`. Both come from round i, so that what slows down that round cancels."""
     return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
 
 

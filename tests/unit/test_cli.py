@@ -12,8 +12,8 @@ import pytest
 from flows.cli import invoke
 from flows.folder import anchor, only_flow, write_config
 from flows.preflight import check_disk, check_draft_model, check_tracking
+from slurm.environment import snapshot_code
 from slurm.failures import last_error
-from slurm.snapshot import snapshot_code
 from specrl.config import Config, parse_config
 
 BASE = """
@@ -59,7 +59,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("speculation.k=0", "speculation.k = 0"),
         ("sampling.max_response_tokens=500", "sampling.max_response_tokens = 500"),
         ("stage_resources.train.ranks_per_node=3", "3 engines"),
-        ("train.keep_checkpoints=100000000000", "no free disk"),
+        ("train.keep_checkpoints=100000000000", "too little free disk"),
         ("tracking.uri=http://user:secret@127.0.0.1:9", "no MLflow server at http://127.0.0.1:9"),
         ('data={source="file",path="missing.jsonl"}', "missing.jsonl: there is no such file"),
         ("data.reward=nowhere.module:function", 'data.reward = "nowhere.module:function"'),
@@ -135,7 +135,7 @@ def test_two_flows_do_not_work_on_one_run(tmp_path: Path, capsys: pytest.Capture
     config = a_run(tmp_path)
     with only_flow(config.run_dir):
         line = complaint(capsys, "run", write(tmp_path))
-        assert "run run is being worked on already, by process" in line
+        assert "run run is already being worked on by process" in line
         assert invoke(["ls"]) == 0
         assert "running" in capsys.readouterr().out
 

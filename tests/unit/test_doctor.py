@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specrl.report import doctor, doctor_machine, doctor_packages, doctor_services
-from specrl.report.check import Check
+from specrl.report import doctor
+from specrl.report.doctor import machine, packages, services
+from specrl.report.doctor.check import Check
 
 NOTHING_TO_FIX = ""
 
@@ -32,28 +33,28 @@ def test_every_finding_that_is_not_ok_says_how_to_fix_it(tmp_path: Path) -> None
 
 
 def test_this_environment_has_the_packages_it_needs() -> None:
-    assert [check for check in doctor_packages.checks(gpu=False) if check.status == "fail"] == []
+    assert [check for check in packages.checks(gpu=False) if check.status == "fail"] == []
 
 
 def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path) -> None:
     lock = tmp_path / "cpu.lock"
     lock.write_text("rich==1.0.0\nTyping_Extensions==4.0 ; python_version < '4'\n# rich==2\n")
-    pins = doctor_packages.read_pins(lock)
+    pins = packages.read_pins(lock)
     assert pins == {"rich": "1.0.0", "typing-extensions": "4.0"}
-    other = doctor_packages.check_package("rich", "rich", pins["rich"], "make env")
+    other = packages.check_package("rich", "rich", pins["rich"], "make env")
     assert (other.status, other.fix) == ("warn", "make env")
     assert "locked is 1.0.0" in other.found
-    assert doctor_packages.check_package("no-such-package", "nothing", None, "make env").status == "fail"
-    assert doctor_packages.check_package("rich", "rich.absent.module", None, "make env").status == "fail"
-    assert doctor_packages.read_pins(tmp_path / "absent.lock") == {}
+    assert packages.check_package("no-such-package", "nothing", None, "make env").status == "fail"
+    assert packages.check_package("rich", "rich.absent.module", None, "make env").status == "fail"
+    assert packages.read_pins(tmp_path / "absent.lock") == {}
 
 
 def test_cpu_flags_decide_on_bfloat16(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512_bf16 sse\n")
-    assert doctor_machine.check_bf16(cpuinfo).status == "ok"
+    assert machine.check_bf16(cpuinfo).status == "ok"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse\n")
-    slow = doctor_machine.check_bf16(cpuinfo)
+    slow = machine.check_bf16(cpuinfo)
     assert slow.status == "warn"
     assert "model.dtype=float32" in slow.fix
 
@@ -62,43 +63,43 @@ def test_a_machine_without_slurm_is_told_which_packages_bring_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor_services, "SYSTEM_PATHS", str(tmp_path))
-    [slurm] = doctor_services.check_slurm()
+    monkeypatch.setattr(services, "SYSTEM_PATHS", str(tmp_path))
+    [slurm] = services.check_slurm()
     assert slurm.status == "warn"
     assert "apt-get install" in slurm.fix
-    assert "mariadb-server-core" in doctor_services.check_devcluster().fix
+    assert "mariadb-server-core" in services.check_devcluster().fix
 
 
 def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor_services, "SYSTEM_PATHS", str(tmp_path))
-    for name in doctor_services.CLIENT[1:]:
+    monkeypatch.setattr(services, "SYSTEM_PATHS", str(tmp_path))
+    for name in services.CLIENT[1:]:
         fake_command(tmp_path, name, "exit 1")
-    [partial] = doctor_services.check_slurm()
+    [partial] = services.check_slurm()
     assert partial.found == "missing sbatch"
     fake_command(tmp_path, "sbatch", "exit 1")
-    assert [check.status for check in doctor_services.check_slurm()] == ["ok", "warn", "warn", "warn"]
+    assert [check.status for check in services.check_slurm()] == ["ok", "warn", "warn", "warn"]
     for name in ("sinfo", "sacct", "munge"):
         fake_command(tmp_path, name, "echo '2 debug*'")
-    answers = doctor_services.check_slurm()
+    answers = services.check_slurm()
     assert [check.status for check in answers] == ["ok"] * 4
     assert "2 debug*" in answers[-1].found
 
 
 def test_mlflow_is_asked_where_it_is(tmp_path: Path) -> None:
-    assert "will be created" in doctor_services.check_mlflow(tmp_path, None).found
+    assert "will be created" in services.check_mlflow(tmp_path, None).found
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         connection.execute("create table runs (id text)")
-    assert "0 runs" in doctor_services.check_mlflow(tmp_path, None).found
+    assert "0 runs" in services.check_mlflow(tmp_path, None).found
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to be read as the header of one" * 4)
-    assert doctor_services.check_mlflow(tmp_path, None).status == "fail"
+    assert services.check_mlflow(tmp_path, None).status == "fail"
 
 
 def test_an_mlflow_server_that_is_away_fails_with_its_address() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     uri = f"http://127.0.0.1:{server.server_address[1]}"
     server.server_close()
-    away = doctor_services.check_mlflow(Path("runs"), uri)
+    away = services.check_mlflow(Path("runs"), uri)
     assert away.status == "fail"
     assert uri in away.found
 
@@ -115,7 +116,7 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
     thread = threading.Thread(target=server.handle_request)
     thread.start()
-    answered = doctor_services.check_mlflow(Path("runs"), f"http://127.0.0.1:{server.server_address[1]}")
+    answered = services.check_mlflow(Path("runs"), f"http://127.0.0.1:{server.server_address[1]}")
     thread.join()
     server.server_close()
     assert answered.status == "ok"
@@ -124,9 +125,9 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
 def test_a_prefect_home_that_cannot_be_made_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
-    assert doctor_services.check_prefect_home(tmp_path).status == "fail"
+    assert services.check_prefect_home(tmp_path).status == "fail"
     monkeypatch.delenv("PREFECT_HOME")
-    assert doctor_services.check_prefect_home(tmp_path).found == str(tmp_path / ".prefect")
+    assert services.check_prefect_home(tmp_path).found == str(tmp_path / ".prefect")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from specrl.report import doctor_packages, package_files
+from specrl.report import package_files
+from specrl.report.doctor import packages
 
 ROOT = Path(__file__).parents[2]
-GPU_PINS = doctor_packages.read_pins(ROOT / "requirements/gpu.lock")
+GPU_PINS = packages.read_pins(ROOT / "requirements/gpu.lock")
 
 
 def install(site_packages: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -66,7 +67,7 @@ def test_two_packages_that_own_one_path_are_named(tmp_path: Path) -> None:
     [line] = package_files.problems(tmp_path)
     assert line.startswith("cuda-bindings 13.5.0 and cuda-python 12.6.2 own 1 paths")
     assert "cuda/nvml.py" in line
-    assert doctor_packages.check_files(tmp_path).status == "fail"
+    assert packages.check_files(tmp_path).status == "fail"
 
 
 @pytest.mark.parametrize(("cuda", "status"), [("'13.0'", "ok"), ("'12.9'", "fail"), ("None", "fail")])
@@ -74,7 +75,7 @@ def test_torch_is_built_for_the_cuda_version_beside_it(tmp_path: Path, cuda: str
     install(tmp_path, "torch", "2.13.0", {"torch/version.py": f"debug = False\ncuda: Optional[str] = {cuda}\n"})
     assert package_files.problems(tmp_path) == []
     install(tmp_path, "cuda-toolkit", "13.0.3.0", {})
-    assert doctor_packages.check_files(tmp_path).status == status
+    assert packages.check_files(tmp_path).status == status
 
 
 def test_a_local_cpu_build_satisfies_the_cpu_lock_alone() -> None:

@@ -1,7 +1,7 @@
-"""`specrl bench agreement`: how far the two engines agree about the same tokens of the same policy, by their precision.
+"""Measure for `specrl bench agreement` how far engine and trainer agree about tokens of one policy, by their precision.
 
-Each engine samples with each seed, and each trainer scores what it sampled; nothing is trained, so that all pairs see
-equal weights. What disagreement does to learning is what `specrl bench precision` shows.
+Each engine samples with each seed, and each trainer scores the samples. Nothing is trained, so that all pairs have
+equal weights; `specrl bench precision` shows what disagreement does to learning.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EnginePair:
     metrics: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as `--json` writes them."""
+        """Return the figures as a row for `--json`."""
         who = {"generation": self.generation, "training": self.training, "seed": self.seed, "tokens": self.tokens}
         return who | {name.partition("/")[2]: value for name, value in self.metrics.items()}
 

@@ -20,13 +20,15 @@ def main(job: BenchJob) -> None:
     """Measure every pair of precisions, and write the rows and the page.
 
     Raises:
-        ConfigError: the run has not calibrated or not trained yet.
-        ValueError: this machine cannot compute its policy in FP8.
+        ConfigError: The run has not calibrated or not trained yet.
+        ValueError: This machine cannot compute its policy in FP8.
     """
     settings, subject = AgreementSettings.model_validate(job.settings), find_subject(job.run_dir)
     calibrated = finished(find_stages(job.run_dir), "calibrate", CalibrateResult)
     if calibrated is None:
-        raise ConfigError(f"run {job.run_dir.name} has no calibrate; go on with: specrl resume {job.run_dir.name}")
+        raise ConfigError(
+            f"run {job.run_dir.name} has no calibration; continue it with: specrl resume {job.run_dir.name}"
+        )
     recipe = load_recipe(calibrated.scales_path, subject.first_policy_dir)
     for precision in PRECISIONS:
         check_precision(with_precision(subject.config, precision), subject.first_policy_dir)

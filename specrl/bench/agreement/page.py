@@ -20,11 +20,11 @@ METRICS = (
     ("js", ".5f"),
     ("importance_ratio_p99", ".3f"),
 )
-"""The metrics of the table in its order, and how they are written."""
+"""The metrics in the order of the table's columns, each with its format."""
 LEGEND = """
 Figures are means over the seeds, the least and the greatest in brackets. *error* is token_mult_prob_error, the mean
 over the sampled tokens of exp(|log p_training - log p_generation|); *bulk* leaves out the largest thousandth of them.
-*p99* is that of the importance ratio p_training / p_generation.
+*p99* is the 99th percentile of the importance ratio p_training / p_generation.
 """
 
 
@@ -49,7 +49,7 @@ def write_page(job: BenchJob, settings: AgreementSettings, recipe: Recipe, pairs
 
 
 def order(pairs: Sequence[EnginePair]) -> str:
-    """Return for how many seeds BF16 < FP8 both < FP8 generation only, by each measure of disagreement, in words."""
+    """Return in words for how many seeds BF16 < FP8 both < FP8 generation only, by each measure of disagreement."""
     names = ("BF16", "FP8 both", "FP8 generation only")
     seeds = sorted({pair.seed for pair in pairs})
     counts = []

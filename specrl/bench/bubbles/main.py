@@ -15,7 +15,7 @@ def main(job: BenchJob) -> None:
     """Run every setting, and write the rows and the page."""
     settings = BubbleSettings.model_validate(job.settings)
     folder = job.run_dir / "bench" / "bubbles"
-    # All of them before the first run: what cannot work is refused at once, not after an hour.
+    # All contexts are made before the first run, so that what cannot work is refused at once and not after an hour.
     names = ("plain", *settings.uses)
     contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}
     runs: dict[str, SettingRun] = {}
@@ -23,6 +23,6 @@ def main(job: BenchJob) -> None:
     for name, context in contexts.items():
         runs[name] = run_setting(context, folder / name, name, settings)
         rows = [row(run, runs["plain"]) for run in runs.values() if run.name != "plain"]
-        for path in (folder / "rows.json", job.json_path):  # what is measured outlives a failure of the next
+        for path in (folder / "rows.json", job.json_path):  # so that it outlives a failure of the next setting
             write_rows(path, rows)
     write_page(job, settings, rows, runs)

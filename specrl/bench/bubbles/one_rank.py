@@ -1,4 +1,4 @@
-"""One rank of one setting of `specrl bench bubbles`, in a process of its own: `one_rank CONTEXT.json PARENT`."""
+"""The process of one rank in `specrl bench bubbles`: `python -m specrl.bench.bubbles.one_rank CONTEXT.json PARENT`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from specrl.tracking import Silent
 
 
 def run_rank(path: Path, parent: int) -> None:
-    """Run the train stage without MLflow as one rank, for as long as the parent process lives."""
+    """Run the train stage without MLflow as one rank, and end with the parent process.
+
+    Args:
+        path: The file with the stage's context.
+        parent: The process id of the parent.
+    """
     end_with_parent(parent)
     context = StageContext.load(path)
     ranks = join()

@@ -151,7 +151,7 @@ def _drafter_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
 
 
 def _update_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
-    """Draw how much stored text is accepted after how large a gradient."""
+    """Draw the acceptance of stored text against the gradient norm of the update before it."""
     pairs = sorted(
         (before.metrics["policy/grad_norm"], _accepted(record))
         for name in _measured_of(runs, "pregenerate", "both")
@@ -170,7 +170,7 @@ def _accepted(record: StepRecord) -> float:
 
 
 def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
-    """Show each measured run beside its simulation, then more ranks, each use at the speeds of its own run."""
+    """Show each measured run beside its simulation, and then more ranks, with each use at the speeds of its own run."""
     measured = {name: read_run(run.steps_dir, run.rollouts_dir) for name, run in runs.items() if name != "plain"}
     lines = []
     for name, run in measured.items():
@@ -192,7 +192,10 @@ def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
     by_use = {use: measured[use] for use in USES if use in measured}
     if "none" not in by_use:
         return
-    page.text("Each use as its own run went, as many prompts for each rank; ratios against `none` on as many ranks:")
+    page.text(
+        "Each use is simulated at the speeds of its own run, with as many prompts for each rank. Ratios are against "
+        "`none` on as many ranks:"
+    )
     lines = [
         [
             str(item.ranks),

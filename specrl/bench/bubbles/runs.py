@@ -1,7 +1,8 @@
-"""`specrl bench bubbles`: the same RL steps with every use of idle time, on the same seeds, against plain decoding.
+"""The runs of `specrl bench bubbles`: the same RL steps and seeds with every use of idle time and with plain decoding.
 
-Each setting is a run of the train stage's own loop from the policy and drafter before RL, in fresh processes, one after
-the other. Invariant 1 makes them the same work: they sample the same tokens, up to near-ties in BF16.
+Each setting runs the train stage's own loop from the policy and drafter before RL, in fresh processes, one setting
+after another. All do the same work: a rollout does not depend on drafts, so that they sample the same tokens, up to
+near-ties in BF16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from specrl.timeline import totals
 
 @dataclass(frozen=True)
 class BubbleSetting:
-    """What one setting drafts with, and how it uses bubbles."""
+    """The draft method of a setting, and its use of bubbles."""
 
     method: str
     """The value of `speculation.method`."""
@@ -47,10 +48,10 @@ BUBBLE_SETTINGS: Mapping[str, BubbleSetting] = {
     "train_drafter": BubbleSetting("eagle3", "train_drafter"),
     "both": BubbleSetting("eagle3+replay", "both"),
 }
-"""The settings by name. `pregenerate` has no drafter, as published; beside the text made in bubbles it drafts from
-recent rollouts, as every method with replay does, and `recent` drafts from these alone."""
+"""The settings by name. `pregenerate` has no drafter, as in the publication. It drafts from the text made in bubbles
+and, like every method with replay, from recent rollouts; `recent` drafts from these alone."""
 ENDS = 3
-"""Number of steps at either end whose acceptance is compared."""
+"""The number of first steps, and of last steps, whose acceptance is compared."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
     """Run all steps of one setting anew, and wait for its ranks.
 
     Raises:
-        RuntimeError: a rank failed; the message names its log.
+        RuntimeError: A rank failed; the message names its log.
     """
     shutil.rmtree(folder, ignore_errors=True)
     path = folder / "context.json"
@@ -120,13 +121,15 @@ def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSetting
     """Return the train stage of `run_dir` with another draft method and use of bubbles, in a folder of its own.
 
     Raises:
-        ConfigError: the run has no drafter, or is not that far.
+        ConfigError: The run has no drafter, or has not finished the stages before RL.
     """
     stages = find_stages(run_dir)
     needed: tuple[StageName, ...] = ("prepare", "pretrain")
     missing = [stage for stage in needed if stage not in stages]
     if missing:
-        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+        raise ConfigError(
+            f"run {run_dir.name} has not run {missing[0]}; continue it with: specrl resume {run_dir.name}"
+        )
     read: tuple[StageName, ...] = (*needed, "calibrate")
     inputs = {stage: stages[stage].stage_dir for stage in read if stage in stages}
     if json.loads((inputs["pretrain"] / "result.json").read_text())["drafter_dir"] is None:
@@ -147,7 +150,7 @@ def with_drafter(pretrained: Path, drafter_dir: Path, folder: Path) -> Path:
     """Write the pretrain stage's result with another drafter to a folder, and return the folder.
 
     Raises:
-        ConfigError: there is no drafter in `drafter_dir`.
+        ConfigError: There is no drafter in `drafter_dir`.
     """
     if not (drafter_dir / "config.json").is_file():
         raise ConfigError(f"drafter = {drafter_dir}: no drafter there (config.json is missing); give its directory")
@@ -175,7 +178,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
 
 
 def row(run: SettingRun, plain: SettingRun) -> dict[str, Any]:
-    """Return the figures of one setting as `--json` writes them; the page explains them."""
+    """Return the figures of one setting as a row for `--json`; the page explains them."""
     found = [totals([rank.bubble for rank in record.ranks]) for record in run.records]
     idle = sum(item.idle_s for item in found)
     return {
@@ -194,9 +197,9 @@ def row(run: SettingRun, plain: SettingRun) -> dict[str, Any]:
 def acceptance(run: SettingRun) -> list[tuple[int, float]]:
     """Return (step, acceptance length) of each step that has one.
 
-    A drafter's is that of the guard's probe after the step's update: always the same prompts and draft length, while a
-    step's own drafts change with the controller's choices and with what stored text leaves to the drafter. Without a
-    drafter it is that of stored text, of which the first step has none, or else of recent rollouts.
+    A drafter is measured on the guard's probe after the step's update, which has the same prompts and draft length in
+    every step, while a step's own drafts depend on the controller and on how many requests stored text serves. Without
+    a drafter, the acceptance is that of stored text, of which the first step has none, or else of recent rollouts.
     """
     if run.has_drafter:
         return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in run.records]

@@ -1,4 +1,4 @@
-"""One RL run that compares EAGLE-3 drafters pretrained on and off the task, frozen and trained online."""
+"""Compare EAGLE-3 drafters, pretrained on and off the task, frozen and trained online, on one RL run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from specrl.training.update import assign_advantages, update_policy
 
 TASK, OFF_TASK = "task", "off-task"
 SPEED_REQUESTS = 8
-"""Least number of requests in a matched pair."""
+"""The least number of requests in a matched pair."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DrafterResult:
     """The matched pairs under the last policy, one for each batch size."""
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as `--json` writes them."""
+        """Return the figures as a row for `--json`."""
         return {
             "pretrained_on": self.drafter.source,
             "online": self.drafter.online,
@@ -73,12 +73,12 @@ class DrafterComparison:
         self.policy_dir = subject.first_policy_dir
         self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
         self.reward = make_reward(self.config.data)
-        # Started with the run's own drafter; each refit brings the one that is wanted. The engine keeps that one's
-        # shape and feature layers: one that is not made as they are now would give all others the wrong features.
+        # The engine starts with the run's own drafter, and each refit replaces its weights. It keeps the shape and the
+        # feature layers of that drafter, which is loaded here to check that it has those of the present configuration.
         assert subject.first_drafter_dir is not None
         Drafter.load(subject.first_drafter_dir, self.policy_dir, self.config.drafter, ranks)
         self.engine = Engine(self.policy_dir, subject.first_drafter_dir, config=self.config, seed=self.config.seed)
-        self.engine.set_k(self.engine.longest_k)  # acceptance at one length of drafts
+        self.engine.set_k(self.engine.longest_k)  # so that acceptance is measured at one draft length
         self.policy = Policy(
             self.policy_dir,
             self.config.policy,
@@ -91,7 +91,7 @@ class DrafterComparison:
         self.drafters: list[ObservedDrafter] = []
 
     def pretrain(self) -> None:
-        """Pretrain two drafters on the policy's responses, to instructions and to as many prompts of the task."""
+        """Pretrain one drafter on the policy's responses to instructions, and one on those to prompts of the task."""
         count = self.settings.num_prompts
         off_task = instructions(self.config, self.source.tokenizer, count)
         for source, prompts in ((OFF_TASK, off_task), (TASK, self.source.pretraining(count))):
@@ -171,7 +171,7 @@ class DrafterComparison:
 
 
 def comparison_config(config: Config, settings: DrafterSettings) -> Config:
-    """Return the run's configuration with the benchmark's sizes, drafting as far as drafters are trained, in BF16."""
+    """Return the run's configuration in BF16 with the benchmark's sizes and drafts as long as in training."""
     train = config.train.model_copy(
         update={
             "num_steps": settings.num_steps,

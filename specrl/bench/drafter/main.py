@@ -18,7 +18,7 @@ def main(job: BenchJob) -> None:
     """Run the comparison, and write the rows and the page.
 
     Raises:
-        ConfigError: the run has no EAGLE-3 drafter.
+        ConfigError: The run has no EAGLE-3 drafter.
     """
     started = time.monotonic()
     settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)

@@ -1,7 +1,7 @@
 """Drafters that are observed side by side on one RL run.
 
-Rollouts do not depend on the drafter (invariant 1), so one run serves any number of drafters: how many of their drafts
-would have been accepted follows from the stored responses and the features of the policy that sampled them.
+Rollouts do not depend on the drafter, so one run serves any number of drafters: how many of their drafts would have
+been accepted follows from the stored responses and the features of the policy that sampled them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ObservedDrafter:
     """A drafter that follows the run without drafting for it."""
 
     source: str
-    """Name of what it was pretrained on."""
+    """The name of the data that it was pretrained on."""
     online: bool
     """Whether it is trained in every step; otherwise it is frozen."""
     drafter: Drafter
@@ -36,11 +36,11 @@ class ObservedDrafter:
 
     @property
     def name(self) -> str:
-        """What it was pretrained on, and whether it is trained."""
+        """The data that it was pretrained on, and whether it is trained, in words."""
         return f"{self.source}, {'online' if self.online else 'frozen'}"
 
     def follow(self, features: list[Features], config: Config) -> None:
-        """Measure the drafter on a step's features, then train it if it is trained online."""
+        """Measure the drafter on a step's features, and then train it on them if it is trained online."""
         self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
         if self.online:
             budget = within_budget((item.tokens.numel() for item in features), config.drafter.max_tokens_per_step)
@@ -48,7 +48,7 @@ class ObservedDrafter:
 
 
 def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
-    """Return a new drafter, trained on the policy's responses as the pretrain stage does it."""
+    """Return a new drafter, trained on the policy's responses as in the pretrain stage."""
     draft_tokens = choose_draft_vocabulary(
         [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
     )
@@ -69,7 +69,11 @@ def frozen_and_online(
 
 
 def micro_batches(rollouts: Sequence[Rollout], tokens: int) -> list[MicroBatch]:
-    """Pack responses as the engine drafts them: where `max_tokens` cuts one, it drafts no last token."""
+    """Pack responses as the engine drafts them: it does not draft the last token of one that the length limit cut off.
+
+    Args:
+        tokens: The largest number of tokens of a micro-batch.
+    """
     sequences = []
     for index, rollout in enumerate(rollouts):
         drafted = rollout.response_tokens[: -1 if rollout.finish_reason == "length" else None]

@@ -18,20 +18,20 @@ from specrl.report.plots import line_charts
 HOW = """
 One RL run of {num_steps} steps ({prompts_per_step} prompts x {samples} responses, the run's own policy before RL, task
 and learning rate) with four drafters beside it. Rollouts do not depend on the drafter, so that all four are judged on
-the same responses: each step's are replayed against every drafter's chains, fed with the features of the policy
-version that sampled them, before the drafter is trained on them. "Task" was pretrained on the policy's responses to
+the same responses: before a drafter is trained on a step's responses, they are compared with its drafts, which it makes
+from the features of the policy version that sampled them. "Task" was pretrained on the policy's responses to
 {num_prompts} prompts of the task; "off-task" on its responses to as many generic instructions (chat-like text made from
 templates, `specrl/bench/drafter/instructions.py`: no public chat data), each with a draft vocabulary of its own from
 those responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g}; "frozen"
 is not trained. k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
 """
 SHOWN = 3
-"""Number of steps that the first and the last acceptance length are means of."""
+"""The number of first steps, and of last steps, over which acceptance lengths are averaged."""
 
 
 @dataclass(frozen=True)
 class DrafterFindings:
-    """What the page shows."""
+    """The findings that the page shows."""
 
     results: list[DrafterResult]
     counted: list[float]

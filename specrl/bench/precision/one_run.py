@@ -1,4 +1,4 @@
-"""One setting and seed of `specrl bench precision`, in a process of its own: `one_run CONTEXT.json`."""
+"""The process of one setting and seed: `python -m specrl.bench.precision.one_run CONTEXT.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of `specrl bench precision`: the table, whether the published order holds, reward and agreement by step."""
+"""The page of `specrl bench precision`: the table, the test of the published order, and reward and error by step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LEGEND = """
 Figures are means over the seeds, the least and the greatest in brackets. *error* is token_mult_prob_error, the mean
 over a step's tokens of exp(|log p_training - log p_generation|), over all steps; *bulk* leaves out the largest
 thousandth of a step's tokens, and *worst step* is the largest error of any step. *accuracy* is that on held-out prompts
-after the steps, by the engine that sampled the rollouts. *acceptance length* is the drafter's on the same prompts; it
-always computes in BF16. *parity* is the mean |log-prob(engine) - log-prob(trainer)| of the probe after each refit; no
-limit stops a setting here. *update* is the cost of training on a token against BF16, by the median tokens per second of
-the steps that trained. *KV scales* is the share of a step that measuring them took, in the steps that measured them.
-*engine* and *trainer* say how FP8 was computed.
+after the steps, by the engine that sampled the rollouts. *acceptance length* is the drafter's on the same prompts; the
+drafter always computes in BF16. *parity* is the mean |log-prob(engine) - log-prob(trainer)| of the probe after each
+refit; no limit stops a setting here. *update* is the cost of training on a token against BF16, by the median tokens per
+second of the steps that trained. *KV scales* is the share of a step that measuring them took, in the steps that
+measured them. *engine* and *trainer* say how FP8 was computed.
 """
 COLUMNS = (
     "setting",
@@ -58,7 +58,7 @@ def write_page(
     """Write the page.
 
     Args:
-        max_kl: the budget of the calibration that all settings with FP8 use.
+        max_kl: The budget of the calibration that all settings with FP8 use, in nats per token.
     """
     page = Page(job.page)
     page.text(heading("FP8 in generation and training", job.command, settings.threads))
@@ -75,7 +75,7 @@ def write_page(
 
 
 def calibration(calibrated: CalibrateResult, max_kl: float, found: Sequence[PrecisionRun]) -> str:
-    """Return whether the choice of layers keeps the budget on prompts that it was not made on, in words."""
+    """Return in words whether the chosen layers keep the budget on prompts other than those of the choice."""
     kept = len(calibrated.bf16_layers)
     total = kept + max(item.end_result.quantised_layers for item in found)
     verdict = "within" if calibrated.kl_chosen <= max_kl else "above"
@@ -127,7 +127,7 @@ def _row(runs: Sequence[PrecisionRun], plain: Mapping[int, PrecisionRun]) -> lis
 
 
 def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:
-    """Return the time per token trained on, against the seed's BF16 run; rewards decide how many tokens train."""
+    """Return the ratio of the training time per token to the seed's BF16 run, or None if a run never trained."""
     own, other = (
         [rate for record in run.records if (rate := record.metrics.get(RATE, 0.0)) > 0] for run in (item, plain)
     )
@@ -135,13 +135,13 @@ def update_cost(item: PrecisionRun, plain: PrecisionRun) -> float | None:
 
 
 def kv_scales_share(item: PrecisionRun) -> float | None:
-    """Return the median share of a step that KV scales took, over the steps that measured them."""
+    """Return the median share of a step that KV scales took, over the steps that measured them, or None without any."""
     measured = [record.metrics for record in item.records if KV_SECONDS in record.metrics]
     return median(values[KV_SECONDS] / values["timing/step_s"] for values in measured) if measured else None
 
 
 def order(found: Sequence[PrecisionRun]) -> str:
-    """Return for how many seeds error(BF16) < error(FP8 both) < error(FP8 generation only) holds, in words."""
+    """Return in words for how many seeds error(BF16) < error(FP8 both) < error(FP8 generation only) holds."""
     groups = by_setting(found)
     names = ("BF16", "FP8 both", "FP8 generation only")
     errors = [[item.mean(ERROR) for item in groups[name]] for name in names]

@@ -1,8 +1,8 @@
 """The runs of `specrl bench precision`: the same RL steps in BF16, with FP8 in generation, in both, and corrected.
 
-Each setting and seed is a run of the train stage's own loop on one rank, from the run's policy and drafter before RL
-and with its calibration, in a process of its own; then the accuracy on held-out prompts, by the same engine. What has
-been measured is not measured again by the next call, as long as settings, code and the run's stages are the same.
+For each setting and seed, a process runs the train stage's own loop on one rank, from the run's policy and drafter
+before RL and with its calibration, and then measures the accuracy on held-out prompts with the same engine. The next
+call does not repeat a measurement, as long as settings, code and the run's stages are the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from specrl.step_record import StepRecord, read_steps
 
 END_RESULT_FILE, CONTEXT_FILE = "end-result.json", "context.json"
 UNLIMITED = 1e6
-"""A limit that is never reached: lost agreement is what this measures, and must not stop a setting."""
+"""A limit that is never reached, since the benchmark measures disagreement, which must not stop a setting."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class EndResult:
     acceptance_length: float
     """The acceptance length on the held-out prompts, with drafts of full length; 1 without a drafter."""
     quantised_layers: int
-    """Number of linear layers that compute in FP8 in the engine or the trainer."""
+    """The number of linear layers that compute in FP8 in the engine or the trainer."""
     engine_mode: str
     training_mode: str
     memory_gib: float | None
-    """Most GPU memory in use; None on a CPU."""
+    """The largest GPU memory in use, in GiB; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class PrecisionRun:
     """Whether an earlier call of the benchmark measured it."""
 
     def mean(self, metric: str) -> float:
-        """Return the mean of a metric over the steps that have it, which trained on something."""
+        """Return the mean of a metric over the steps that have it; a step that trained on nothing lacks some."""
         return fmean(record.metrics[metric] for record in self.records if metric in record.metrics)
 
     def median(self, metric: str) -> float:
@@ -92,7 +92,7 @@ class PrecisionRun:
         return median(record.metrics.get(metric, 0.0) for record in self.records)
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as `--json` writes them."""
+        """Return the figures as a row for `--json`."""
         return {
             "generation": self.setting.generation,
             "training": self.setting.training,
@@ -111,8 +111,8 @@ def check(run_dir: Path) -> tuple[CalibrateResult, float]:
     """Return the calibration that all settings with FP8 use and its budget, before the first run.
 
     Raises:
-        ConfigError: the run has not calibrated yet.
-        ValueError: this machine cannot train its policy in FP8; the runs in BF16 would be lost time.
+        ConfigError: The run has not calibrated yet.
+        ValueError: This machine cannot train the policy in FP8, so that the runs in BF16 would be lost time.
     """
     from transformers import AutoConfig
 
@@ -127,10 +127,10 @@ def check(run_dir: Path) -> tuple[CalibrateResult, float]:
 def measure(
     run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> PrecisionRun:
-    """Return the run of one setting and seed: what an earlier call has measured of the same, or a new one.
+    """Return the run of one setting and seed, measured by an earlier call or by this one.
 
     Raises:
-        RuntimeError: its process failed; the message names its log.
+        RuntimeError: Its process failed; the message names its log.
     """
     context = make_context(run_dir, folder, setting, seed, settings)
     started = time.monotonic()
@@ -156,7 +156,7 @@ def measure(
 
 
 def is_measured(context: StageContext, folder: Path) -> bool:
-    """Whether the result of this very context lies there: its key stands for configuration, inputs and code."""
+    """Return whether the folder has the result of this context, whose key stands for configuration, inputs and code."""
     path = folder / CONTEXT_FILE
     if not path.is_file() or not (context.stage_dir / END_RESULT_FILE).is_file():
         return False
@@ -167,7 +167,7 @@ def run(context: StageContext, folder: Path, name: str, num_threads: int) -> Non
     """Run one setting and seed anew, in a process of its own.
 
     Raises:
-        RuntimeError: it failed; the message names its log.
+        RuntimeError: The process failed; the message names its log.
     """
     shutil.rmtree(folder, ignore_errors=True)
     path, log = folder / CONTEXT_FILE, folder / "log.txt"
@@ -177,22 +177,22 @@ def run(context: StageContext, folder: Path, name: str, num_threads: int) -> Non
         command = [sys.executable, "-m", "specrl.bench.precision.one_run", str(path)]
         code = subprocess.run(command, env={**os.environ, **threads}, stdout=file, stderr=file, check=False).returncode
     if code:
-        raise RuntimeError(
-            f"bench precision, {name}: failed; log: {log}; the same command goes on from here with what was measured"
-        )
+        raise RuntimeError(f"bench precision, {name}: failed; log: {log}; the same command continues from here")
 
 
 def find_inputs(run_dir: Path) -> dict[StageName, Path]:
     """Return the folders of the stages that every setting starts from.
 
     Raises:
-        ConfigError: one of these stages has not finished.
+        ConfigError: One of these stages has not finished.
     """
     stages = find_stages(run_dir)
     needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
     missing = [stage for stage in needed if stage not in stages or not (stages[stage].stage_dir / RESULT_FILE).exists()]
     if missing:
-        raise ConfigError(f"run {run_dir.name} has no {missing[0]}; go on with: specrl resume {run_dir.name}")
+        raise ConfigError(
+            f"run {run_dir.name} has not finished {missing[0]}; continue it with: specrl resume {run_dir.name}"
+        )
     return {stage: stages[stage].stage_dir for stage in needed}
 
 
@@ -202,7 +202,7 @@ def make_context(
     """Return the train stage of `run_dir` for one setting and seed, in a folder of its own.
 
     Raises:
-        ConfigError: a stage that it starts from has not finished.
+        ConfigError: A stage that it starts from has not finished.
     """
     inputs = find_inputs(run_dir)
     config = make_config(read_config(run_dir), folder, setting, seed, settings)

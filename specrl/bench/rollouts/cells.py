@@ -1,4 +1,4 @@
-"""The measurements of `specrl bench rollouts`: speculative against plain generation of the same tokens."""
+"""Measure speculative against plain generation of the same tokens for `specrl bench rollouts`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cell:
     """Number of responses that differ from those of the plain variant."""
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as `--json` writes them."""
+        """Return the figures as a row for `--json`."""
         stats = self.measured.stats
         return {
             "method": self.variant.method,
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds per iteration by part, at one batch size."""
+    """The seconds that each part of an engine iteration takes, at one batch size."""
 
     method: str
     """The draft method of the speculative run."""
@@ -60,7 +60,7 @@ class Profile:
 
 
 def measure_all(engines: Engines, loads: list[Workload]) -> list[Cell]:
-    """Run all variants on all workloads, the plain ones first."""
+    """Run all variants on all workloads, and return their cells, those of plain variants first."""
     cells: list[Cell] = []
     for load in loads:
         started = time.monotonic()
@@ -87,7 +87,7 @@ def measure_all(engines: Engines, loads: list[Workload]) -> list[Cell]:
 
 
 def profile(engines: Engines, load: Workload) -> Profile:
-    """Run the first round once more, plain and with the drafter at the middle k, with timers around the parts."""
+    """Run the first round once more, plain and with the drafter at the middle k, and time the parts of an iteration."""
     drafting = engines.profiled
     assert drafting is not None
     plain = next(variant for variant in engines.plain_variants if variant.compiled == drafting.compiled)

@@ -17,13 +17,13 @@ from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
 GPU_SHARE = 0.85
-"""Share of a GPU's memory that all engines have together."""
+"""The share of a GPU's memory that all engines have together."""
 KV_CACHE_GIB = 0.5
-"""Largest KV cache of an engine on a CPU, GiB: all engines live at once."""
+"""The largest KV cache of an engine on a CPU, in GiB, since all engines exist at once."""
 
 
 class Engines:
-    """All engines of the benchmark, in one process; of each draft method the faster of eager and compiled."""
+    """All engines of the benchmark, in one process: for each draft method the faster of an eager and a compiled one."""
 
     def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
         self.subject = subject
@@ -35,20 +35,25 @@ class Engines:
         self.plain_variants = [self._variant(PLAIN, 0, compiled) for compiled in self._choices()]
 
     def _choices(self) -> tuple[bool, ...]:
-        """Return whether to compile the next engine, in every way that is to be tried.
+        """Return the values of `compile` to try for the next engine.
 
-        Both are tried for plain decoding and for the first draft method, which decides for the others, since each
-        compilation takes a minute or more on a CPU.
+        Both are tried for plain decoding and for the first draft method, which decides for the other methods, since
+        each compilation takes a minute or more on a CPU.
         """
         if self.drafting:
             return (next(iter(self.drafting.values())).compiled,)
         return (False, True) if self.settings.compile else (False,)
 
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods; of eager and compiled, the one that is faster on `pilot` stays."""
+        """Start the engines of the draft methods, and keep the one that is faster on `pilot`, eager or compiled.
+
+        Args:
+            pilot: The workload on which the two are compared.
+            stored: Responses by prompt, from which methods with replay draft.
+        """
         for method in self.methods:
             self.drafting[method] = self._fastest(method, pilot, stored)
-            gc.collect()  # the slower engine, now that nothing holds it: its memory is the next one's
+            gc.collect()  # frees the memory of the slower engine for the next method
 
     def _fastest(self, method: str, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> Variant:
         variants = [self._variant(method, self.middle_k, compiled) for compiled in self._choices()]
@@ -64,13 +69,13 @@ class Engines:
 
     @property
     def profiled(self) -> Variant | None:
-        """The variant whose time is taken apart: it drafts with a trained drafter alone."""
+        """The variant that is profiled, which drafts with a trained drafter alone; None if there is none."""
         alone = (name for name in self.drafting if METHODS[name].model == "drafter" and not METHODS[name].texts)
         return next((self.drafting[name] for name in alone), None)
 
     @property
     def middle_k(self) -> int:
-        """The fixed draft length that stands for the others, which is the middle one."""
+        """The middle one of the fixed draft lengths, in tokens, which stands for the others."""
         fixed = sorted(k for k in self.settings.ks if isinstance(k, int))
         return fixed[len(fixed) // 2] if fixed else self.subject.config.speculation.k or 3
 

@@ -1,4 +1,4 @@
-"""Memory bandwidth and matrix rate of this machine, measured with the threads that the benchmark has."""
+"""Measure the memory bandwidth and the matrix rate of this machine, with the benchmark's threads."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from specrl.bench.rollouts.roofline import Machine
 
 READ_BYTES = 1 << 29
-"""Size of what is read, 512 MiB: no cache holds it."""
+"""The size of the tensor that is read, 512 MiB, which no cache holds."""
 ROWS = 512
+"""The number of rows of the timed matrix product."""
 REPEATS = 5
 
 
 def measure(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device) -> Machine:
-    """Return the best of a few tries, because whatever else runs on the machine can only slow them down.
+    """Return the best of a few tries, because other work on the machine can only slow a try down.
 
     Args:
-        hidden: hidden size of the policy; with `intermediate`, the shape of the product that is timed.
+        hidden: The hidden size of the policy; with `intermediate`, the shape of the product that is timed.
     """
     memory = torch.ones(READ_BYTES // 4, device=device)
     rows = torch.randn(ROWS, hidden, device=device, dtype=dtype)

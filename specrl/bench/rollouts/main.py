@@ -17,8 +17,9 @@ from specrl.distributed import join, leave
 from specrl.models.sources import load_tokenizer
 
 PILOT_BATCH = 4
-"""Batch size at which the eager and the compiled engine of a draft method are compared."""
+"""The batch size at which the eager and the compiled engine of a draft method are compared."""
 PILOT_ROUNDS = 3
+"""The number of rounds of that comparison."""
 
 
 def main(job: BenchJob) -> None:

@@ -20,18 +20,18 @@ HOW = """
 Every round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round).
 The speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the
 median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own without a drafter;
-{compiled}. At a fixed batch size the requests are held-out prompts whose responses last for {max_tokens} tokens, where
-they are cut, so that the batch keeps its size; each round has other prompts, and below batch 8 there are eight of them,
-one batch after another. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is part
-of the time. k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the batch
-sizes that the workload goes through. Replay has one stored response per prompt, sampled from the same policy with other
-seeds.
+{compiled}. At a fixed batch size the requests are held-out prompts whose responses have at least {max_tokens} tokens
+and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are eight of
+them, one batch after another. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is
+part of the time. k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the
+batch sizes that the workload goes through. Replay has one stored response per prompt, sampled from the same policy with
+other seeds.
 """
 
 
 @dataclass(frozen=True)
 class RolloutFindings:
-    """What the page shows."""
+    """The findings that the page shows."""
 
     cells: list[Cell]
     profiles: list[Profile]
@@ -100,7 +100,7 @@ def cell_table(cells: Sequence[Cell]) -> str:
 
 
 def equality(cells: Sequence[Cell]) -> str:
-    """Return how many responses differ from plain decoding, and why, in words."""
+    """Return in words how many responses differ from those of plain decoding, and why."""
     compared = [cell for cell in cells if cell.variant.k != 0]
     wrong = sum(cell.num_differing for cell in compared)
     total = sum(len(cell.measured.tokens) for cell in compared)
@@ -108,13 +108,13 @@ def equality(cells: Sequence[Cell]) -> str:
     if not wrong:
         return f"{text}: the two sides did the same work."
     return (
-        f"{text}: batch shapes (and compilation, where only one side is compiled) round differently, and a BF16 "
-        "near-tie then falls the other way. tests/exactness shows that nothing else does it."
+        f"{text}: rounding depends on the batch shape (and on compilation, where only one of the two is compiled), "
+        "which can decide a BF16 near-tie differently. tests/exactness shows that nothing else changes a token."
     )
 
 
 def machine_text(roofline: Roofline) -> str:
-    """Return the speed of the machine and the size of the networks, in words."""
+    """Return in words the speed of the machine and the size of the networks."""
     policy, machine = roofline.policy, roofline.machine
     size = policy.weights * policy.bytes_per_weight / 1e6
     text = (
@@ -124,11 +124,11 @@ def machine_text(roofline: Roofline) -> str:
     )
     if roofline.drafter is not None:
         drafter = roofline.drafter.weights * roofline.drafter.bytes_per_weight / 1e6
-        text += f"; the drafter's {drafter:.0f} MB, once per draft token"
+        text += f"; the drafter's are {drafter:.0f} MB, read once per draft token"
     rows = machine.flops_per_s * policy.bytes_per_weight / (2 * machine.bytes_per_s)
     return (
-        f"{text}. Arithmetic takes over from reading at {rows:.0f} rows. The roofline counts these matrices alone: no "
-        "attention, no sampler, no Python."
+        f"{text}. From {rows:.0f} rows on, arithmetic takes longer than reading. The roofline counts these matrices "
+        "alone: no attention, no sampler, no Python."
     )
 
 
@@ -173,7 +173,7 @@ def limit_table(found: RolloutFindings) -> str:
 
 
 def share_table(profiles: Sequence[Profile], k: int) -> str:
-    """Return where a speculative iteration's time goes; verification is what the policy's extra rows cost."""
+    """Return the share of each part of a speculative iteration; verification is the cost of the policy's extra rows."""
     columns = (
         "batch",
         ">iteration, ms",

@@ -1,6 +1,7 @@
-"""The least time of an engine iteration: the longer of reading the weights once and of the arithmetic.
+"""The least time of an engine iteration, which is the time of reading the weights once or that of the arithmetic.
 
-Only matrix products are counted. Attention over the cache, norms and the sampler are left out, so that this is a floor.
+Only matrix products are counted. Attention over the cache, norms and the sampler are left out, so that this is a lower
+bound.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Machine:
-    """Measurement on this machine, with the benchmark's threads."""
+    """The measured speed of this machine, with the benchmark's threads."""
 
     bytes_per_s: float
-    """Rate of reading memory."""
+    """The rate of reading memory, in bytes per second."""
     flops_per_s: float
-    """Rate of matrix products in the model's type and shapes, with many rows."""
+    """The rate of matrix products in the model's type and shapes with many rows, in operations per second."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Network:
     """A network that an iteration runs."""
 
     weights: int
-    """Number of elements of the matrices that each row is multiplied with."""
+    """The number of elements of the matrices that each row is multiplied with."""
     bytes_per_weight: int
 
     def seconds(self, rows: int, machine: Machine) -> float:
-        """Return the least time of one pass over `rows` tokens."""
+        """Return the least time in seconds of one pass over `rows` tokens."""
         reading = self.weights * self.bytes_per_weight / machine.bytes_per_s
         return max(reading, 2 * self.weights * rows / machine.flops_per_s)
 
@@ -39,9 +40,9 @@ class Roofline:
 
     policy: Network
     drafter: Network | None
-    """None if drafts need no network."""
+    """The drafter's layer and head; None if drafts need no network."""
     fusion: Network | None = None
-    """The drafter's `fc`, which combines three features once per iteration."""
+    """The drafter's `fc`, which combines three features of each row once per iteration."""
     machine: Machine = Machine(1.0, 1.0)
 
     def plain_seconds(self, batch: int) -> float:

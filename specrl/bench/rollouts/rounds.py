@@ -1,4 +1,4 @@
-"""Matched rounds: every variant generates the same requests once per round, in an order that changes by round."""
+"""Matched rounds, in each of which every variant generates the same requests once, in an order that changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 MOST_WARM_UPS = 8
-"""Largest number of uncounted runs of a variant on a workload."""
+"""The largest number of uncounted runs of a variant on a workload."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to generate: an engine and how far it drafts, where `k = 0` is plain decoding."""
+    """An engine and the length of its drafts, of which `k = 0` is plain decoding."""
 
     method: str
     k: int | str
@@ -80,8 +80,8 @@ class Measurement:
 def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement]:
     """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
 
-    Invariant 1 makes all variants of a round do the same work. The order begins with another variant in each round and
-    is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
+    All variants of a round do the same work, since drafts change no token. The order begins with another variant in
+    each round and is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
@@ -94,7 +94,7 @@ def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement
 
 
 def warm_up(variant: Variant, workload: Workload) -> None:
-    """Generate the first round until the controller has calibrated its batch sizes, which it does once in its life.
+    """Generate the first round until the controller has calibrated its batch sizes, which it does only once.
 
     The long-tailed batch runs through all batch sizes up to its own.
     """
@@ -120,5 +120,5 @@ def strongest(plain_variants: Sequence[Measurement]) -> Measurement:
 
 
 def differing(left: Measurement, right: Measurement) -> int:
-    """Return how many responses of two variants are not the same token for token."""
+    """Return how many responses of two variants differ in a token."""
     return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))

@@ -1,4 +1,4 @@
-"""What the variants generate: held-out prompts of the run's task, at fixed batch sizes and as a long-tailed batch."""
+"""The requests of `specrl bench rollouts`: held-out prompts, at fixed batch sizes and as a long-tailed batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Request, Response
 
 LEAST_REQUESTS = 8
-"""Least number of requests in a round, one batch after another: a round of 20 iterations would tell little."""
+"""The least number of requests in a round, which are generated one batch after another; a shorter round would say
+little."""
 
 
 def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
-    """Return 64 requests of natural length; where there are fewer prompts, they come again with other seeds."""
+    """Return 64 requests of natural length. If there are fewer prompts, they are repeated with other seeds."""
     origin = Origin(derive_seed(config.seed, stream), step=0)
     count = len(prompts)
     return [make_request(prompts[index % count], index // count, config, origin) for index in range(TAIL_SIZE)]
@@ -33,13 +34,14 @@ def workloads(
 ) -> list[Workload]:
     """Return one workload for each batch size.
 
-    A fixed batch size takes the requests whose responses last for `max_tokens`, and cuts them there, so that the batch
-    keeps its size until the end; where there are too few of them, it takes the longest others too. Rounds take turns
-    through them.
+    A fixed batch size takes the requests whose responses have at least `max_tokens` tokens, and cuts them there, so
+    that the batch keeps its size until the end; if there are too few of them, it also takes those with the next longest
+    responses. The rounds go through these requests in turn.
 
     Args:
-        requests: the requests that `pool` returns.
-        responses: the responses to them, in the same order.
+        requests: The requests that `pool` returns.
+        responses: The responses to them, in the same order.
+        repeats: The number of rounds of each workload.
     """
     lengths = [len(response.tokens) for response in responses]
     order = sorted(range(len(requests)), key=lambda index: (-min(lengths[index], max_tokens), index))

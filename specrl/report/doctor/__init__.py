@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from specrl.report import doctor_machine, doctor_packages, doctor_services
-from specrl.report.check import Check
+from specrl.report.doctor import machine, packages, services
+from specrl.report.doctor.check import Check
 from specrl.report.tables import print_line, print_table
 
 
@@ -22,9 +22,9 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
         tracking_uri: The address of MLflow, as in `tracking.uri`.
     """
     return [
-        *doctor_machine.checks(runs_dir),
-        *doctor_packages.checks(gpu=doctor_machine.has_gpu()),
-        *doctor_services.checks(runs_dir, tracking_uri),
+        *machine.checks(runs_dir),
+        *packages.checks(gpu=machine.has_gpu()),
+        *services.checks(runs_dir, tracking_uri),
     ]
 
 

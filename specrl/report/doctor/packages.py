@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specrl.report import package_files
-from specrl.report.check import Check
+from specrl.report.doctor.check import Check
 
-LOCKS = Path(__file__).parents[2] / "requirements"
+LOCKS = Path(__file__).parents[3] / "requirements"
 PACKAGES = {
     "torch": "torch",
     "megatron-core": "megatron.core",
@@ -34,6 +34,7 @@ GPU_PACKAGES = {"vllm": "vllm", "transformer-engine": "transformer_engine"}
 
 
 def checks(*, gpu: bool) -> list[Check]:
+    """Return the findings about the packages, compared with the lock for GPUs or with the one for CPUs."""
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
     pins = read_pins(lock)
     packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.request import urlopen
 
-from specrl.report.check import Check
+from specrl.report.doctor.check import Check
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -21,6 +21,7 @@ PROBE_SECONDS = 5
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
+    """Return the findings about Slurm, MLflow and Prefect."""
     return [*check_slurm(), check_devcluster(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
@@ -111,7 +112,7 @@ def check_prefect_home(runs_dir: Path) -> Check:
         folder = folder.parent
     if folder.is_dir() and os.access(folder, os.W_OK):
         return Check("Prefect", "ok", str(home))
-    return Check("Prefect", "fail", f"{home} cannot be written", "export PREFECT_HOME=FOLDER that can be written")
+    return Check("Prefect", "fail", f"{home} cannot be written", "export PREFECT_HOME=FOLDER with another folder")
 
 
 def _succeeds(*command: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from specrl.report.check import Check
+from specrl.report.doctor.check import Check
 from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30
@@ -23,10 +23,12 @@ PROBE_SECONDS = 10
 
 
 def checks(runs_dir: Path) -> list[Check]:
+    """Return the findings about this machine."""
     return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_bf16(), check_gpu()]
 
 
 def check_python() -> Check:
+    """Check that this is the Python version of the locks."""
     found = ".".join(str(part) for part in sys.version_info[:3])
     if sys.version_info[:2] == (3, 11):
         return Check("Python", "ok", found)
@@ -36,6 +38,7 @@ def check_python() -> Check:
 
 
 def check_cores() -> Check:
+    """Check that there are enough cores for two ranks."""
     cores = len(os.sched_getaffinity(0))
     if cores >= 2:
         return Check("cores", "ok", str(cores))
@@ -43,6 +46,7 @@ def check_cores() -> Check:
 
 
 def check_memory() -> Check:
+    """Check that the memory suffices for the quickstart."""
     total = psutil.virtual_memory().total / GIB
     if total >= QUICKSTART_MEMORY_GIB:
         return Check("memory", "ok", f"{total:.0f} GiB")
@@ -80,6 +84,7 @@ def has_gpu() -> bool:
 
 
 def check_gpu() -> Check:
+    """Check which GPUs the driver lists; none is fine."""
     gpus = _gpus()
     if gpus:
         return Check("GPU", "ok", "; ".join(gpus))
