@@ -19,7 +19,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import Recorder, StepParts, StepRecord, controller_metrics
+from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics
 from specrl.timeline import Timer
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
@@ -44,7 +44,7 @@ class Trainer:
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
-    recorder: Recorder
+    recorder: StepRecorder
     checkpoint_dir: Path
 
     def restore(self, pretraining: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,5 +106,15 @@ def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
+    """Read one file that `write_rollouts` wrote.
+
+    Raises:
+        ValueError: The file was written with another schema version.
+    """
     with pa.memory_map(str(path)) as source:
         return from_table(pa.ipc.open_file(source).read_all())
+
+
+def read_folder(rollouts_dir: Path) -> Iterator[Rollout]:
+    """Yield the rollouts of all files below a folder, file by file in the order of their paths."""
+    return (rollout for path in sorted(rollouts_dir.rglob("*.arrow")) for rollout in read_rollouts(path))

@@ -95,7 +95,7 @@ class StepRecord:
     ) -> StepRecord:
         """Assemble a step's record, with the times measured so far.
 
-        Until `Recorder.finish` has gathered them, the parts of every rank after its generation are taken to be this
+        Until `StepRecorder.finish` has gathered them, the parts of every rank after its generation are taken to be this
         rank's.
 
         Args:
@@ -114,7 +114,7 @@ class StepRecord:
         )
 
 
-class Recorder:
+class StepRecorder:
     """Writes what a step leaves: rollouts on every rank; record, picture and metrics on the first."""
 
     def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:

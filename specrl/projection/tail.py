@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from specrl.config.rollout import BubbleUse
-from specrl.dealing import deal_longest_first
+from specrl.data.dealing import deal_longest_first
 from specrl.rollout.bubbles.balance import piece
 
 USES: tuple[BubbleUse, ...] = get_args(BubbleUse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from specrl import logs
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
@@ -11,7 +10,7 @@ from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.precision.recipe import edge_layers, write_recipe
 from specrl.progress import Progress
-from specrl.schemas import Rollout, read_rollouts
+from specrl.schemas import read_folder
 from specrl.tracking import Tracker, stage_run
 from specrl.training.calibration.calibration import (
     Calibration,
@@ -35,7 +34,7 @@ def main(context: StageContext) -> None:
     ranks = join()
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
-    rollouts = read_all(context.input("pretrain", PretrainResult).rollouts_dir)
+    rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         switch = SwitchableLinears(power_of_two=config.precision.scales == "power_of_two")
         with logs.phase("loading of the policy"):
@@ -68,11 +67,6 @@ def main(context: StageContext) -> None:
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
             _write_results(context, tracker, found, started)
     leave()
-
-
-def read_all(rollouts_dir: Path) -> list[Rollout]:
-    """Read all rollouts below a folder."""
-    return [rollout for path in sorted(rollouts_dir.rglob("*.arrow")) for rollout in read_rollouts(path)]
 
 
 def _write_results(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:

@@ -9,10 +9,10 @@ from statistics import fmean
 from specrl import logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
+from specrl.data.dealing import deal_longest_first
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
-from specrl.dealing import deal_longest_first
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress

@@ -35,7 +35,7 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
-from specrl.step_record import Recorder, mean_of, read_steps, step_seconds_median, timing_share, total_stats
+from specrl.step_record import StepRecorder, mean_of, read_steps, step_seconds_median, timing_share, total_stats
 from specrl.tracking import Tracker, stage_run
 from specrl.training.drafter.drafters import load_drafter, save_policy
 from specrl.training.drafter.spot import SpotTraining
@@ -97,7 +97,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             verify_every=config.engine.verify_every,
             counts_path=context.stage_dir / REFITS_FILE,
         ),
-        recorder=Recorder(ranks, tracker, context.run_dir / "rollouts", context.stage_dir / "steps"),
+        recorder=StepRecorder(ranks, tracker, context.run_dir / "rollouts", context.stage_dir / "steps"),
         checkpoint_dir=context.run_dir / "checkpoints" / context.key,
     )
 

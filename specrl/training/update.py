@@ -10,7 +10,7 @@ from torch import Tensor
 from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, TrainConfig
-from specrl.dealing import deal_longest_first
+from specrl.data.dealing import deal_longest_first
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
 from specrl.training.features import Features, FeatureSpec

@@ -36,7 +36,7 @@ from specrl.training.calibration.calibration import (
     write_layers,
 )
 from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import Divergence
+from specrl.training.calibration.divergence import KlDivergence
 from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.calibration.statistics import LayerStatistics, merge
 from specrl.training.megatron.policy import Policy
@@ -115,7 +115,7 @@ def calibrated(model_dir: Path, ranks: Ranks) -> tuple[Calibration, Policy, Swit
     switch = SwitchableLinears()
     policy = make_policy(model_dir, ranks, switch)
     data = calibration_data(make_rollouts(), CONFIG, 0, 1)
-    reference = Divergence(policy, switch, data.held_out, ranks).kl(layer_names(LLAMA, 4))
+    reference = KlDivergence(policy, switch, data.held_out, ranks).kl(layer_names(LLAMA, 4))
     return calibrate(policy, switch, data, 0.3 * reference, ranks), policy, switch
 
 
@@ -132,7 +132,7 @@ def test_the_choice_holds_the_budget_on_held_out_prompts(
     assert 0 < found.bf16_flop_fraction < 1
     data = calibration_data(make_rollouts(), CONFIG, 0, 1)
     fp8 = [name for name in layer_names(LLAMA, 4) if name not in found.bf16_layers]
-    assert Divergence(policy, switch, data.held_out, ranks).kl(fp8) == pytest.approx(found.kl_chosen, rel=1e-6)
+    assert KlDivergence(policy, switch, data.held_out, ranks).kl(fp8) == pytest.approx(found.kl_chosen, rel=1e-6)
 
 
 def test_layers_that_must_stay_in_bf16_do(model_dir: Path, ranks: Ranks) -> None:
@@ -184,7 +184,7 @@ def test_divergence_is_zero_in_bf16_and_grows_with_fp8_layers(
     calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
 ) -> None:
     _, policy, switch = calibrated
-    divergence = Divergence(policy, switch, calibration_data(make_rollouts(), CONFIG, 0, 1).selection, ranks)
+    divergence = KlDivergence(policy, switch, calibration_data(make_rollouts(), CONFIG, 0, 1).selection, ranks)
     assert divergence.kl([]) == 0.0
     one, some, every = (divergence.kl(layer_names(LLAMA, layers)) for layers in (1, 2, 4))
     assert 0 < min(one, some) < every
@@ -211,7 +211,7 @@ def test_divergence_is_the_kl_of_the_output_distributions(
         expected += 2.718281828459045 ** found[0] * (found[0] - found[1])
     only = type(batch)(batch.tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
     only.mask[0, at] = True
-    assert Divergence(policy, switch, [only], ranks).kl(layer_names(LLAMA, 4)) == pytest.approx(expected, rel=1e-3)
+    assert KlDivergence(policy, switch, [only], ranks).kl(layer_names(LLAMA, 4)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_layer_error_is_that_of_the_product_by_hand(

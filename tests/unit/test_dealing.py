@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.dealing import deal_longest_first
+from specrl.data.dealing import deal_longest_first
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 8))

@@ -25,7 +25,7 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.step_record import Recorder
+from specrl.step_record import StepRecorder
 from specrl.tracking import Silent
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron import checkpoint
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             policy=policy,
             drafter=None,
             engine=SimpleNamespace(precision=precision),
-            recorder=Recorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
+            recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
             generator=SimpleNamespace(restore=lambda *args: None),
             checkpoint_dir=tmp_path / "checkpoints",
         )

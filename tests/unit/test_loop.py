@@ -13,7 +13,7 @@ from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.loop import Trainer
 from specrl.stages.train import precision_report
-from specrl.step_record import Recorder, StepRecord, read_steps
+from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
 from specrl.training.megatron import checkpoint
@@ -25,7 +25,7 @@ def test_a_step_has_its_record_before_its_checkpoint(
 ) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    recorder = Recorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
+    recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3, keep_checkpoints=1)),
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from specrl.projection.projected import agreement, project_uses
 from specrl.projection.tail import USES
 from specrl.report.gantt import gantt
 from specrl.report.plots import dot_chart, line_chart
-from specrl.schemas import Rollout, read_rollouts
+from specrl.schemas import Rollout, read_folder
 from specrl.step_record import StepRecord
 
 LEGEND = """
@@ -98,18 +98,14 @@ def _measured_of(runs: Mapping[str, SettingRun], *names: str) -> list[str]:
 
 
 def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
-    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in _rollouts(rollouts_dir)}
-
-
-def _rollouts(rollouts_dir: Path) -> Iterator[Rollout]:
-    return (row for path in sorted(rollouts_dir.rglob("*.arrow")) for row in read_rollouts(path))
+    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in read_folder(rollouts_dir)}
 
 
 def _stored(runs: Mapping[str, SettingRun]) -> str:
     lines = []
     for name in _measured_of(runs, "pregenerate", "both"):
         counts = {kind: [0, 0, 0] for kind in STORED}
-        for rollout in _rollouts(runs[name].rollouts_dir):
+        for rollout in read_folder(runs[name].rollouts_dir):
             tokens = len(rollout.response_tokens) - 1
             found = (1, tokens, tokens - rollout.num_accepted_tokens)
             kind = stored_kind(rollout)

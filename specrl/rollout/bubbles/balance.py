@@ -13,8 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from specrl.data.dealing import deal_longest_first
 from specrl.data.prompts import Prompt
-from specrl.dealing import deal_longest_first
 
 WINDOW = 8
 """The number of latest steps whose responses count: enough to have seen every difficulty, and to follow the policy."""

@@ -21,7 +21,7 @@ from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.training.batches import MicroBatch
-from specrl.training.calibration.divergence import Divergence
+from specrl.training.calibration.divergence import KlDivergence
 from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
 from specrl.training.megatron.fp8 import EmulatedLinear, emulate
 from specrl.training.megatron.policy import Policy
@@ -122,13 +122,13 @@ def calibrate(
     observer.detach()
     policy.kv_observer = None
     names = sorted(statistics, key=_position)
-    alone = _each_alone(Divergence(policy, switch, data.probe, ranks), names, on_progress)
+    alone = _each_alone(KlDivergence(policy, switch, data.probe, ranks), names, on_progress)
     flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
     order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
-    selection = _Search(Divergence(policy, switch, data.selection, ranks), order, on_progress)
+    selection = _Search(KlDivergence(policy, switch, data.selection, ranks), order, on_progress)
     count = max(len(always_bf16), smallest_prefix(len(order), selection.kl, max_kl))
-    held_out = _Search(Divergence(policy, switch, data.held_out, ranks), order, on_progress)
+    held_out = _Search(KlDivergence(policy, switch, data.held_out, ranks), order, on_progress)
     count = grown_prefix(count, len(order), held_out.kl, max_kl)
     switch.set_fp8(names)
     kept = set(order[:count])
@@ -183,7 +183,9 @@ def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: f
 class _Search:
     """KL as a function of how many of the ranked layers stay in BF16; each number is measured once."""
 
-    def __init__(self, divergence: Divergence, order: list[str], on_progress: Callable[[int, int, str], None]) -> None:
+    def __init__(
+        self, divergence: KlDivergence, order: list[str], on_progress: Callable[[int, int, str], None]
+    ) -> None:
         self._divergence = divergence
         self._order = order
         self._on_progress = on_progress
@@ -197,7 +199,7 @@ class _Search:
 
 
 def _each_alone(
-    divergence: Divergence, names: list[str], on_progress: Callable[[int, int, str], None]
+    divergence: KlDivergence, names: list[str], on_progress: Callable[[int, int, str], None]
 ) -> dict[str, float]:
     found = {}
     for done, name in enumerate(names):

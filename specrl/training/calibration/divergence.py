@@ -23,7 +23,7 @@ class Switch(Protocol):
     def set_fp8(self, names: Sequence[str]) -> None: ...
 
 
-class Divergence:
+class KlDivergence:
     """KL(all BF16 || some layers FP8), mean over the trained positions of given micro-batches of all ranks.
 
     Of whole distributions, not of sampled tokens: a few hundred positions then suffice. Holds the BF16 log-probs,

@@ -63,7 +63,7 @@ class LayerObserver:
 
     def __init__(self, linear: EmulatedLinear, tp_rank: int) -> None:
         weight: Tensor = linear.module.weight.detach()
-        self._linear = linear
+        self.linear = linear
         self.statistics = LayerStatistics(
             weight_amax=float(weight.abs().max()),
             weight_scales={tp_rank: linear.weight_scales().tolist()},
@@ -73,7 +73,7 @@ class LayerObserver:
     @torch.no_grad()
     def observe(self, inputs: Tensor) -> None:
         """inputs [tokens, in], without padding."""
-        found, linear = self.statistics, self._linear
+        found, linear = self.statistics, self.linear
         plain = inputs @ linear.module.weight.t()
         quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
         found.error_squares += float((quantised - plain).float().square().sum())
@@ -94,7 +94,7 @@ def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[N
         observer.observe(inputs.detach()[valid])
 
     handles = [
-        observer._linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))
+        observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))
         for observer in observers
     ]
     try:

@@ -48,8 +48,8 @@ class ChainBatch:
     width: int
     starts: Tensor
     """int64 `[chains]`: index of the slot at which the chain starts."""
-    ranks: Tensor
-    """int64 `[chains]`: number of the chain among those of its row."""
+    order: Tensor
+    """int64 `[chains]`: number of the chain among those of its row, from 0."""
     alive: list[Tensor]
     """Per step, int64 `[alive]`: the chains that have a target at that step; each list is within the one before."""
     target_top1: Tensor
@@ -78,8 +78,8 @@ class ChainBatch:
             first = stop
 
     def _part(self, rows: slice, chains: slice, columns: int) -> Part:
-        slots, ranks = self.starts[chains], self.ranks[chains]
-        places = (self.slot_places[slots] // self.width - rows.start) * columns + ranks - ranks[0]
+        slots, order = self.starts[chains], self.order[chains]
+        places = (self.slot_places[slots] // self.width - rows.start) * columns + order - order[0]
         start = self.positions[slots]
         width = int(start.max()) + 1
         visible = torch.zeros((rows.stop - rows.start) * columns, width, dtype=torch.bool, device=start.device)
@@ -119,7 +119,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         slot_places=slot_row * width + slot,
         width=width,
         starts=slot_ids[row, start],
-        ranks=starts_at.cumsum(1)[row, start] - 1,
+        order=starts_at.cumsum(1)[row, start] - 1,
         alive=_alive(mask, row, start, steps),
         target_top1=top1,
         target_in_vocab=in_vocab[top1],

@@ -59,8 +59,8 @@ FP8_TOKENS = 16
 """Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
 
 
-class LinearPrecision(Protocol):
-    """Changes the arithmetic of a model's linear layers in place."""
+class LinearArithmetic(Protocol):
+    """Changes the arithmetic of a model's linear layers in place, to FP8 for instance."""
 
     is_native: bool
     """Whether Transformer Engine computes in FP8, on a GPU; otherwise Megatron's local layers emulate it."""
@@ -93,7 +93,7 @@ class Policy:
         trainable: bool = True,
         num_updates: int | None = None,
         seed: int,
-        fp8: LinearPrecision | None = None,
+        fp8: LinearArithmetic | None = None,
         keep_reference: bool = False,
     ) -> None:
         """Load a Hugging Face directory (collective).
@@ -138,7 +138,7 @@ class Policy:
         else:
             self.model.eval().requires_grad_(False)
 
-    def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
+    def _load(self, fp8: LinearArithmetic | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
         """Return this rank's part of the network with its weights, its weight map and Megatron's config."""
         cuda = self.ranks.device.type == "cuda"
         if fp8 is not None and not fp8.is_native:
@@ -350,17 +350,24 @@ class Policy:
                 )
         finally:
             inputs.remove()
-        if spec is None:
-            return outcomes, []
-        batches, heads = batches[:num_kept], [outcome.head for outcome in outcomes[:num_kept]] or [None] * num_kept
-        size = {
-            "num_layers": self.hf_config.num_hidden_layers,
-            "hidden_size": self.hf_config.hidden_size,
-            "dtype": self.dtype,
-        }
+        return outcomes, self._features(spec, batches[:num_kept], inputs, outcomes) if spec else []
+
+    def _features(
+        self, spec: FeatureSpec, batches: list[MicroBatch], inputs: LayerInputs, outcomes: list[_Outcome]
+    ) -> list[Features]:
+        """Return the drafter's features of these micro-batches; take what `inputs` recorded of them (collective)."""
+        heads = [outcome.head for outcome in outcomes[: len(batches)]] or [None] * len(batches)
         # What was recorded goes as it is taken over: both at once would be twice the features.
-        return outcomes, [
-            assemble(spec, batch, inputs.recorded.pop(0), head, **size)
+        return [
+            assemble(
+                spec,
+                batch,
+                inputs.recorded.pop(0),
+                head,
+                num_layers=self.hf_config.num_hidden_layers,
+                hidden_size=self.hf_config.hidden_size,
+                dtype=self.dtype,
+            )
             for batch, head in zip(batches, heads, strict=True)
         ]
 
