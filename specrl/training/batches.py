@@ -58,6 +58,7 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def to(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch on another device."""
         return MicroBatch(self.tokens.to(device), self.mask.to(device), self.lengths.to(device), self.indices)
 
 
@@ -65,10 +66,13 @@ def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_mu
     """Sort sequences by length, longest first, and cut them into micro-batches.
 
     Each holds as many sequences as fit a padded area of `tokens_per_micro_batch`, and at least one. The same sequences
-    give the same micro-batches. Longest first, so that memory peaks at the beginning.
+    give the same micro-batches. The longest come first, so that memory peaks at the beginning.
 
     Args:
-        pad_multiple: What the padded length of every micro-batch is a multiple of.
+        pad_multiple: The padded length of every micro-batch is a multiple of it.
+
+    Raises:
+        ValueError: One of the two numbers is below 1.
     """
     if tokens_per_micro_batch < 1 or pad_multiple < 1:
         raise ValueError(
@@ -90,7 +94,7 @@ def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_mu
 
 
 def within_budget(areas: Iterable[int], max_tokens: int) -> int:
-    """Return how many leading micro-batches stay within `max_tokens` together, but at least one.
+    """Return how many leading micro-batches stay within `max_tokens` together; the first one always counts.
 
     Args:
         areas: The size of each micro-batch in tokens, padding included; `pack` puts the longest sequences first.

@@ -1,4 +1,4 @@
-"""What the policy's forward pass leaves for the drafter: detached features of one micro-batch."""
+"""Features: the detached results of the policy's forward pass that the drafter learns from."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which features the drafter asks of the policy."""
+    """The features that a drafter needs from the policy."""
 
     layers: tuple[int, ...]
-    """Layer indices; index i means the residual stream that enters layer i (as in vLLM and SGLang), n the one that
-    leaves the last of n."""
+    """Layer indices. Index i means the residual stream that enters layer i, as in vLLM and SGLang; in a policy of n
+    layers, index n means the one that leaves the last layer."""
     draft_tokens: Tensor
-    """int64 `[draft_vocab]`, sorted: target ids of the draft vocabulary; empty for a drafter that has the policy's head
-    and so can compute the policy's logits itself."""
+    """int64 `[draft_vocab]`, sorted: the target ids of the draft vocabulary. It is empty for a drafter that has the
+    policy's head, and so can compute the policy's logits itself."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of one micro-batch; every row is one sequence, right-padded. Nothing here carries a gradient."""
+    """The features of one micro-batch, in which every row is one sequence, padded on the right.
+
+    Nothing here carries a gradient.
+    """
 
     tokens: Tensor
     """int64 `[batch, seq]`."""
@@ -30,6 +33,7 @@ class Features:
     hidden: Tensor
     """`[batch, seq, layers * hidden]` in the policy's compute type: inputs of `FeatureSpec.layers`, concatenated."""
     target_logits: Tensor
-    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary."""
+    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; 0 where `mask` is
+    False."""
     target_top1: Tensor
-    """int64 `[batch, seq]`: argmax of the policy's logits over the full vocabulary."""
+    """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False."""

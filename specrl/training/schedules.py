@@ -11,9 +11,11 @@ def lr_factor(step: int, num_steps: int, *, decay: LrDecay, warmup_steps: int, f
     """Return the factor of the peak learning rate at a step: a linear warm-up times a decay over all steps.
 
     Args:
-        step: counted from 0; beyond the last step the decay stays where it ended.
-        num_steps: steps until the decay reaches `final_fraction`.
-        warmup_steps: steps in which the factor rises from near 0; 0 or 1 for none.
+        step: The step, counted from 0; beyond the last step the decay stays where it ended.
+        num_steps: The number of steps until the decay reaches `final_fraction`.
+        decay: The course of the decay; with `constant` there is none.
+        warmup_steps: The number of steps in which the factor rises from near 0; 0 or 1 for no warm-up.
+        final_fraction: The fraction of its peak that the learning rate falls to.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     step = min(step, num_steps)

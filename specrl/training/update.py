@@ -36,7 +36,7 @@ def update_policy(
 
     Args:
         rollouts: All rollouts of the step, in the same order on every rank.
-        spec: The features that the drafter is trained on; none keeps no features.
+        spec: The features that the drafter is trained on; with None, no features are kept.
 
     Returns:
         The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
@@ -86,7 +86,7 @@ def _temperature(config: Config) -> float:
 
 
 def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> list[list[int]]:
-    """Cut the chosen rollouts into equal parts without splitting a group (rollouts of one prompt are adjacent)."""
+    """Deal the chosen rollouts out in parts whose numbers of groups differ by at most one; no group is divided."""
     groups: dict[int, list[int]] = {}
     for index in chosen:
         groups.setdefault(rollouts[index].prompt_id, []).append(index)
@@ -109,11 +109,12 @@ def _loss(
     *,
     several: bool,
 ) -> LossFn:
-    """Return the loss of a micro-batch as a share of the whole update's; it keeps the log-probs it sees in `recorded`.
+    """Return the loss of a micro-batch as a share of the whole update's.
 
     Args:
         reference: Log-probs under the reference policy by rollout; empty without a KL penalty.
         num_tokens: The number of response tokens of the whole update.
+        recorded: Gets the log-probs that a single update on the batch computes, by rollout.
         several: Whether this is one of several updates on the same batch.
     """
 
@@ -152,7 +153,7 @@ def _logprob_pass(policy: Policy, rollouts: list[Rollout], chosen: list[int], co
 def _reference_logprobs(
     policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config
 ) -> dict[int, list[float]]:
-    """Return every chosen rollout's log-probs under the reference policy, none without a KL penalty (collective)."""
+    """Return every chosen rollout's log-probs under the reference policy; empty without a KL penalty (collective)."""
     if not config.train.kl_coef:
         return {}
     with policy.reference_weights():

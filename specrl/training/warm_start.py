@@ -11,7 +11,7 @@ from specrl.config import Config
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.megatron.policy import Policy
+from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.schedules import lr_factor
 
 WARMUP_SHARE = 0.1
@@ -74,8 +74,12 @@ def schedule(step: int, num_steps: int) -> float:
     return lr_factor(step, num_steps, decay="linear", warmup_steps=warmup_steps, final_fraction=FINAL_LR_FRACTION)
 
 
-def cross_entropy(num_tokens: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Return a loss that sums, over ranks and micro-batches, to the mean negative log-prob of the response tokens."""
+def cross_entropy(num_tokens: int) -> LossFn:
+    """Return a loss that sums, over ranks and micro-batches, to the mean negative log-prob of the response tokens.
+
+    Args:
+        num_tokens: The number of response tokens in the batch of all ranks.
+    """
 
     def loss(
         logprobs: torch.Tensor,  # [batch, seq]

@@ -1,8 +1,9 @@
-"""Which linear layers stay in BF16, so that FP8 changes the policy's output by no more than a budget.
+"""The choice of the linear layers that stay in BF16, so that FP8 changes the policy's output by at most a budget.
 
-Measured on rollouts of the policy itself: the divergence of each layer alone in FP8, on a small probe, ranks the layers
-by nats per FLOP; a bisection over that ranking with all other layers in FP8 finds the fewest that hold the budget; on
-other prompts than those it is confirmed, or the set grows until it holds.
+All measurements are on rollouts of the policy itself. First, the divergence of each layer alone in FP8, on a small
+probe, ranks the layers by nats per FLOP. Then a bisection over that ranking, with all other layers in FP8, finds the
+fewest layers in BF16 that hold the budget. Last, the choice is checked on other prompts, and the set grows until it
+holds the budget there too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specrl.training.megatron.fp8 import EmulatedLinear, emulate
 from specrl.training.megatron.policy import Policy
 
 GROWTH = 1 / 16
-"""Share of the layers by which the set grows while the held-out prompts exceed the budget."""
+"""The share of all layers by which the set grows while the held-out prompts exceed the budget."""
 
 
 class SwitchableLinears:
@@ -41,18 +42,23 @@ class SwitchableLinears:
         self.linears: dict[str, EmulatedLinear] = {}
 
     def attach(self, model: torch.nn.Module) -> None:
+        """Make the layers of this rank's part of the model switchable; all begin in BF16."""
         self.model, self.linears = model, emulate(model, power_of_two=self.power_of_two)
         self.set_fp8([])
 
     def set_fp8(self, names: Sequence[str]) -> None:
-        """Exactly these layers compute in FP8, whatever rank holds them."""
+        """Let exactly these layers compute in FP8; names of layers that other ranks hold are ignored here."""
         for name, linear in self.linears.items():
             linear.active = name in names
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row of the layer table; amax are of 1x128 activation blocks, errors of the layer alone on BF16 inputs."""
+    """One row of the layer table.
+
+    An activation's amax is the largest magnitude in a block of 1x128. Errors are those of the layer alone, on BF16
+    inputs.
+    """
 
     name: str
     flops_per_token: int
@@ -63,39 +69,46 @@ class LayerRow:
     outlier_ratio: float
     weight_amax: float
     kl_alone: float
-    """Nats per token at the model's output with only this layer in FP8."""
+    """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
     precision: str
+    """The choice: `bf16` or `fp8`."""
 
 
 @dataclass(frozen=True)
 class Calibration:
+    """The chosen precision of each layer, and what it was chosen by."""
+
     bf16_layers: list[str]
     kl_all_fp8: float
+    """The KL divergence on held-out prompts with every linear layer in FP8, in nats per token."""
     kl_chosen: float
-    """On held-out prompts, as `kl_all_fp8`; nats per token."""
+    """The same divergence with `bf16_layers` in BF16."""
     curve: list[tuple[int, float]]
-    """(layers in BF16, KL) as measured on the prompts of the choice."""
+    """Pairs of the number of layers in BF16 and the KL divergence, measured on the prompts of the choice."""
     rows: list[LayerRow]
     weight_scales: dict[str, list[list[list[float]]]]
-    """By layer: [tensor-parallel rank, row blocks, column blocks]."""
+    """The block scales of each layer's weight, by its name: [tensor-parallel rank, row blocks, column blocks]."""
     kv_scales: KvScales | None = None
 
     @property
     def bf16_flop_fraction(self) -> float:
+        """The share of the linear layers' FLOPs that stays in BF16."""
         kept = sum(row.flops_per_token for row in self.rows if row.precision == "bf16")
         return kept / sum(row.flops_per_token for row in self.rows)
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Micro-batches of this data-parallel rank; their masks say where divergence is measured."""
+    """Micro-batches of this data-parallel rank, whose masks say where the divergence is measured."""
 
     statistics: list[MicroBatch]
+    """All of the data, for the statistics of the layers."""
     probe: list[MicroBatch]
-    """Few: passed once for every linear layer."""
+    """A few tokens, which pass through the policy once for every linear layer."""
     selection: list[MicroBatch]
+    """The data on which the layers are chosen."""
     held_out: list[MicroBatch]
-    """Of other prompts than `probe` and `selection`."""
+    """The data on which the choice is checked; its prompts are in neither `probe` nor `selection`."""
 
 
 def calibrate(
@@ -108,12 +121,13 @@ def calibrate(
     *,
     always_bf16: Sequence[str] = (),
 ) -> Calibration:
-    """Collective over the ranks. `policy` was built with `fp8=switch`.
+    """Measure every linear layer and choose those that stay in BF16 (collective).
 
     Args:
-        max_kl: KL(bf16 || fp8) of the output distribution, nats per token, that the choice must hold.
-        always_bf16: layers that stay in BF16 whatever they cost.
-        on_progress: called with what is done, the total and the name of the phase.
+        policy: The policy, built with `fp8=switch`.
+        max_kl: The largest KL(bf16 || fp8) of the output distribution that the choice may have, in nats per token.
+        on_progress: Called with the number of passes done, their total and the name of the phase.
+        always_bf16: The layers that stay in BF16 whatever they cost.
     """
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
@@ -152,7 +166,7 @@ def layer_statistics(
     ranks: Ranks,
     on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
 ) -> dict[str, LayerStatistics]:
-    """*Statistics of all linear layers of all ranks, with the policy running in BF16."""
+    """Return the statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
     observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
     for done, batch in enumerate(batches):
@@ -163,7 +177,12 @@ def layer_statistics(
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Smallest number of leading layers in BF16 that holds the budget, by bisection: KL falls to 0 at `size`."""
+    """Return the smallest number of leading layers in BF16 that holds the budget, found by bisection.
+
+    Args:
+        size: The number of layers; with all of them in BF16 the KL divergence is 0.
+        kl_of: The KL divergence by the number of leading layers in BF16, taken to fall as that number grows.
+    """
     if kl_of(0) <= budget:
         return 0
     low, high = 0, size
@@ -174,14 +193,14 @@ def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> 
 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """`count`, or as many layers more as it takes to hold the budget on the data of `kl_of`."""
+    """Return `count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
     while count < size and kl_of(count) > budget:
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
 
 
 class _Search:
-    """KL as a function of how many of the ranked layers stay in BF16; each number is measured once."""
+    """The KL divergence by the number of ranked layers that stay in BF16; each number is measured once."""
 
     def __init__(
         self, divergence: KlDivergence, order: list[str], on_progress: Callable[[int, int, str], None]
@@ -240,7 +259,7 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, po
 
 
 def layer_details(calibration: Calibration) -> dict[str, Any]:
-    """By layer, for the JSON of the scales: the weights' block scales and the activations' maxima."""
+    """Return each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
     return {
         row.name: {
             "precision": row.precision,
@@ -253,7 +272,7 @@ def layer_details(calibration: Calibration) -> dict[str, Any]:
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:
-    """Arrow IPC file, a row per linear layer."""
+    """Write an Arrow IPC file with one row for each linear layer."""
     table = pa.Table.from_pylist([asdict(row) for row in rows])
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
         writer.write_table(table)

@@ -1,4 +1,4 @@
-"""Which rollouts the calibration looks at, and how much of them."""
+"""The choice of the rollouts that the calibration reads, and of how many of their tokens."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.calibration import CalibrationData
 
 KL_POSITIONS = 640
-"""Response tokens, of all ranks, on which the output's divergence is measured, for the choice and held out."""
+"""The number of response tokens, of all ranks, on which the divergence is measured: for the choice, and held out."""
 PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
-"""Response tokens and responses passed once per linear layer; the beginnings of responses."""
+"""The numbers of response tokens and of responses that pass once per linear layer; they are responses' beginnings."""
 
 
 def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int) -> CalibrationData:
-    """This data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
+    """Return this data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
     Every second prompt is held out from the choice of layers.
 
     Raises:
-        ValueError: fewer than two prompts.
+        ValueError: Those tokens cover fewer than two prompts.
     """
     budget = config.precision.calibration_tokens
     chosen = _within(rollouts, budget, prompts=True)
@@ -46,7 +46,10 @@ def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_s
 
 
 def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool) -> list[Rollout]:
-    """The leading rollouts that fit, prompts before samples, so that as many prompts as possible are among them."""
+    """Return the leading rollouts that fit into `tokens`, the first sample of every prompt before any second one.
+
+    At least one rollout is returned. `prompts` says whether the tokens of prompts count.
+    """
     chosen: list[Rollout] = []
     for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
         tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)

@@ -1,4 +1,4 @@
-"""KL divergence of the policy's output when some of its linear layers compute in FP8."""
+"""The KL divergence of the policy's output when some of its linear layers compute in FP8."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Switch(Protocol):
 
 
 class KlDivergence:
-    """KL(all BF16 || some layers FP8), mean over the trained positions of given micro-batches of all ranks.
+    """Measures KL(all BF16 || some layers FP8), a mean over the trained positions of all ranks' micro-batches.
 
-    Of whole distributions, not of sampled tokens: a few hundred positions then suffice. Holds the BF16 log-probs,
-    vocabulary x positions x 4 bytes.
+    It compares whole distributions and not sampled tokens, so that a few hundred positions suffice. The BF16 log-probs
+    are held in memory: vocabulary x positions x 4 bytes.
     """
 
     def __init__(self, policy: Policy, switch: Switch, batches: list[MicroBatch], ranks: Ranks) -> None:
@@ -39,7 +39,7 @@ class KlDivergence:
             raise ValueError("no response tokens to calibrate on: give precision.calibration_tokens room for some")
 
     def kl(self, fp8_layers: Sequence[str]) -> float:
-        """*Nats per token, float32 sums over the vocabulary."""
+        """Return the divergence in nats per token with exactly these layers in FP8 (collective)."""
         self._switch.set_fp8(fp8_layers)
         total = 0.0
         for batch, reference in zip(self._batches, self._references, strict=True):
@@ -49,11 +49,11 @@ class KlDivergence:
         return sum(self._ranks.gather(total)) / self._num_positions
 
     def _own(self, value: int) -> int:
-        """`value` on one rank of each data-parallel group, 0 on the others, whose batches are the same."""
+        """Return `value` on one of the ranks that pass the same batches, and 0 on the others."""
         return value if self._policy.tp_rank == 0 and self._policy.pp_rank == 0 else 0
 
     def _logprobs(self, batch: MicroBatch) -> Tensor | None:
-        """This rank's columns, float32 [positions, columns]; none on stages without the output layer."""
+        """Return this rank's columns, float32 [positions, columns], or None on stages without the output layer."""
         model = self._switch.model
         with _output(model) as seen:
             self._policy.logprobs([batch])
@@ -67,7 +67,7 @@ class KlDivergence:
 
 @contextmanager
 def _output(model: Any) -> Iterator[list[Tensor]]:
-    """What the output layer gives inside the block, of this rank."""
+    """Collect the outputs of this rank's output layer inside the block; there are none on stages without one."""
     seen: list[Tensor] = []
     if not model.post_process:
         yield seen
@@ -80,7 +80,7 @@ def _output(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Over a vocabulary that is split over the ranks of `group`: float32 [n, own columns]."""
+    """Return log-probs over a vocabulary that is split over the ranks of `group`: float32 [n, own columns]."""
     if group.size() == 1:
         return logits.float().log_softmax(1)
     values = logits.float()

@@ -1,4 +1,4 @@
-"""What FP8 does to each linear layer, gathered while the policy runs in BF16 on its own rollouts."""
+"""Statistics of FP8 in each linear layer, gathered while the policy runs in BF16 on its own rollouts."""
 
 from __future__ import annotations
 
@@ -14,41 +14,48 @@ from specrl.precision.blocks import ALONG_ROWS, block_amax
 from specrl.training.megatron.fp8 import EmulatedLinear
 
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 16, -40, 80
-"""Histogram of block maxima by their base-2 logarithm: quantiles are right to 4.4 %, whatever the number of tokens."""
+"""The bins of a histogram of block maxima by their base-2 logarithm: quantiles from it are right to 4.4 %."""
 
 
 @dataclass
 class LayerStatistics:
-    """Sums over tokens, so that ranks add up; amax is the largest magnitude in a 1x128 block of activations."""
+    """Statistics of one layer as sums and maxima over tokens, so that those of several ranks can be combined.
+
+    The amax of an activation block is the largest magnitude in its 1x128 values.
+    """
 
     error_squares: float = 0.0
-    """Sum of (y_fp8 - y_bf16)^2, both from the same BF16 input."""
+    """The sum of (y_fp8 - y_bf16)^2, where both come from the same BF16 input."""
     output_squares: float = 0.0
+    """The sum of y_bf16^2."""
     amax_counts: Tensor = field(default_factory=lambda: torch.zeros(BINS_PER_OCTAVE * NUM_OCTAVES, dtype=torch.int64))
+    """The number of activation blocks in each bin of the histogram."""
     amax: float = 0.0
+    """The largest magnitude of any activation."""
     weight_amax: float = 0.0
     weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
-    """By tensor-parallel rank: [row blocks, column blocks]."""
+    """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]."""
     flops_per_token: dict[int, int] = field(default_factory=dict)
-    """By tensor-parallel rank: two per weight."""
+    """The FLOPs of the matrix product by tensor-parallel rank, two for each weight."""
 
     @property
     def relative_error(self) -> float:
-        """|y_fp8 - y_bf16| / |y_bf16|, L2 norms over all tokens; partial sums count where a layer is split by input."""
+        """|y_fp8 - y_bf16| / |y_bf16|, L2 norms over all tokens; of partial sums where a layer is split by input."""
         return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
 
     def amax_quantile(self, share: float) -> float:
-        """Upper edge of the bin that holds the quantile, at most the maximum."""
+        """Return a quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
         counts = self.amax_counts.cumsum(0)
         index = int((counts < share * int(counts[-1])).sum())
         return min(self.amax, float(2.0 ** ((index + 1) / BINS_PER_OCTAVE + LOWEST_OCTAVE)))
 
     @property
     def outlier_ratio(self) -> float:
-        """Largest block maximum over the median one."""
+        """The largest block maximum divided by the median one."""
         return self.amax / self.amax_quantile(0.5) if self.amax else 0.0
 
     def add(self, other: LayerStatistics) -> None:
+        """Take in the statistics of other tokens, or of another shard, of the same layer."""
         self.error_squares += other.error_squares
         self.output_squares += other.output_squares
         self.amax_counts += other.amax_counts
@@ -72,7 +79,7 @@ class LayerObserver:
 
     @torch.no_grad()
     def observe(self, inputs: Tensor) -> None:
-        """inputs [tokens, in], without padding."""
+        """Count the inputs [tokens, in], which must be without padding."""
         found, linear = self.statistics, self.linear
         plain = inputs @ linear.module.weight.t()
         quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
@@ -86,7 +93,7 @@ class LayerObserver:
 
 @contextmanager
 def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[None]:
-    """Inside the block, the layers' inputs are observed, up to each sequence's length; lengths [batch]."""
+    """Let the observers see their layers' inputs inside the block, up to each sequence's length, `lengths` [batch]."""
 
     def hook(observer: LayerObserver, args: tuple[Any, ...]) -> None:
         inputs: Tensor = args[0]  # [seq, batch, in]
@@ -105,7 +112,7 @@ def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[N
 
 
 def merge(parts: Iterable[dict[str, LayerStatistics]]) -> dict[str, LayerStatistics]:
-    """Of all ranks: sums over data, unions over tensor and pipeline shards."""
+    """Return the statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
     total: dict[str, LayerStatistics] = {}
     for part in parts:
         for name, statistics in part.items():

@@ -1,4 +1,4 @@
-"""The chains that a drafter is trained on (`ttt.py`), packed: what is computed of a micro-batch, and in which parts."""
+"""The chains of a micro-batch that a drafter is trained on (see `ttt.py`), packed without padding and cut in parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from specrl.training.features import Features
 
 MAX_CHAINS = 1024
-"""Chains of a part: so many have their logits and activations, of all steps, in memory at once. On a GPU enough rows
-for its matrix products; a micro-batch of the default size is one part."""
+"""The largest number of chains in a part, all of whose logits and activations are in memory at once.
+
+It gives a GPU's matrix products enough rows, and a micro-batch of the default size is one part."""
 
 
 @dataclass(frozen=True)
@@ -21,51 +22,55 @@ class Part:
     """Chains that are trained together: all of some rows, or some of one row."""
 
     chains: slice
-    """Of the micro-batch's chains."""
+    """The place of the part's chains among those of the micro-batch."""
     rows: slice
-    """Of the micro-batch's rows."""
+    """The place of the part's rows among those of the micro-batch."""
     places: Tensor
-    """int64 `[chains of the part]`: place in the padded `[rows, columns]` layout, flattened."""
+    """int64 `[chains of the part]`: the place of each in the padded `[rows, columns]` layout, flattened."""
     visible: Tensor
-    """bool `[rows, columns, width]`; no chain of the part sees a slot beyond width."""
+    """bool `[rows, columns, width]`: the slots that each chain sees; no chain of the part sees one beyond width."""
     alive: list[Tensor]
-    """As that of the micro-batch, without steps that no chain of the part lives to see."""
+    """`ChainBatch.alive`, the chains of this part only, without steps at which none of them is alive."""
 
 
 @dataclass(frozen=True)
 class ChainBatch:
-    """One micro-batch, packed. Slots of a row are consecutive, and so are the chains of a response: slot of chain n at
-    step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`. Rows without a chain are left out.
+    """The chains of one micro-batch, packed; rows without a chain are left out.
+
+    The slots of a row are consecutive, and so are the chains of a response: the slot of chain n at step j is
+    `starts[n] + j`, and its target is the step-0 target of chain `n + j`.
     """
 
     features: Features
     slot_rows: Tensor
-    """int64 `[slots]`: row in `features`."""
+    """int64 `[slots]`: the row of each slot in `features`."""
     positions: Tensor
-    """int64 `[slots]`: column in `features`."""
+    """int64 `[slots]`: the column of each slot in `features`."""
     slot_places: Tensor
-    """int64 `[slots]`: place in the padded `[rows, width]` layout, flattened."""
+    """int64 `[slots]`: the place of each slot in the padded `[rows, width]` layout, flattened."""
     width: int
+    """The largest number of slots in a row."""
     starts: Tensor
-    """int64 `[chains]`: index of the slot at which the chain starts."""
+    """int64 `[chains]`: the index of the slot at which the chain starts."""
     order: Tensor
-    """int64 `[chains]`: number of the chain among those of its row, from 0."""
+    """int64 `[chains]`: the number of the chain among those of its row, from 0."""
     alive: list[Tensor]
-    """Per step, int64 `[alive]`: the chains that have a target at that step; each list is within the one before."""
+    """For each step, int64 `[alive]`: the chains that have a target at it, all of which have one at the step before."""
     target_top1: Tensor
-    """int64 `[chains]`, target ids."""
+    """int64 `[chains]`: the policy's most likely token for each chain's step-0 target."""
     target_in_vocab: Tensor
-    """bool `[chains]`: `target_top1` is in the draft vocabulary; the others do not count in the loss."""
+    """bool `[chains]`: whether `target_top1` is in the draft vocabulary; other targets do not count in the loss."""
     truth: Tensor
-    """int64 `[chains]`: token that follows in the response."""
+    """int64 `[chains]`: the response's own token at each chain's step-0 target."""
     chains_per_row: list[int]
+    """The number of chains in each row that has any."""
 
     def loss_counts(self) -> Tensor:
-        """float64 `[steps]`: terms of the loss at each step."""
+        """Return the number of terms of the loss at each step, float64 `[steps]`."""
         return torch.stack([self.target_in_vocab[rows + j].sum() for j, rows in enumerate(self.alive)]).double()
 
     def parts(self) -> Iterator[Part]:
-        """Of at most MAX_CHAINS chains each, padding included; together all chains, in order."""
+        """Yield all chains in their order, in parts of at most MAX_CHAINS chains each, padding included."""
         size = max(1, MAX_CHAINS // max(self.chains_per_row))
         first = 0
         for row in range(0, len(self.chains_per_row), size):
@@ -89,11 +94,14 @@ class ChainBatch:
 
 
 def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
-    """Chains of one micro-batch; None when no response has a second token to draft. Features are not copied.
+    """Return the chains of one micro-batch, or None when no response has a second token to draft.
+
+    Features are not copied.
 
     Args:
-        draft_tokens: int64 `[draft_vocab]`, target ids.
-        steps: unrolling depth.
+        draft_tokens: int64 `[draft_vocab]`: the target ids of the draft vocabulary.
+        vocab_size: The number of tokens of the policy.
+        steps: The number of steps that each chain is unrolled for.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
     assert not features.target_logits.requires_grad, "target logits must be detached from the policy"

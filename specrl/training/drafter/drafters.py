@@ -1,4 +1,4 @@
-"""The trained drafter of a run, by `speculation.method`: made, loaded, and written where the next stage finds it."""
+"""Making, loading and writing the trained drafter that `speculation.method` asks for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specrl.training.megatron.policy import Policy
 
 
 def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks) -> Drafter:
-    """What pretraining starts from.
+    """Return the drafter that pretraining starts from.
 
     Args:
-        responses: the policy's own, from which EAGLE-3's draft vocabulary is chosen.
+        responses: Responses of the policy, from which EAGLE-3's draft vocabulary is chosen.
     """
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
@@ -32,14 +32,14 @@ def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], 
 
 
 def load_drafter(config: Config, drafter_dir: Path, policy_dir: Path, ranks: Ranks) -> Drafter:
-    """The drafter that `save_drafter` wrote."""
+    """Return the drafter that `save_drafter` wrote, with a fresh optimizer."""
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(drafter_dir, config.drafter, ranks, config.seed)
     return Drafter.load(drafter_dir, policy_dir, config.drafter, ranks, config.seed)
 
 
 def save_drafter(drafter: Drafter, policy: Policy, directory: Path, policy_version: int) -> None:
-    """Write an EAGLE-3 directory, or the policy with its multi-token-prediction layer; collective."""
+    """Write an EAGLE-3 directory, or the whole policy with its multi-token-prediction layer (collective)."""
     if isinstance(drafter.model, Mtp):
         policy.save_pretrained(directory, drafter.named_weights())
     elif policy.ranks.is_first:
@@ -49,8 +49,11 @@ def save_drafter(drafter: Drafter, policy: Policy, directory: Path, policy_versi
 def save_policy(
     policy: Policy, drafter: Drafter | None, policy_dir: Path, drafter_dir: Path, version: int
 ) -> Path | None:
-    """Write both, collective; returns where the drafter is: the policy's directory for its multi-token-prediction
-    layer, none without a drafter."""
+    """Write the policy and the drafter (collective).
+
+    Returns:
+        The drafter's directory, which is `policy_dir` for a multi-token-prediction layer; None without a drafter.
+    """
     if drafter is not None and isinstance(drafter.model, Mtp):
         save_drafter(drafter, policy, policy_dir, version)
         return policy_dir

@@ -1,8 +1,9 @@
-"""What drafters are built of, and what the unroll in `ttt.py` asks of one: `DraftModule`.
+"""The building blocks of drafters, and `DraftModule`, the interface that the unroll in `ttt.py` drives.
 
-Two are known: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`). Both run
-one decoder layer per drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary
-position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
+There are two drafters: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`).
+Both run one decoder layer per drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at
+rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the
+positions).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from specrl.models.families import head_dim
 
 MAX_SCORES = 1 << 26
-"""Attention scores kept at once; beyond it queries go in chunks that the backward pass recomputes."""
+"""The number of attention scores kept at once; with more, queries go in chunks that the backward pass recomputes."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Everything that fixes a drafter's computation."""
+    """The sizes and constants that fix a drafter's computation."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,7 +40,7 @@ class DraftShape:
     vocab_size: int
     draft_vocab_size: int
     feature_layers: tuple[int, ...]
-    """Layer indices; index i means the residual stream that enters layer i, n the one that leaves the last of n."""
+    """The indices of `FeatureSpec.layers`."""
     dtype: torch.dtype
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
 
@@ -47,7 +48,14 @@ class DraftShape:
     def of(
         cls, hf_config: Any, *, draft_vocab_size: int, feature_layers: tuple[int, ...], intermediate_size: int | None
     ) -> Self:
-        """Sizes of the policy's own layers, for a policy with this Hugging Face config."""
+        """Return the shape of a drafter with the sizes of the policy's own layers.
+
+        Args:
+            hf_config: Transformers' configuration object of the policy.
+            draft_vocab_size: The number of tokens that can be drafted.
+            feature_layers: See `FeatureSpec.layers`.
+            intermediate_size: The width of the drafter's MLP; the policy's where it is None.
+        """
         return cls(
             hidden_size=hf_config.hidden_size,
             intermediate_size=intermediate_size or hf_config.intermediate_size,
@@ -65,15 +73,15 @@ class DraftShape:
 
 
 class DraftModule(nn.Module, ABC):
-    """Parameters of a drafter, and one drafting step in pieces; `unroll` in `ttt.py` puts them together.
+    """The parameters of a drafter, and one drafting step in pieces, which `unroll` in `ttt.py` puts together.
 
-    What belongs to the policy (`SHARED`) is held as a copy that no gradient reaches.
+    Tensors of the policy (`SHARED`) are held as copies that no gradient reaches.
     """
 
     PREFIX: ClassVar[str] = ""
-    """Before a parameter's name on disk."""
+    """The prefix of every parameter's name on disk."""
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
-    """The policy's tensors that drafting reads: name on disk, attribute here."""
+    """The policy's tensors that drafting reads: the name on disk to the attribute here."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -92,36 +100,46 @@ class DraftModule(nn.Module, ABC):
 
     @property
     def policy_head(self) -> Callable[[Tensor], Tensor] | None:
-        """The policy's logits `[n, vocab]` from features `[n, hidden]`, for a drafter that has the policy's head and
-        drafts over the whole vocabulary; none for one with a head and a draft vocabulary of its own."""
+        """The function from features `[n, hidden]` to the policy's logits `[n, vocab]`.
+
+        It exists for a drafter that has the policy's head and drafts over the whole vocabulary, and is None for a
+        drafter with a head and a draft vocabulary of its own.
+        """
         return None
 
     @property
     @abstractmethod
-    def attention(self) -> Attention: ...
+    def attention(self) -> Attention:
+        """The attention of the drafter's one decoder layer."""
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """`[n]` each to normed embeddings `[n, hidden]`."""
+        """Return the normed embeddings `[n, hidden]` of tokens `[n]` in the slots `positions` `[n]`."""
 
     @abstractmethod
     def feed(self, features: Tensor) -> Tensor:
-        """The policy's features `[n, layers * hidden]` to what stands for the module's own output `[n, hidden]`."""
+        """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
     @abstractmethod
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Result of `embed`, and of `feed` or `finish`, to the residual stream `[n, hidden]` and attention's input."""
+        """Return the residual stream `[n, hidden]` and the input of the attention `[n, width]`.
+
+        Args:
+            embedded: The result of `embed`.
+            hidden: The result of `feed` in the first step, of `finish` in later ones.
+        """
 
     @abstractmethod
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """With the attention's result `[n, heads, head_dim]` to the module's output `[n, hidden]`."""
+        """Return the module's output `[n, hidden]`, given the attention's result `[n, heads, head_dim]`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output `[n, hidden]` to logits `[n, draft_vocab]`."""
+        """Return the logits `[n, draft_vocab]`, given the module's output `[n, hidden]`."""
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    """Return a linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:
@@ -130,7 +148,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
 
 
 class RMSNorm(nn.Module):
-    """RMS normalisation in float32, result in the input's type (as the engine does)."""
+    """RMS normalisation, computed in float32 and returned in the input's type, as the engine does it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -144,7 +162,12 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; `width` is the size of its input, and `bias` is on queries, keys and values (Qwen2)."""
+    """The projections of grouped-query attention.
+
+    Args:
+        width: The size of its input.
+        bias: Whether queries, keys and values have a bias, as in Qwen2.
+    """
 
     def __init__(self, shape: DraftShape, width: int, *, bias: bool) -> None:
         super().__init__()
@@ -156,18 +179,20 @@ class Attention(nn.Module):
         self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`[n, width]` and `[n]` to rotated, scaled queries `[n, heads, head_dim]`."""
+        """Return rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
         q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
         return rotate(q * self.shape.head_dim**-0.5, positions, self.shape.rope_theta)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n, width]` and `[n]` to rotated keys and values, each `[n, kv_heads, head_dim]`."""
+        """Return rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         keys = rotate(self.k_proj(x).unflatten(-1, heads), positions, self.shape.rope_theta)
         return keys, self.v_proj(x).unflatten(-1, heads)
 
 
 class MLP(nn.Module):
+    """The gated MLP of a Llama layer: `[n, hidden]` to `[n, hidden]`."""
+
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)
@@ -180,7 +205,7 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding (halves rotated, as Llama does) of `[n, heads, head_dim]` at `positions [n]`."""
+    """Return `x` `[n, heads, head_dim]` rotated by its positions `[n]`, halves against each other as in Llama."""
     size = x.shape[-1]
     frequencies = theta ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
     angles = positions[:, None].float() * frequencies
@@ -190,14 +215,14 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def chain_attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor) -> Tensor:
-    """Attention of drafting chains at one step: each sees the context up to its start, and itself.
+    """Return the attention of drafting chains at one step: each sees the context up to its start, and itself.
 
     Args:
         queries: `[batch, chains, heads, head_dim]`, scaled.
-        keys: of the context `[batch, slots, kv_heads, head_dim]`, then of each later step of the chains themselves
-            `[batch, chains, kv_heads, head_dim]`; a chain sees only its own.
-        values: as `keys`.
-        visible: bool `[batch, chains, slots]`: the slots before or at the chain's start.
+        keys: The keys of the context, `[batch, slots, kv_heads, head_dim]`, then those of each later step of the
+            chains themselves, `[batch, chains, kv_heads, head_dim]`; a chain sees only its own.
+        values: The values, in the same order and shapes as `keys`.
+        visible: bool `[batch, chains, slots]`: True for the slots before or at the chain's start.
 
     Returns:
         `[batch, chains, heads, head_dim]`

@@ -19,7 +19,9 @@ def pretrain(
     config: DrafterConfig,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Train the drafter for `epochs` on this rank's micro-batches; collective. Metrics as of `Drafter.update`.
+    """Train the drafter for `config.epochs` on this rank's micro-batches (collective).
+
+    The metrics are those of `Drafter.update`.
 
     Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
     each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
@@ -45,8 +47,8 @@ def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:
     """Cut an epoch's steps where a rank's micro-batches would exceed `max_tokens`; a window has at least one step.
 
     Args:
-        areas: by rank, the padded tokens of its micro-batches in the order of the steps. The windows are the same on
-            all ranks, for computing features is collective.
+        areas: For each rank, the padded tokens of its micro-batches in the order of the steps. The windows are the
+            same on all ranks, because computing features is collective.
     """
     found: list[range] = []
     start, held = 0, [0] * len(areas)

@@ -1,7 +1,8 @@
 """Spot training: updates of the drafter by ranks that have nothing else to do, merged where a step ends.
 
-A rank trains alone, on features of the last two steps, one micro-step after another; what the ranks learnt is averaged
-by the micro-steps each took. Drafter weights then depend on timing; rollouts do not (invariant 1).
+A rank trains alone, on features of the last two steps, one micro-step after another. At the end of the step the ranks'
+weights are averaged, each by the number of micro-steps that the rank took. Drafter weights then depend on timing;
+rollouts do not (invariant 1).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from specrl.training.drafter.ttt import metrics_from_sums
 from specrl.training.features import Features
 
 MICRO_STEP_SECONDS = 0.1
-"""A micro-step is made about so long: the last rank may have to wait for one."""
+"""The length that a micro-step should have; the last rank may have to wait for one."""
 STEPS_KEPT = 2
+"""The number of steps whose features are kept."""
 
 
 class SpotTraining:
@@ -34,13 +36,13 @@ class SpotTraining:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._recent: deque[list[Features]] = deque(maxlen=STEPS_KEPT)
-        """Of each step one entry per sequence."""
+        """The features of each kept step, one entry per sequence."""
         self._waiting: list[list[Features]] = []
-        """Micro-batches of the pass through the buffer that is under way."""
+        """The micro-batches that are left of the present pass through the kept features."""
         self._passes = 0
-        """Through what the buffer holds now, the one under way included."""
+        """The number of passes through the features kept now, the present one included."""
         self._area = 0
-        """Padded tokens of a micro-batch; 0 is one sequence."""
+        """The number of padded tokens that a micro-batch may have; 0 allows one sequence."""
         self._random = random.Random(drafter.ranks.rank)
         self._reset()
 
@@ -50,10 +52,10 @@ class SpotTraining:
         self._waiting, self._passes = [], 0
 
     def begin(self, step: int) -> None:
-        """Nothing to prepare."""
+        """Begin a new bubble, for which there is nothing to prepare."""
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """One micro-step, which is never cut short; False without features.
+        """Make one micro-step, which is never cut short, and return True; without features return False at once.
 
         The learning rate of the n-th pass is `drafter.online_lr / n`: a long bubble has time for dozens of passes
         through a few responses, and at the full rate the drafter would learn those by heart and forget the others.
@@ -75,20 +77,20 @@ class SpotTraining:
         return True
 
     def update(self, features: Sequence[Features], lr: float) -> dict[str, float]:
-        """Make the drafter's update of a step, collective, and keep the step's features for the next bubble.
+        """Make the drafter's update of a step, and keep the step's features for the next bubble (collective).
 
-        What the ranks learnt while they waited is brought together. Where none of them waited, all train now.
+        If any rank trained while it waited, the ranks' drafters are merged; otherwise all ranks train now.
 
         Args:
-            features: features of this rank's part of the policy's update.
-            lr: the learning rate of a joint update.
+            features: The features of this rank's part of the policy's update.
+            lr: The learning rate of a joint update.
         """
         metrics = self.merge() or self._drafter.update(list(features), lr=lr)
         self.remember(features)
         return metrics
 
     def merge(self) -> dict[str, float]:
-        """Make the ranks' drafters one again; collective. Metrics of the micro-steps, none if no rank took any."""
+        """Average the ranks' drafters; return the metrics of the micro-steps, empty if there were none (collective)."""
         ranks, drafter = self._drafter.ranks, self._drafter
         counts = ranks.gather(self.micro_steps)
         total = sum(counts)
@@ -110,8 +112,10 @@ class SpotTraining:
         self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 3, dtype=torch.float64)
 
     def _micro_batches(self) -> list[list[Features]]:
-        """The buffer, longest sequences first up to `drafter.max_tokens_per_step`, in micro-batches of similar length
-        and random order."""
+        """Return the kept features as micro-batches of similar length, in random order.
+
+        The longest sequences are taken first, up to `drafter.max_tokens_per_step` tokens.
+        """
         rows = sorted((row for step in self._recent for row in step), key=lambda row: -row.tokens.shape[1])
         batches: list[list[Features]] = []
         total = 0
@@ -129,7 +133,7 @@ class SpotTraining:
 
 
 def sequences(features: Features) -> list[Features]:
-    """Each sequence of a micro-batch that has something to draft on its own, without its padding."""
+    """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
     found = []
     for row, mask in enumerate(features.mask):
         places = mask.nonzero()
@@ -150,7 +154,7 @@ def sequences(features: Features) -> list[Features]:
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """One micro-batch of single sequences; each stays a row of its own, so none attends to another."""
+    """Return one micro-batch of single sequences; each stays a row of its own, so that none attends to another."""
     width = max(row.tokens.shape[1] for row in rows)
     return Features(
         tokens=_stack([row.tokens for row in rows], width),
@@ -162,5 +166,5 @@ def padded(rows: Sequence[Features]) -> Features:
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """[1, length, ...] each to [rows, width, ...], zeros on the right."""
+    """Return tensors of [1, length, ...] each as one of [rows, width, ...], with zeros on the right."""
     return torch.cat([F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])) for tensor in tensors])

@@ -3,11 +3,11 @@
 A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
 token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
 query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
-that. Chains are what is computed: prompt slots only contribute keys and values, padding contributes nothing, and a
-chain ends where its response does.
+that. Only chains are computed step by step: prompt slots contribute keys and values alone, padding contributes nothing,
+and a chain ends where its response does.
 
-Chains do not see each other. A micro-batch of many is trained in parts, each forward and backward through all of its
-steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
+Chains do not see each other. A micro-batch with many of them is trained in parts, each forward and backward through all
+of its steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from specrl.training.drafter.chains import ChainBatch, Part
 from specrl.training.drafter.layers import DraftModule, chain_attention
 
 STEP_DECAY = 0.8
-"""Weight of step j in the loss is STEP_DECAY ** j."""
+"""The weight of step j in the loss is STEP_DECAY ** j."""
 
 
 class Context(NamedTuple):
-    """What the chains read of the policy-fed slots, of which all are alive at once."""
+    """The tensors of the policy-fed slots that the chains read; those of all slots are in memory at once."""
 
     embedded: Tensor
     """`[slots, hidden]`"""
     residual: Tensor
     """`[slots, hidden]`"""
     x: Tensor
-    """`[slots, width of the attention's input]`"""
+    """The attention's input, `[slots, width of the input]`."""
     keys: Tensor
     """`[rows, width, kv_heads, head_dim]`"""
     values: Tensor
-    """As `keys`."""
+    """`[rows, width, kv_heads, head_dim]`"""
 
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
-    """Step 0 of all slots, up to the attention."""
+    """Compute step 0 of all slots, up to the attention."""
     rows, columns = batch.slot_rows, batch.positions
     embedded = model.embed(batch.features.tokens[rows, columns + 1], columns)
     residual, x = model.enter(embedded, model.feed(batch.features.hidden[rows, columns]))
@@ -55,10 +55,10 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
 
 
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
-    """Draft with the chains of a part.
+    """Draft with the chains of a part, step by step.
 
     Yields:
-        For each step the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
+        For each step, the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
     """
     attention = model.attention
     rows_count, columns, width = part.visible.shape
@@ -82,22 +82,25 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
 
 
 def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    """Packed `[n, ...]` to padded `[rows, width, ...]`, zeros elsewhere."""
+    """Return packed `[n, ...]` at its places in a padded `[rows, width, ...]`, with zeros elsewhere."""
     padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, places, x)
     return padded.view(rows, width, *x.shape[1:])
 
 
 def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
-    """Index in sorted `whole` of each element of its subset `part`."""
+    """Return the index in sorted `whole` of each element of its subset `part`."""
     return torch.searchsorted(whole, part)
 
 
 def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """float32 `[targets, draft_vocab]`: the policy's distribution on the draft vocabulary, for the step-0 targets of
-    the part's chains and of those after them that its last chains reach in later steps.
+    """Return the policy's distribution on the draft vocabulary at the targets of a part, float32.
 
     Args:
-        policy_head: gives the target logits where the features hold none, from hidden states `[targets, hidden]`.
+        policy_head: Computes the logits where the features hold none, from hidden states `[targets, hidden]`.
+
+    Returns:
+        `[targets, draft_vocab]`: the step-0 targets of the part's chains, and of the chains after them that its last
+        ones reach in later steps.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
     rows, columns = batch.slot_rows[starts], batch.positions[starts] + 1
@@ -111,13 +114,15 @@ def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], 
 def train_chains(
     model: DraftModule, batch: ChainBatch, counts: Tensor, *, learn: bool, tally: Tally | None = None
 ) -> Tensor:
-    """Loss of a micro-batch: soft cross-entropy to the policy's distribution, each step averaged over `counts[step]`
-    and decayed by step.
+    """Return the loss of a micro-batch, in nats, and with `learn` add its gradient to the parameters'.
+
+    The loss is the soft cross-entropy to the policy's distribution, divided at each step by `counts[step]`, weighted by
+    STEP_DECAY and summed over the steps.
 
     Args:
-        counts: float64 `[steps]`: terms at each step over all ranks, so that summed gradients are token-weighted.
-        learn: add the loss's gradient to the parameters'.
-        tally: counts what the chains draft.
+        counts: float64 `[steps]`: the number of terms at each step over all ranks, so that gradients summed over ranks
+            weight every token alike.
+        tally: Counts what the chains draft.
     """
     with _computing(model, learn):
         fed = feed_context(model, batch)
@@ -163,7 +168,7 @@ def _part_loss(
 
 
 class Tally:
-    """Counts what the chains of a micro-batch draft."""
+    """Counts the drafts of a micro-batch's chains, and those that are right."""
 
     def __init__(self, batch: ChainBatch, draft_tokens: Tensor) -> None:
         self._batch = batch
@@ -174,7 +179,12 @@ class Tally:
 
     @torch.no_grad()
     def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
-        """What chains `alive` draft at a step, and the policy's distribution there: `[alive, draft_vocab]` each."""
+        """Count the drafts of the chains `alive` at a step.
+
+        Args:
+            logits: The drafter's logits, `[alive, draft_vocab]`.
+            p: The policy's probabilities at the same targets, `[alive, draft_vocab]`.
+        """
         batch, target = self._batch, alive + step
         drafted = logits.argmax(-1)
         drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
@@ -184,11 +194,12 @@ class Tally:
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
     def sums(self) -> Tensor:
-        """float64 `[steps + 1, 3]`, to be summed over batches and ranks; read by `metrics_from_sums`.
+        """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 
-        Per step: chains, draft = policy's top-1, p(draft). Last row: drafts and accepted tokens when
-        the responses are decoded speculatively with k = steps; the sampler is drafter-invariant, so the stored response
-        is what would be sampled again and a draft is accepted when it is the stored token.
+        A step's row holds the number of chains, the number of drafts that are the policy's most likely token, and the
+        sum of p(draft). The last row holds the numbers of drafts and of accepted tokens if the responses were decoded
+        again with k = steps: the sampler is drafter-invariant, so that the same responses would be sampled, and a draft
+        is accepted when it is the response's token.
         """
         accepted = self._matches.long().cumprod(1).sum(1).tolist()
         self._sums[-1, :2] = torch.tensor(_replay(accepted, self._batch.chains_per_row), dtype=torch.float64)
@@ -196,7 +207,10 @@ class Tally:
 
 
 def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
-    """Drafts and accepted tokens of decoding: from a chain that got `a` tokens accepted the next one is `a + 1` on."""
+    """Return the numbers of drafts and of accepted tokens when the responses are decoded again.
+
+    After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it.
+    """
     drafts = total = first = 0
     for count in chains_per_row:
         chain = first
@@ -208,10 +222,12 @@ def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
 
 
 def metrics_from_sums(sums: Tensor) -> dict[str, float]:
-    """`top1_match` (first step), `expected_acceptance_pos_i`, `acceptance_length` at k = steps.
+    """Return `top1_match` (of the first step), `acceptance_length` at k = steps, and `expected_acceptance_pos_i`.
 
-    The expected acceptance is the mean over chains that live at position i, p on the draft vocabulary, and 0
-    where the policy's top-1 is outside it. Zero everywhere when there was nothing to draft.
+    The expected acceptance at position i, from 0, is the mean of p(draft) over the chains that are alive there, whose
+    earlier tokens are the response's own. p is the policy's distribution on the draft vocabulary, and counts as 0 where
+    the policy's most likely token is outside of it. Without anything to draft, the acceptance length is 1 and all else
+    is 0.
     """
     steps = sums[:-1] / sums[:-1, :1].clamp(min=1)
     drafts, accepted = sums[-1, 0].item(), sums[-1, 1].item()

@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 class Stateful(Protocol):
-    """What the drafter is, as far as a checkpoint cares: the same on every rank."""
+    """The interface by which a checkpoint sees the drafter, which is the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,11 +47,11 @@ def save(
     keep: int,
     kv_scales: KvScales | None = None,
 ) -> None:
-    """Write `directory/step=NNNNNN` and remove all but the newest `keep` checkpoints; collective.
+    """Write `directory/step=NNNNNN` and remove all but the newest `keep` checkpoints (collective).
 
     Args:
-        step: the next step to run after a restart.
-        kv_scales: of the engine's FP8 KV cache, with which that step generates.
+        step: The step to run next after a restart.
+        kv_scales: The scales of the engine's FP8 KV cache with which that step generates.
     """
     ranks = policy.ranks
     final = directory / f"step={step:06d}"
@@ -80,10 +80,11 @@ def save(
 
 
 def load(directory: Path, policy: Policy, drafter: Stateful | None) -> int:
-    """Restore policy, optimizer and drafter from one checkpoint (see `latest`); collective. Returns its step.
+    """Restore policy, optimizer and drafter from one checkpoint (see `latest`) and return its step (collective).
 
     Raises:
-        ValueError: written with another model, layout or precision, or without a drafter; the line says which.
+        ValueError: The checkpoint was written with another model, layout or precision, or without a drafter; the line
+            says which.
     """
     manifest = json.loads((directory / MANIFEST).read_text())
     for key, expected in _describe(policy).items():
@@ -102,13 +103,13 @@ def load(directory: Path, policy: Policy, drafter: Stateful | None) -> int:
 
 
 def kv_scales(directory: Path) -> KvScales | None:
-    """The scales that `save` was given."""
+    """Return the scales of the KV cache that `save` was given, or None."""
     found = json.loads((directory / MANIFEST).read_text()).get("kv_scales")
     return KvScales(**found) if found else None
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint below `directory`, or none."""
+    """Return the newest complete checkpoint below `directory`, or None."""
     found = _complete(directory)
     return found[-1] if found else None
 

@@ -71,6 +71,8 @@ class _Event:
 
 
 class _Stream:
+    """A CUDA stream on the CPU, where everything is in order."""
+
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

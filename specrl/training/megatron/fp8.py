@@ -48,6 +48,8 @@ def fused_rows(layout: Layout, rows: int, config: Any) -> FusedRows:
     Megatron keeps queries group by group, each followed by its key and its value.
 
     Args:
+        layout: How the family's row fuses the weight.
+        rows: The number of rows that this tensor-parallel rank holds.
         config: Megatron's configuration of the model.
     """
     if layout == "gate_up":
@@ -132,6 +134,7 @@ class EmulatedLinear:
         return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
 
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
+        """Return the dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
         return fake_quantise(values, block, power_of_two=self.power_of_two)
 
 

@@ -18,7 +18,7 @@ from specrl.training.schedules import lr_factor
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
-    """Parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks once a step."""
+    """Return the model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
@@ -29,8 +29,8 @@ class PolicyOptimizer:
     """AdamW over this rank's share of the FP32 masters, with gradient clipping and a learning-rate schedule.
 
     Args:
-        num_updates: updates of the whole run, over which the learning rate falls; none where each update is given its
-            learning rate.
+        num_updates: The number of updates of the whole run, over which the learning rate falls; None where the schedule
+            is constant or each update is given its learning rate.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class PolicyOptimizer:
         self._config = config
         self._planned_updates = num_updates
         self.num_updates = 0
-        """Updates made so far."""
+        """The number of updates made so far."""
         if not torch.cuda.is_available():
             for group in self._adam.param_groups:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
     def zero_grad(self) -> None:
+        """Set all gradients to zero, before the first backward pass of an update."""
         self._ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
@@ -78,7 +79,7 @@ class PolicyOptimizer:
         )
 
     def step(self, lr: float) -> float:
-        """Clip, update the masters, and give every rank the new parameters; collective. Return the gradient's norm."""
+        """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective)."""
         for group in self._megatron.param_groups:
             group["lr"] = lr
         _, norm, _ = self._megatron.step()
@@ -86,7 +87,7 @@ class PolicyOptimizer:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's share: FP32 masters and Adam's moments and counters, by position. Not copies."""
+        """Return this rank's FP32 masters, moments and counters by position; they are not copies."""
         state = {"num_updates": torch.tensor(self.num_updates)}
         for key, parameter in self._main_parameters():
             state[f"{key}.master"] = parameter.detach()
@@ -99,10 +100,10 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from `state`, as `state()` gave it on this rank of the same layout; collective.
+        """Continue from what `state` returned on this rank of the same layout (collective).
 
         Raises:
-            ValueError: it belongs to another layout or model.
+            ValueError: The state belongs to another layout or model.
         """
         self.num_updates = int(state["num_updates"])
         for key, parameter in self._main_parameters():
