@@ -1,4 +1,4 @@
-"""What passes between stages: typed results on disk, and how all files are written.
+"""Typed results on disk, which pass from stage to stage, and the functions with which all files are written.
 
 A file that exists is complete: it is written under a temporary name, flushed to disk and renamed. A stage has finished
 when its `result.json` exists; it is always written last.
@@ -20,35 +20,48 @@ RESULT_FILE = "result.json"
 
 
 class Artifact(BaseModel):
+    """The base of all results: frozen, and without keys that nobody declared."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PrepareResult(Artifact):
+    """The result of `prepare`."""
+
     policy_dir: Path
     """The policy as a Hugging Face folder: configuration, tokenizer and safetensors."""
     warm_start_loss_first: float | None = None
+    """The mean loss over the first tenth of the warm start's steps, in nats per token; None without a warm start."""
     warm_start_loss_last: float | None = None
+    """The same over the last tenth of the steps."""
     seconds: float
+    """The wall-clock time of the stage, here as in every result."""
 
 
 class PretrainResult(Artifact):
+    """The result of `pretrain`."""
+
     drafter_dir: Path | None
-    """The EAGLE-3 drafter; for `mtp`, the policy with its trained layer; None when no drafter is trained."""
+    """The folder of the EAGLE-3 drafter, or for `mtp` of the policy with its trained layer; None without a drafter."""
     rollouts_dir: Path
     num_responses: int
     reward_mean: float
     top1_match: float | None = None
+    """The share of positions at which the drafter's most likely token is the policy's; None without a drafter."""
     seconds: float
 
 
 class CalibrateResult(Artifact):
+    """The result of `calibrate`."""
+
     scales_path: Path
     layers_path: Path
-    """An Arrow table with a row for each linear layer: its errors, amax percentiles and chosen precision."""
+    """The Arrow table with a row for each linear layer: its errors, amax percentiles and chosen precision."""
     bf16_layers: list[str]
     kl_all_fp8: float
+    """The KL divergence at the model's output with every linear layer in FP8, in nats per token."""
     kl_chosen: float
-    """The KL divergence at the model's output with the chosen layers kept in BF16, in nats per token."""
+    """The same divergence with the chosen layers kept in BF16."""
     seconds: float
 
 
@@ -68,23 +81,30 @@ class PrecisionReport(Artifact):
 
 
 class TrainResult(Artifact):
+    """The result of `train`, summed up from the records of its steps."""
+
     policy_dir: Path
     drafter_dir: Path | None
-    """The drafter; for `mtp`, whose layer belongs to the policy, `policy_dir`."""
+    """The drafter's folder; for `mtp`, whose layer belongs to the policy, `policy_dir`; None without a drafter."""
     steps: int
     step_seconds_median: float
     timing_share: dict[str, float]
+    """The share of the steps' time that each part took, by the name of the part."""
     reward_first: float
+    """The mean reward of the first step."""
     reward_last: float
+    """The mean reward of the last step."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     mismatch: dict[str, float]
+    """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()
     refit_checks: int
-    """Refits that were checked in all starts of the stage; a drafter that was loaded again counts as another one."""
+    """The number of refits checked in all starts of the stage; loading a drafter again counts as another one."""
     refit_failures: int
-    """Those of them after which the policy or the drafter was found wrong."""
+    """The number of checked refits after which the policy or the drafter was found wrong."""
     refit_max_abs_logprob_diff: float
+    """The largest |log p_engine - log p_trainer| on the parity probe of any step, in nats."""
     drafter_events: list[str] = []
     """The collapses of the drafter after a refit, and what was done about each."""
     seconds: float
@@ -94,6 +114,7 @@ class SpeedPair(Artifact):
     """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians."""
 
     batch: int
+    """The number of requests that run at the same time."""
     plain_tokens_per_s: float
     speculative_tokens_per_s: float
     speedup: float
@@ -115,14 +136,14 @@ class ParityCounts(Artifact):
     num_unexplained: int
     """The number of differences that are not near-ties. Validation fails unless it is 0."""
     cdf_noise: float
-    """Largest movement of a CDF step between two batch shapes of plain decoding."""
+    """The largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float
-    """Largest movement of the gap between the two best log-probs, nats."""
+    """The largest movement of the gap between the two best log-probs, in nats."""
     limit: float | None = None
-    """Largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones. None in
-    results of earlier versions, as is the next."""
+    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones.
+    This and the next are None in results of earlier versions."""
     largest_distance: float | None = None
-    """Largest distance of a difference found, in the same unit; 0 without differences."""
+    """The largest distance of a difference that was found, in the same unit; 0 without differences."""
 
 
 class ExactnessResult(Artifact):
@@ -131,37 +152,46 @@ class ExactnessResult(Artifact):
     chi_squared: float | None
     degrees_of_freedom: int
     num_cells: int | None = None
-    """Cells of the chi-squared test among which samples could fall; prompts with a single one are not counted. None in
-    results of earlier versions."""
+    """The number of cells of the chi-squared test among which samples could fall; those of prompts with a single cell
+    are not counted. None in results of earlier versions."""
     num_samples: int
     p_value: float | None
     """The p-value of the first tokens under their exact probabilities; None for greedy runs."""
     num_draft_tokens: int
     num_accepted_tokens: int
-    """The drafted tokens that were accepted in these samples. Without drafts the test says nothing."""
+    """The number of drafted tokens that were accepted in these samples. Without drafts the test says nothing."""
     sampled: ParityCounts
     greedy: ParityCounts
 
 
 class ValidateResult(Artifact):
+    """The result of `validate`."""
+
     accuracy_before: float
+    """The mean reward of the policy of `prepare` on the held-out prompts."""
     accuracy_after: float
+    """The mean reward of the trained policy on the same prompts, with the same seeds."""
     num_prompts: int
+    """The number of held-out prompts."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]
+    """One pair for each batch size of `validate.speed_batches`; empty when nothing is speculated."""
     exactness: ExactnessResult | None = None
     """None when nothing is speculated."""
     seconds: float
 
 
 class ExportResult(Artifact):
+    """The result of `export`."""
+
     policy_dir: Path
     drafter_dir: Path | None
-    """The drafter; for `mtp`, `policy_dir`."""
+    """The drafter's folder; for `mtp`, `policy_dir`; None without a drafter."""
     vllm_acceptance_length: float | None
-    """The acceptance length of the exported drafter, loaded on its own into a fresh vLLM."""
+    """The acceptance length in a fresh vLLM that loaded the exported folders; None without a drafter."""
     model_version: str | None
+    """The drafter's version in MLflow's model registry; None without a drafter."""
     seconds: float
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a stage are given: the configuration, where to write, and what earlier stages left."""
+"""The context of a stage: its configuration, the folder that it writes to, and the results of earlier stages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class StageContext:
     key: str
     """The content key: the stage's name, a dash, and a digest of its inputs, configuration sections and code."""
     stage_dir: Path
-    """`runs/NAME/stages/KEY`, for everything that the stage leaves."""
+    """The folder of everything that the stage leaves, `runs/NAME/stages/KEY`."""
     inputs: dict[StageName, Path]
-    """The folders of the finished stages that it reads."""
+    """The folders of the finished stages that this one reads, by stage."""
     mlflow_run_id: str
     """The run's MLflow run; the stage continues its own child of it."""
 
     @property
     def run_dir(self) -> Path:
+        """The folder of the whole run, `runs/NAME`."""
         return self.config.run_dir
 
     def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:

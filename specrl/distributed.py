@@ -1,4 +1,4 @@
-"""The process group of a stage: this process's place in it, and the few collectives that are not about tensors."""
+"""The process group of a stage: the place of this process in it, and the few collectives that pass no tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0, which writes results and logs."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank; collective.
+        """Return the values of all ranks, in rank order, on every rank (collective).
 
-        Values are pickled and every rank holds all of them: right for numbers, texts and the rollouts of a step, while
-        tensors belong into their own collectives.
+        Values are pickled and every rank holds all of them, which suits numbers, texts and the rollouts of a step.
+        Tensors belong in collectives of their own.
         """
         if self.world_size == 1:
             return [value]
@@ -46,7 +47,7 @@ class Ranks:
         return store
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this (collective)."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -54,8 +55,9 @@ class Ranks:
 def join() -> Ranks:
     """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them; without them
-    the process is alone. In a group that was formed in another way they are set here, because vLLM reads them.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them. Those that are
+    not set are set here, because vLLM reads them: to the values of the group if there is one, or else to those of a
+    process that is alone.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     alone = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
@@ -75,7 +77,7 @@ def join() -> Ranks:
 
 
 def leave() -> None:
-    """Leave the process group once every rank is done."""
+    """Wait for every rank, then leave the process group (collective)."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -33,8 +33,8 @@ def set_up(level: LogLevel, rank: int | None = None) -> None:
     """Send this project's log to standard error, in the format above; a second call replaces the first.
 
     Args:
-        level: lines below this level are left out.
-        rank: the number of this process in its job; the environment's RANK by default, or else 0.
+        level: Lines below this level are left out.
+        rank: The number of this process in its job; the environment's RANK by default, or else 0.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, TIMES))
@@ -71,10 +71,10 @@ def step(number: int) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log that the block begins, and how long it took or how it failed.
+    """Log that the block begins, and then how long it took, or after how long and with which error it failed.
 
     Args:
-        name: what is done, in a word or two, such as "generation" or "start of the engine".
+        name: A name of the work, in a few words, such as "generation" or "start of the engine".
     """
     started = time.monotonic()
     logger.info("%s begins", name)

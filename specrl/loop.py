@@ -51,10 +51,10 @@ class Trainer:
         """Continue from the newest checkpoint, or from the start; drop what incomplete steps after it left behind.
 
         Args:
-            pretraining: the folder of the rollouts that the drafter was pretrained on.
+            pretraining: The folder of the rollouts that the drafter was pretrained on.
 
         Returns:
-            The first step that is to be run.
+            The first step to run.
         """
         found = checkpoint.latest(self.checkpoint_dir)
         first_step = 0
@@ -70,7 +70,7 @@ class Trainer:
         """Run the steps from `first_step` on. After a kill, the next start redoes the steps since the last checkpoint.
 
         Args:
-            first_step: the step that `restore` returned.
+            first_step: The step that `restore` returned.
         """
         with logs.phase("first refit"):
             self.recorder.log(first_step, self.refit_engine(version=first_step).timing())
@@ -104,7 +104,7 @@ class Trainer:
         self.recorder.finish(record, timer, self.config.train.num_steps, progress)
 
     def update_policy(self, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
-        """Train the policy on the step's rollouts; keep what its forward pass computes and the drafter learns from."""
+        """Train the policy on the step's rollouts; return its metrics and the features that the drafter learns from."""
         spec = self.drafter.feature_spec if self.drafter is not None else None
         return update_policy(self.policy, rollouts, self.config, spec)
 
@@ -116,7 +116,7 @@ class Trainer:
         return learner.update(features, lr=self.config.drafter.online_lr)
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
-        """Load policy and drafter into the engine, check them, and let the generator know what the drafter is worth."""
+        """Load policy and drafter into the engine and check them; tell the generator how long drafts are accepted."""
         report = self.refit.load(version, kv_scales)
         if self.drafter is not None and report.guard.speculating:
             self.generator.probed(report.guard.acceptance_length)

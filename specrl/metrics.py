@@ -1,8 +1,8 @@
-"""Every metric the project logs, defined once with its convention; `specrl.tracking` refuses any other name.
+"""The definition of every metric that the project logs; `specrl.tracking` refuses any other name.
 
-A name that ends in `_I` stands for a family, one metric per draft position or batch size: `spec/acceptance_rate_pos_1`
-is the first position's. Times are wall-clock times of the first rank, which at the end of each part of a step waits for
-the others. Log-probs and KL are in nats.
+A name that ends in `_I` stands for several metrics, one for each draft position or batch size. Positions count from 1
+in `spec/acceptance_rate_pos_I`, and from 0 in `drafter/expected_acceptance_pos_I`. Times are wall-clock times of the
+first rank, which at the end of each part of a step waits for the others. Log-probs and KL are in nats.
 """
 
 from __future__ import annotations
@@ -175,20 +175,24 @@ _DEFINITIONS = (
     Metric(
         "drafter/loss",
         "nats/token",
-        "Soft cross-entropy against the policy on the draft vocabulary, over all TTT steps.",
+        "Soft cross-entropy against the policy on the draft vocabulary, weighted by 0.8^j at TTT step j and summed.",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
     Metric(
         "drafter/top1_match",
         "",
-        "Share of the positions whose likeliest token is the policy's, at the first TTT step.",
+        "Share of the positions at which the drafter's likeliest token is the policy's, at the first TTT step.",
     ),
     Metric(
         "drafter/expected_acceptance_pos_I",
         "",
-        "Expected share of drafts accepted up to and including position I, from the trainer's own distributions.",
+        "Mean probability under the policy of the draft at position I (from 0), after the response's own tokens.",
     ),
-    Metric("drafter/acceptance_length", "tokens", "Acceptance length that the trainer expects at k = TTT steps."),
+    Metric(
+        "drafter/acceptance_length",
+        "tokens",
+        "Acceptance length if the drafter's training responses were decoded again with k = TTT steps.",
+    ),
     Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter guard's fixed probe."),
@@ -197,7 +201,7 @@ _DEFINITIONS = (
         "",
         "1 where the drafter had collapsed and its last good version came back, else 0.",
     ),
-    Metric("refit/speculating", "", "0 where the engine does not, or no longer, draft, else 1."),
+    Metric("refit/speculating", "", "1 where the engine drafts, 0 where it does not, or no longer does."),
     Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
     Metric("warm_start/grad_norm", "", "Global gradient norm before clipping."),
     Metric("warm_start/lr", "", "Learning rate of the step."),
@@ -267,10 +271,10 @@ assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the definition behind a name, or none for a name that nobody defined.
+    """Return the definition of a metric, or None for a name that has no definition.
 
-    The family stands for `..._3`, `POLICY` for what a loss returns beside the metrics that every loss has, and
-    `TEXT_SOURCE` for what a text source of one's own drafts.
+    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, and the drafts of a text
+    source without metrics of its own by `TEXT_SOURCE`.
     """
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
     of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)

@@ -1,4 +1,4 @@
-"""The progress of a stage: one small file that rank 0 writes, atomically, a few times a second, and the flow reads."""
+"""The progress of a stage: a small file that rank 0 writes at most twice a second, and that the flow reads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class ProgressState:
     message: str
     unit: str
     started_at: float
+    """The time of the phase's first report."""
     started_done: float
-    """The time and the units done when the phase was first heard of: so the estimate is right after a restart, too."""
+    """The units that were done at the first report. They are not 0 after a restart, and do not count for the pace."""
     updated_at: float
+    """The time of the latest report."""
 
     @property
     def eta_seconds(self) -> float | None:
@@ -42,8 +44,8 @@ class Progress:
                 progress.update(step, num_steps, message=f"reward {reward:.2f}", unit="step", phase="train")
                 ...
 
-    Say where a phase begins (0, or where it resumes) when it begins: the estimate counts from there. `update` is cheap:
-    it writes at most every `interval` seconds, and always for the last unit of a phase.
+    Report the units already done when a phase begins (0, or where it resumes): the estimate counts from there. `update`
+    is cheap: it writes at most every `interval` seconds, and always for the first report and the last unit of a phase.
     """
 
     def __init__(self, stage_dir: Path, *, enabled: bool = True, interval: float = 0.5) -> None:
@@ -59,9 +61,9 @@ class Progress:
         """Report that `done` of `total` units are done.
 
         Args:
-            message: a text shown beside the bar, such as a loss.
-            unit: the name of one unit, such as `step` or `response`.
-            phase: the name of the phase; another one than before starts the estimate anew.
+            message: A text shown beside the bar, such as a loss.
+            unit: The name of one unit, such as `step` or `response`.
+            phase: The name of the phase; a new name starts the estimate anew.
         """
         if not self._enabled:
             return
@@ -89,7 +91,7 @@ class Progress:
 
 
 def read_progress(stage_dir: Path) -> ProgressState | None:
-    """Return what the stage last reported; None if it has not reported anything yet."""
+    """Return what the stage last reported, or None if it has not reported anything that this version can read."""
     try:
         return ProgressState(**json.loads((stage_dir / PROGRESS_FILE).read_text()))
     except (FileNotFoundError, json.JSONDecodeError, TypeError):  # not yet there, or of another version of the code

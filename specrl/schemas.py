@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,40 +49,49 @@ class Rollout:
 
     step: int
     rank: int
+    """The rank that generated the response."""
     prompt_id: int
     sample: int
+    """The number of the response among those to the same prompt in the same step, from 0."""
     policy_version: int
     drafter_version: int
     seed: int
+    """The seed of the request, which with the policy and the prompt decides every token."""
     prompt_tokens: list[int]
     response_tokens: list[int]
     generation_logprobs: list[float]
+    """The engine's log-prob of each response token."""
     response: str
+    """The text of the response."""
     answer: str
+    """The prompt's correct answer."""
     finish_reason: str
+    """The reason why the response ended: `stop`, or `length` where it was cut off."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_stored: int = 0
-    """Texts that its engine had stored for its prompt."""
+    """The number of texts that the engine had stored for the prompt."""
     own_stored_tokens: int = 0
-    """Length of the one among them that was sampled with its own seed; 0 without."""
+    """The length of the stored text that was sampled with this response's own seed; 0 without one."""
     started_at: float = 0.0
     finished_at: float = 0.0
     reward: float = 0.0
     advantage: float = 0.0
-    policy_logprobs: list[float] | None = field(default=None)
+    policy_logprobs: list[float] | None = None
+    """The trainer's log-prob of each response token under the policy that sampled it; None where none was computed."""
 
 
 def to_table(rollouts: list[Rollout]) -> pa.Table:
+    """Return an Arrow table of `ROLLOUT_SCHEMA` with one row for each rollout."""
     return pa.Table.from_pylist([dataclasses.asdict(rollout) for rollout in rollouts], schema=ROLLOUT_SCHEMA)
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Rows back to rollouts.
+    """Return the rollouts of a table that `to_table` made.
 
     Raises:
-        ValueError: the table was written with another schema version.
+        ValueError: The table was written with another schema version.
     """
     version = (table.schema.metadata or {}).get(b"specrl.schema_version", b"none").decode()
     if version != SCHEMA_VERSION:
@@ -91,11 +100,12 @@ def from_table(table: pa.Table) -> list[Rollout]:
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
+    """Return the file of the rollouts that one rank generated in one step."""
     return rollouts_dir / f"step={step:06d}" / f"rank-{rank:04d}.arrow"
 
 
 def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
-    """Write an Arrow IPC file, readable with `pyarrow.dataset.dataset(folder, format="ipc")`."""
+    """Write an Arrow IPC file, which `pyarrow.dataset.dataset(folder, format="ipc")` reads too."""
     table = to_table(rollouts)
     with (
         atomic_path(path) as temporary,

@@ -24,21 +24,21 @@ from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, tim
 from specrl.tracking import Tracker
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "checkpoint")
-"""The parts that a step's time is divided into; `step` is the whole."""
+"""The parts that a step's time is divided into; the whole is called `step`."""
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s"})
-"""What an update returns beside the metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
+"""Results of an update that are no metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What the parts of a step returned: all that its metrics are made of, but for the times."""
+    """The results of a step's parts, from which, together with the times, all of its metrics are made."""
 
     generated: StepRollouts
     policy: Mapping[str, float]
-    """Metrics of the policy's update by their names below `policy/`, and those in `NOT_OF_THE_POLICY`."""
+    """The metrics of the policy's update by their names below `policy/`, and the values in `NOT_OF_THE_POLICY`."""
     drafter: Mapping[str, float]
-    """Metrics of the drafter's update by their names below `drafter/`; empty without a drafter."""
+    """The metrics of the drafter's update by their names below `drafter/`; empty without a drafter."""
     mismatch: Mapping[str, float]
     """The disagreement of the engines, as `mismatch/...`; empty where nothing was trained on."""
     refit: RefitReport
@@ -47,7 +47,7 @@ class StepParts:
         """Return everything that a step is judged by, under the names in `specrl.metrics`.
 
         Args:
-            seconds: this rank's wall times so far, by part.
+            seconds: The wall times so far on this rank, by part.
         """
         rollouts = self.generated.rollouts
         rewards = [rollout.reward for rollout in rollouts]
@@ -75,19 +75,22 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is kept of one step on disk, so that a stage that is started again knows its past."""
+    """The record of one step on disk, by which a stage that is started again knows its past."""
 
     step: int
     metrics: dict[str, float]
-    """Metrics under their MLflow names, see `specrl/metrics.py`."""
+    """The metrics under their MLflow names, see `specrl/metrics.py`."""
     num_drafts: int
     accepted_per_pos: list[int]
+    """The number of accepted tokens at each draft position."""
     drafted_per_pos: list[int]
+    """The number of drafted tokens at each draft position."""
     by_source: dict[str, SourceCounts]
+    """The counts of drafted and accepted tokens by the source of the draft."""
     ranks: list[RankTimeline]
-    """What each rank did when."""
+    """The timeline of each rank, in the order of ranks."""
     events: list[str] = field(default_factory=list)
-    """The drafters that collapsed, and what was done about each."""
+    """One line for each drafter that collapsed, with what was done about it."""
 
     @classmethod
     def of(
@@ -99,7 +102,8 @@ class StepRecord:
         rank's.
 
         Args:
-            others: further metrics under their MLflow names.
+            others: Further metrics under their MLflow names.
+            events: See `StepRecord.events`.
         """
         stats = parts.generated.stats
         return cls(
@@ -122,7 +126,7 @@ class StepRecorder:
         self._ranks, self._tracker = ranks, tracker
 
     def drop_from(self, first_step: int) -> None:
-        """Remove what incomplete steps from `first_step` on have left; collective."""
+        """Remove what incomplete steps from `first_step` on have left (collective)."""
         if self._ranks.is_first:
             for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
                 if int(path.stem.partition("=")[2]) >= first_step:
@@ -130,12 +134,12 @@ class StepRecorder:
         self._ranks.barrier()
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write those of the step's rollouts that this rank has generated as Arrow."""
+        """Write those of the step's rollouts that this rank has generated as an Arrow file."""
         own = [rollout for rollout in rollouts if rollout.rank == self._ranks.rank]
         write_rollouts(rollout_path(self.rollouts_dir, step, self._ranks.rank), own)
 
     def write(self, record: StepRecord) -> None:
-        """Write the record and its picture; a record of the same step is replaced."""
+        """Write the record and its picture on the first rank; a record of the same step is replaced."""
         if self._ranks.is_first:
             write_step(self.steps_dir, record)
             write_text(self._picture(record.step), gantt(record.ranks))
@@ -146,7 +150,7 @@ class StepRecorder:
         self._tracker.flush()
 
     def finish(self, record: StepRecord, timer: Timer, num_steps: int, progress: Progress) -> None:
-        """Complete the record with the times of the whole step on all ranks, write and log it; collective."""
+        """Complete the record with the times of the whole step on all ranks, write it and log it (collective)."""
         spans = self._ranks.gather(timer.spans)
         ranks = [
             RankTimeline(rank.bubble, rank_spans(rank.bubble, own))
@@ -216,7 +220,7 @@ def _record(data: dict[str, Any]) -> StepRecord:
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
-    """Return the mean over the steps of every metric below `prefix/`, by its name without the prefix."""
+    """Return the mean of every metric below `prefix/` over the steps that have it, by its name without the prefix."""
     names = sorted({name for record in records for name in record.metrics if name.startswith(f"{prefix}/")})
     return {
         name.removeprefix(f"{prefix}/"): fmean(r.metrics[name] for r in records if name in r.metrics) for name in names

@@ -1,6 +1,6 @@
-"""What each rank did when in a step: spans of time, from which bubbles are measured and drawn.
+"""The timeline of each rank in a step: spans of time, from which bubbles are measured and drawn.
 
-Times are Unix seconds: ranks on several nodes are as comparable as their clocks are (NTP: milliseconds).
+Times are Unix seconds. Those of several nodes agree as well as the nodes' clocks do: to milliseconds with NTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "draft
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of work from one time to another, Unix seconds."""
+    """A piece of work from one time to another, in Unix seconds."""
 
     name: str
     started_at: float
@@ -31,16 +31,17 @@ class Span:
 
 @dataclass
 class Timer:
-    """Wall time of the named parts of a step, on this rank; each part is a phase in the rank's log."""
+    """Measures the wall time of the named parts of a step on this rank; each part is a phase in the rank's log."""
 
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
-    """When each part that is under way began, by the monotonic clock."""
+    """The beginning of each part that is under way, by the monotonic clock."""
     scattered: dict[str, float] = field(default_factory=dict)
-    """Seconds of work that happened in pieces within other parts and has no span of its own."""
+    """The seconds of work that is done in pieces within other parts and has no span of its own, by name."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Measure the block as the part of this name."""
         started, clock = time.time(), time.monotonic()
         self.running[part] = clock
         with logs.phase(part):
@@ -59,7 +60,7 @@ class Timer:
 
 
 class Pace:
-    """Measures the seconds of engine iterations by the number of running requests: a rank's pace down to its tail."""
+    """Measures the seconds of engine iterations by the number of running requests, down to the last request."""
 
     def __init__(self, num_requests: int, most_running: int) -> None:
         self._most_running = most_running
@@ -91,19 +92,21 @@ class Bubble:
     rank: int
     started_at: float
     generated_at: float
-    """When its own share was done."""
+    """The time at which the rank had finished its own share."""
     resumed_at: float
-    """When it was back to wait for the others."""
+    """The time at which it was done with other work and waited for the others."""
     num_tokens: int
-    """Response tokens of its own share."""
+    """The number of response tokens of its own share."""
     tail_s: float
-    """Seconds from when nine tenths of its responses were finished until the last one was."""
+    """The seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
-    """What it did between `generated_at` and `resumed_at`; the rest of the time it waited."""
+    """Its work between `generated_at` and `resumed_at`; the rest of the time it waited."""
     pregenerated_tokens: int = 0
+    """The number of tokens of the next step that it generated in the bubble."""
     drafter_steps: int = 0
+    """The number of updates of the drafter that it made in the bubble."""
     pace: list[tuple[int, int, float]] = field(default_factory=list)
-    """The pace of its own share as (running requests, engine iterations, seconds)."""
+    """The pace of its own share, `Pace.rows`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
     """Return the totals of one step.
 
     Args:
-        bubbles: those of all ranks.
+        bubbles: The bubbles of all ranks.
     """
     last = max(bubble.generated_at for bubble in bubbles)
     first = min(bubble.started_at for bubble in bubbles)
@@ -178,14 +181,15 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
     """Return the spans of one rank's step: its generation and bubble, then the parts that came after.
 
     Args:
-        timer: the spans of the step's parts.
+        bubble: The rank's bubble in the step.
+        timer: The spans of the step's parts on that rank.
     """
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
     return [own, *bubble.spans, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
-    """Return the timeline that was written as JSON."""
+    """Return a timeline, given what `json` reads of its `asdict` form."""
     bubble = data["bubble"]
     spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
     bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})

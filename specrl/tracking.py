@@ -33,11 +33,11 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 RUN_ID_FILE = "mlflow_run_id"
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 FLUSH_SECONDS = 1.0
-"""Metrics are written at once, unless the last write is younger than this: then they wait for the next."""
+"""Metrics are written at once, unless the last write is younger than this; then they wait for the next one."""
 SERVER_SECONDS = 5.0
-"""A tracking server must answer within so long before anything starts."""
+"""The time within which a tracking server must answer before anything starts."""
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH = 1000, 100, 6000
-"""MLflow's limits on one request."""
+"""MLflow's limits on the metrics and parameters of one request and on the length of a parameter."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -46,6 +46,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
+"""The environment's defaults for MLflow: no telemetry, no progress bar, and short waits for a server that is away."""
 
 
 class Tracker(Protocol):
@@ -55,7 +56,7 @@ class Tracker(Protocol):
         """Log metrics, whose names `specrl.metrics` must define. They are written in batches; see `flush`."""
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log results of the whole pipeline run: to the parent run too, and at once."""
+        """Log results of the whole pipeline run: to the parent run at once, and to the stage's own run."""
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
@@ -77,7 +78,7 @@ class Tracker(Protocol):
         """
 
     def flush(self) -> None:
-        """Write the metrics that wait. Called when a step is complete, it keeps a kill from losing any."""
+        """Write the metrics that wait; call it when a step is complete, so that a kill loses none."""
 
 
 class Silent:
@@ -161,7 +162,7 @@ class _MlflowTracker:
         return str(version.version)
 
     def flush(self) -> None:
-        """Write what waits; where the store does not answer, keep it for the next time and warn.
+        """Write the metrics that wait; where the store does not answer, keep them for the next time and warn.
 
         A store that is away for a moment must not end a training run.
         """
@@ -171,7 +172,9 @@ class _MlflowTracker:
             self._write()
         except MlflowException as error:
             reason = str(error).partition("\n")[0]
-            logger.warning("MLflow takes no metrics now (%s); %d wait", reason, len(self._waiting))
+            logger.warning(
+                "MLflow does not take metrics at the moment (%s); %d wait for the next time", reason, len(self._waiting)
+            )
         self._flushed_at = time.monotonic()
 
     def _write(self) -> None:
@@ -185,12 +188,13 @@ class _MlflowTracker:
 
 
 def start_parent_run(config: Config) -> str:
-    """Create the run's MLflow run, or continue the one noted in its folder; returns the id.
+    """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
-    Makes database, experiment and artifact folder where they do not exist yet. Parameters are those of the first call.
+    Database, experiment and artifact folder are made where they do not exist yet. Parameters are those of the first
+    call.
 
     Raises:
-        ValueError: the tracking server does not answer.
+        ValueError: The tracking server does not answer.
     """
     client = connect(config)
     path = config.run_dir / RUN_ID_FILE
@@ -221,6 +225,9 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
 
     A stage that was killed continues its child, whose id lies in the stage's folder.
+
+    Raises:
+        ValueError: The tracking server does not answer, or does not know the parent run.
     """
     if not ranks.is_first:
         yield Silent()
@@ -258,10 +265,10 @@ def tracking_uri(config: Config) -> str:
 
 
 def connect(config: Config) -> Any:
-    """Connect to the run's store; create or migrate its sqlite database.
+    """Connect to the run's store, and create or migrate its sqlite database.
 
     Raises:
-        ValueError: the tracking server does not answer.
+        ValueError: The tracking server does not answer.
     """
     uri = tracking_uri(config)
     if uri.startswith(("http://", "https://")):
@@ -327,7 +334,7 @@ def log_params(client: Any, run_id: str, params: Mapping[str, Any]) -> None:
 
 
 def entities(metrics: Mapping[str, float], step: int) -> list[Any]:
-    """Return metrics as MLflow takes them, with the time of now."""
+    """Return metrics as MLflow's entities, with the present time."""
     from mlflow.entities import Metric
 
     check_names(metrics)

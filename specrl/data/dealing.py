@@ -13,8 +13,10 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int, room: int | No
     to the same result.
 
     Args:
-        lengths: the length of each item.
-        room: the largest number of items in a share; there is no limit by default.
+        lengths: The length of each item.
+        num_shares: The number of shares.
+        room: The largest number of items in a share; all shares together must have room for all items. There is no
+            limit by default.
 
     Returns:
         For each share the indices of its items, in the order they were dealt.

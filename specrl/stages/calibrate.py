@@ -1,4 +1,4 @@
-"""Stage `calibrate`: what FP8 would change, layer by layer, and which layers stay in BF16 to hold the budget."""
+"""Stage `calibrate`: measures the effect of FP8 layer by layer, and chooses the layers that stay in BF16."""
 
 from __future__ import annotations
 

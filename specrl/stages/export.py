@@ -1,4 +1,4 @@
-"""Stage `export`: policy and drafter as inference servers load them; the drafter is loaded before it counts."""
+"""Stage `export`: writes policy and drafter as inference servers load them, and tries the drafter in a fresh vLLM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(context: StageContext) -> None:
 
 
 def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
-    """Return the exported drafter's folder: the policy's own for a multi-token-prediction layer, None without one."""
+    """Return the exported drafter's folder: the policy's for a multi-token-prediction layer, None without a drafter."""
     if trained.drafter_dir is None:
         return None
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
@@ -125,7 +125,7 @@ def publish(
 
 
 def point_to(link: Path, folder: Path) -> None:
-    """Let `link`, `runs/NAME/export`, lead to the newest finished export."""
+    """Let the symbolic link `link` lead to `folder`, a finished export, in place of an older one."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.relative_to(link.parent))

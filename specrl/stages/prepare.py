@@ -1,4 +1,4 @@
-"""Stage `prepare`: the policy as a Hugging Face directory, warm-started where the config asks for it."""
+"""Stage `prepare`: writes the policy as a Hugging Face directory, warm-started where the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def main(context: StageContext) -> None:
 def _warm_start(
     context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, base_dir: Path, policy_dir: Path
 ) -> tuple[float, float]:
+    """Train the base model on demonstrations and write it; return the losses of `warm_start` (collective)."""
     # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
     from specrl.training.megatron.policy import Policy
     from specrl.training.warm_start import warm_start

@@ -1,4 +1,4 @@
-"""Stage `pretrain`: the policy answers task prompts; the drafter learns to foresee those answers."""
+"""Stage `pretrain`: the policy answers the task's prompts, and the drafter learns to predict those answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(context: StageContext) -> None:
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
-    """Return this rank's share of the policy's own responses; they are read back if a killed job had finished them."""
+    """Return this rank's share of the policy's responses, generated now or read if a killed job had finished them."""
     config = context.config
     path = rollout_path(rollouts_dir, 0, ranks.rank)
     if not path.exists():
@@ -91,9 +91,16 @@ def pretrain_drafter(
     tracker: Tracker,
     progress: Progress,
 ) -> dict[str, float]:
-    """Train the drafter on the features of the policy's responses and write its directory; collective.
+    """Train the drafter on the features of the policy's responses and write its directory (collective).
 
-    A policy's own multi-token-prediction layer starts from what it is; its directory is the whole policy's.
+    A policy's own multi-token-prediction layer starts from its present weights, and its directory holds the whole
+    policy.
+
+    Args:
+        rollouts: This rank's share of the responses.
+
+    Returns:
+        The metrics of `Drafter.update`.
     """
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir

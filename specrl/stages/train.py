@@ -1,4 +1,4 @@
-"""Stage `train`: the RL loop on all ranks, from the last complete step on."""
+"""Stage `train`: the RL loop on all ranks, from the newest checkpoint on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 REFITS_FILE = "refits.json"
-"""The counts of the stage's refits, in its folder."""
+"""The file in the stage's folder that holds the counts of its refits."""
 
 
 def main(context: StageContext) -> None:
@@ -117,7 +117,7 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
 
 
 def observe_kv_cache(config: Config, policy: Policy) -> KvObserver | None:
-    """Let the policy be watched for the scales of an FP8 KV cache; return None where the cache is not in FP8."""
+    """Attach the observer that measures the scales of an FP8 KV cache; return None where the cache is not in FP8."""
     if config.precision.kv_cache != "fp8":
         return None
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, policy.ranks.device)
@@ -143,7 +143,7 @@ def check_precision(config: Config, policy_dir: Path) -> None:
     """Refuse FP8 that this device or this layout does not have, before any weights are read.
 
     Raises:
-        ValueError: the message is one line that names the key.
+        ValueError: The message is one line that names the key.
     """
     precision, hf = config.precision, AutoConfig.from_pretrained(policy_dir)
     if precision.training == "fp8":
@@ -171,7 +171,7 @@ def finish(context: StageContext, trainer: Trainer, tracker: Tracker, seconds: f
 
 
 def train_result(trainer: Trainer, policy_dir: Path, drafter_dir: Path | None, seconds: float) -> TrainResult:
-    """Sum the stage up from the records of its steps."""
+    """Return the result of the stage, summed up from the records of its steps."""
     records = read_steps(trainer.recorder.steps_dir)
     stats = total_stats(records)
     return TrainResult(
@@ -195,7 +195,7 @@ def train_result(trainer: Trainer, policy_dir: Path, drafter_dir: Path | None, s
 
 
 def precision_report(trainer: Trainer) -> PrecisionReport:
-    """Report what each engine was asked for and what it really did."""
+    """Return the precision that each engine was asked for, and how it really computed."""
     recipe, config = trainer.engine.precision.recipe, trainer.config.precision
     unquantised = {"bfloat16": "bf16", "float32": "fp32"}[trainer.config.model.dtype]
 

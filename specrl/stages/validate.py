@@ -1,4 +1,4 @@
-"""Stage `validate`: accuracy before and after on held-out prompts, and the speedup as matched pairs."""
+"""Stage `validate`: accuracy before and after training, exactness of speculation, and speedups as matched pairs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
 
 CHI_SQUARED_PROMPTS = 2
+"""The number of prompts of the chi-squared test."""
 
 
 def main(context: StageContext) -> None:
@@ -92,7 +93,7 @@ def check_exactness(
     """Compare speculation with plain decoding on the real policy; every rank does the same work.
 
     Raises:
-        ExactnessError: a gate failed; the figures are in MLflow by then.
+        ExactnessError: A gate failed; the figures are in MLflow by then.
     """
     progress.update(0, 1, phase="exactness")
     settings = config.validate_
@@ -110,7 +111,7 @@ def check_exactness(
 
 
 def shortest(prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts of the chi-squared test: many samples of each are cheap where a prompt is short."""
+    """Return the prompts of the chi-squared test: the shortest, of which many samples are cheap."""
     return sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.id))[:CHI_SQUARED_PROMPTS]
 
 

@@ -1,4 +1,4 @@
-"""A policy and an engine in native FP8, a single layer of an 8B model's shape, against the emulation of the same.
+"""Tests of a policy and an engine in native FP8 against their emulation, on one layer of an 8B model's shape.
 
 Run on a machine with a GPU: `python -m pytest tests/gpu -q`. What its packages lack is skipped by name.
 """
@@ -39,7 +39,7 @@ pytestmark = [
 ]
 HIDDEN, INTERMEDIATE, MAX_LENGTH = 4096, 12288, 256
 PRODUCT_ERROR = 0.005
-"""Of the norm: FP32 accumulation in another order, and the output's rounding to BF16."""
+"""The allowed error as a part of the norm, from FP32 sums in another order and the output's rounding to BF16."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def sequences() -> list[TokenSequence]:
-    """5 x 77 tokens, which no multiple of 16 divides."""
+    """Return 5 x 77 tokens, a number that is no multiple of 16."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(3, TINY_VOCAB_SIZE, (5, 77), generator=generator).tolist()
     return [TokenSequence(row, 7, index) for index, row in enumerate(rows)]
@@ -87,7 +87,7 @@ def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Ten
 
 
 def logprobs_of(policy: Policy) -> Tensor:
-    """Of all response tokens, in order."""
+    """Return the log-probs of all response tokens, in order."""
     found = {}
     batches = pack(sequences(), 1024, policy.pad_multiple)
     for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
@@ -120,7 +120,7 @@ def test_a_native_policy_trains_on_any_number_of_tokens(model_dir: Path, ranks: 
 
 @pytest.mark.parametrize("num_tokens", [8, 64])
 def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int) -> None:
-    """With few tokens and with many, for which kernels may differ."""
+    """The products agree with few tokens and with many, for which kernels may differ."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
     from specrl.rollout.vllm.load import linear_output

@@ -1,4 +1,4 @@
-"""FP8 of a real device against the emulation: the same blocks, the same scales, products equal to rounding.
+"""Tests of a real device's FP8 against the emulation: the same blocks and scales, and products equal up to rounding.
 
 Run on a machine with a GPU: `python -m pytest tests/gpu -q`. What its packages lack is skipped by name.
 """
@@ -17,14 +17,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: FP8 was only tested as emulated"),
 ]
 SHAPES = ((4096, 4096, 512), (4096, 12288, 512), (12288, 4096, 512))
-"""(in, out, tokens): an 8B model's."""
+"""Shapes (in, out, tokens) of an 8B model's linear layers."""
 PRODUCT_ERROR = 0.005
-"""Of the norm: FP32 accumulation in another order, and the output's rounding to BF16."""
+"""The allowed error as a part of the norm, from FP32 sums in another order and the output's rounding to BF16."""
 HOPPER = (9, 0)
 
 
 def matrices(inner: int, out: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Inputs [tokens, in] with outliers, and a weight [out, in], BF16."""
+    """Return inputs [tokens, in] with outliers and a weight [out, in], both in BF16."""
     generator = torch.Generator("cuda").manual_seed(inner + out)
     x = torch.randn(tokens, inner, device="cuda", generator=generator)
     x[:, ::97] *= 50
@@ -41,7 +41,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def codes(values: Tensor) -> Tensor:
-    """The bits of e4m3 values as numbers: neighbours of one sign differ by 1."""
+    """Return the bits of e4m3 values as numbers, in which neighbours of one sign differ by 1."""
     return values.view(torch.uint8).int()
 
 

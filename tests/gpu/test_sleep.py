@@ -1,4 +1,4 @@
-"""An engine that sleeps between rollouts, on a real GPU. What this machine lacks is skipped by name."""
+"""Tests of an engine that sleeps between rollouts, on a real GPU; a machine without one skips them."""
 
 from __future__ import annotations
 
