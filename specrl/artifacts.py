@@ -69,7 +69,7 @@ class PrecisionReport(Artifact):
     """The precision that was asked of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
 
     generation: str = "bf16"
-    """`fp8`, or the type that the model has: `bf16` or `fp32`; the same for `training` and `kv_cache`."""
+    """The precision asked for: `fp8`, or the type of the model, `bf16` or `fp32`. So in `training` and `kv_cache`."""
     generation_mode: str = "off"
     training: str = "bf16"
     training_mode: str = "off"
@@ -178,7 +178,7 @@ class ValidateResult(Artifact):
     speed: list[SpeedPair]
     """One pair for each batch size of `validate.speed_batches`; empty when nothing is speculated."""
     exactness: ExactnessResult | None = None
-    """None when nothing is speculated."""
+    """The comparison of speculative and plain decoding; None when nothing is speculated."""
     seconds: float
 
 

@@ -38,7 +38,7 @@ class Trainer:
     engine: Engine
     policy: Policy
     drafter: Drafter | None
-    """None where no drafter is trained."""
+    """The drafter; None where none is trained."""
     spot: SpotTraining | None
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
     generator: RolloutGenerator
@@ -116,7 +116,7 @@ class Trainer:
         return learner.update(features, lr=self.config.drafter.online_lr)
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
-        """Load policy and drafter into the engine and check them; tell the generator how long drafts are accepted."""
+        """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
         report = self.refit.load(version, kv_scales)
         if self.drafter is not None and report.guard.speculating:
             self.generator.probed(report.guard.acceptance_length)

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
-"""From Linux's `sys/prctl.h`: the signal that the kernel sends to a process when its parent ends."""
+"""The option of `prctl` that sets the signal which a process gets when its parent ends (Linux, `sys/prctl.h`)."""
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -45,7 +45,7 @@ class MicroBatch:
     lengths: Tensor
     """[batch] int64: the length of each sequence without padding."""
     indices: list[int]
-    """`TokenSequence.index` of each row."""
+    """The `TokenSequence.index` of each row."""
 
     @property
     def area(self) -> int:

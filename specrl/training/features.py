@@ -27,11 +27,11 @@ class Features:
     """
 
     tokens: Tensor
-    """int64 `[batch, seq]`."""
+    """int64 `[batch, seq]`: the token ids."""
     mask: Tensor
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor
-    """`[batch, seq, layers * hidden]` in the policy's compute type: inputs of `FeatureSpec.layers`, concatenated."""
+    """`[batch, seq, layers * hidden]` in the policy's compute type: the inputs of the chosen layers, concatenated."""
     target_logits: Tensor
     """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; 0 where `mask` is
     False."""

@@ -211,6 +211,7 @@ class _Search:
         self.known = {len(order): 0.0}
 
     def kl(self, count: int) -> float:
+        """Return the divergence with the first `count` layers in BF16, in nats per token (collective)."""
         if count not in self.known:
             self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
             self.known[count] = self._divergence.kl(self._order[count:])

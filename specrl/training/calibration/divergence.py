@@ -20,7 +20,8 @@ class Switch(Protocol):
 
     model: Any
 
-    def set_fp8(self, names: Sequence[str]) -> None: ...
+    def set_fp8(self, names: Sequence[str]) -> None:
+        """Let exactly these layers compute in FP8."""
 
 
 class KlDivergence:

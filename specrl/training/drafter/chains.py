@@ -30,7 +30,7 @@ class Part:
     visible: Tensor
     """bool `[rows, columns, width]`: the slots that each chain sees; no chain of the part sees one beyond width."""
     alive: list[Tensor]
-    """`ChainBatch.alive`, the chains of this part only, without steps at which none of them is alive."""
+    """The chains of this part in each list of `ChainBatch.alive`, without steps at which none of them is alive."""
 
 
 @dataclass(frozen=True)

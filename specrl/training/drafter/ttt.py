@@ -31,15 +31,15 @@ class Context(NamedTuple):
     """The tensors of the policy-fed slots that the chains read; those of all slots are in memory at once."""
 
     embedded: Tensor
-    """`[slots, hidden]`"""
+    """The results of `DraftModule.embed`, `[slots, hidden]`."""
     residual: Tensor
-    """`[slots, hidden]`"""
+    """The residual stream, `[slots, hidden]`."""
     x: Tensor
     """The attention's input, `[slots, width of the input]`."""
     keys: Tensor
-    """`[rows, width, kv_heads, head_dim]`"""
+    """The rotated keys, `[rows, width, kv_heads, head_dim]`."""
     values: Tensor
-    """`[rows, width, kv_heads, head_dim]`"""
+    """The values, `[rows, width, kv_heads, head_dim]`."""
 
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:

@@ -29,7 +29,7 @@ class LayerInputs:
 
     def __init__(self, model: PolicyModel, layers: tuple[int, ...]) -> None:
         self.recorded: list[dict[int, Tensor]] = []
-        """By micro-batch: layer index to [batch, seq, hidden] in the compute type."""
+        """The inputs of each micro-batch: layer index to [batch, seq, hidden] in the compute type."""
         self._current: dict[int, Tensor] | None = None
         readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         if model.post_process:
@@ -76,7 +76,7 @@ def assemble(
 
     Args:
         inputs: The recorded layer inputs of this stage by layer index, [batch, seq, hidden] each.
-        head: The results of the output layer on the last stage; none on the others.
+        head: The results of the output layer on the last stage; None on the others.
         num_layers: The number of transformer layers of the whole policy.
         hidden_size: The width of the residual stream.
         dtype: The compute type.

@@ -170,7 +170,7 @@ class RotaryCausalAttention(torch.nn.Module):
         super().__init__()
         self.config = config
         self.observe: Observe | None = None
-        """It is called in each forward pass, with rotated queries and what the engine's KV cache would hold."""
+        """A function called in each forward pass, with rotated queries and what the engine's KV cache would hold."""
         self._rotary = rotary
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:

@@ -34,12 +34,12 @@ from specrl.precision.recipe import Mode, NotQuantisedError, layer_names
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Where the matrices lie in one weight of this tensor-parallel rank that holds several of them."""
+    """The places of the matrices in one weight of this tensor-parallel rank that holds several of them."""
 
     sizes: tuple[int, ...]
     """The number of rows of each matrix, in the engine's order."""
     order: Tensor | None = None
-    """The row of the weight that stands at each place of the engine's order; none where the two orders are equal."""
+    """The row of the weight that stands at each place of the engine's order; None where the two orders are equal."""
 
 
 def fused_rows(layout: Layout, rows: int, config: Any) -> FusedRows:
@@ -139,7 +139,10 @@ class EmulatedLinear:
 
 
 class _QuantisedProduct(torch.autograd.Function):
-    """y = Q(x) Q(W)^T; dx = Q(dy) Q(W); dW = Q'(dy)^T Q'(x), where Q' has its blocks along the tokens it sums over."""
+    """Computes y = Q(x) Q(W)^T; dx = Q(dy) Q(W); dW = Q'(dy)^T Q'(x).
+
+    Q' has its blocks along the tokens, over which the last product sums.
+    """
 
     @staticmethod
     def forward(

@@ -35,7 +35,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Where the output layer is evaluated: most positions (prompts, padding) need no logits."""
+    """The positions at which the output layer is evaluated; most (prompts, padding) need no logits."""
 
     mask: Tensor
     """[batch, seq] bool: True where the output layer is evaluated."""

@@ -127,7 +127,7 @@ class Policy:
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
-        """It is told of every micro-batch before its forward pass; none where nobody watches."""
+        """Observes queries, keys and values of the forward passes; None where nobody does."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
@@ -159,26 +159,32 @@ class Policy:
 
     @property
     def dp_rank(self) -> int:
+        """The number of this rank among the data-parallel ranks."""
         return int(parallel_state.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
         return int(parallel_state.get_data_parallel_world_size())
 
     @property
     def tp_rank(self) -> int:
+        """The number of this rank among the tensor-parallel ranks."""
         return int(parallel_state.get_tensor_model_parallel_rank())
 
     @property
     def tp_size(self) -> int:
+        """The number of tensor-parallel ranks."""
         return int(parallel_state.get_tensor_model_parallel_world_size())
 
     @property
     def pp_rank(self) -> int:
+        """The number of this rank's pipeline stage."""
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
     @property
     def pp_size(self) -> int:
+        """The number of pipeline stages."""
         return int(parallel_state.get_pipeline_model_parallel_world_size())
 
     @property
@@ -188,6 +194,11 @@ class Policy:
 
     @property
     def optimizer(self) -> PolicyOptimizer:
+        """The optimizer of a trainable policy.
+
+        Raises:
+            ValueError: The policy was built with `trainable=False`.
+        """
         if self._optimizer is None:
             raise ValueError("this policy was built with trainable=False: it has no optimizer")
         return self._optimizer
@@ -356,7 +367,9 @@ class Policy:
         self, spec: FeatureSpec, batches: list[MicroBatch], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
         """Return the drafter's features of these micro-batches; take what `inputs` recorded of them (collective)."""
-        heads = [outcome.head for outcome in outcomes[: len(batches)]] or [None] * len(batches)
+        heads: list[HeadOutput | None] = [None] * len(batches)
+        if outcomes:
+            heads = [outcome.head for outcome in outcomes[: len(batches)]]
         # What was recorded goes as it is taken over: both at once would be twice the features.
         return [
             assemble(
