@@ -14,7 +14,7 @@ from specrl.schemas import Rollout
 
 @dataclass(frozen=True)
 class Origin:
-    """The place in a run that rollouts come from; with the prompt and the sample index it decides their seeds."""
+    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds."""
 
     run_seed: int
     step: int
@@ -40,6 +40,9 @@ def collect(
     The rollouts are a pure function of policy, run seed, step, prompt and sample index (invariant 1): which rank
     generates them, in what batch and with which drafts, changes nothing but the time. The keyword arguments are
     those of `Engine.generate`.
+
+    Returns:
+        The scored rollouts, and the generation that they come from.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]

@@ -11,48 +11,52 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """The constants of the draft-length controller, its estimates, drafts from text and the sharing of idle time."""
+    """The constants of the draft-length controller, of its estimates, of drafts from text and of sharing idle time."""
 
     # What is tried, and when.
     trial_iterations: int = 4
-    """Iterations that a trial measures other draft lengths for, before it compares them with the chosen ones."""
+    """The number of iterations that a trial measures with other draft lengths, and with the chosen ones before and
+    after."""
     trial_window: int = 12
-    """Latest trials of draft lengths whose mean time counts."""
+    """The number of latest trials of the same draft lengths over which their time is averaged."""
     exploration: float = 0.1
-    """Probability of a trial after every `trial_iterations`, if the other lengths were as good as the chosen ones."""
+    """The probability of a trial after every `trial_iterations` iterations, if all candidates were as good as the
+    chosen lengths."""
     plausible: float = 0.2
-    """Lengths that are worse by this much or more, in log tokens per second, are not tried; the probability of a trial
-    falls with the square of the distance to it."""
+    """The difference in log tokens per second from which on worse lengths are not tried. Up to it the probability of a
+    trial falls as (1 - difference / plausible)^2."""
 
     # What is expected of drafts.
     guessed_acceptance: float = 0.6
-    """Probability that a draft token is accepted after accepted ones, before the controller has seen any."""
+    """The assumed probability that the next token of a draft is accepted too, before the controller has seen any."""
     prior_requests: float = 25.0
-    """Weight of a guess of the tokens per iteration, and of all batch sizes' beside one's own, in requests x
-    iterations."""
+    """The weight, in requests x iterations, of a guess of the tokens per iteration, and, in the estimate for one batch
+    size, of what all batch sizes together have shown."""
     even_agreement: float = 2.0
-    """Text that agrees with a response by so many tokens is guessed to go on with the right token as often as not."""
+    """The number of agreeing tokens at which text is guessed to continue with the right token half of the time."""
     prior_drafts: float = 4.0
-    """Weight of this guess, in drafts."""
+    """The weight of that guess, in drafts."""
     text_window: int = 500
-    """Drafts after which an observation of drafts from text counts 1/e, and over which the drafter's are averaged."""
+    """The number of drafts after which an observation of a draft from text has a weight of 1/e, and over which the
+    accepted tokens of the drafter's drafts are averaged."""
     least_probability: float = 0.25
-    """Text is drafted as long as all of the draft is right with this probability."""
+    """A draft from text is made as long as it can be while all of it is right with at least this probability."""
 
     # Where text is found.
     longest_suffix: int = 8
-    """Last tokens of a response that are compared with text; more are as good."""
+    """The number of last tokens of a response that are compared with text; longer agreement counts as this much."""
     most_places: int = 64
-    """Places in text that are looked at, and followed, at once."""
+    """The most places in text that are compared, and then followed, at once."""
 
     # What is kept from one training step to the next, and how idle time is shared out.
     kept_on_refit: float = 0.1
-    """Weight that observations of accepted tokens keep at a refit."""
+    """The factor on the weight of observations of accepted tokens at every refit."""
     least_share: float = 0.1
-    """Share of idle time for each use at least, so that both keep being measured."""
+    """The least share of idle time for either use, so that both keep being measured."""
     share_memory: float = 0.5
-    """Weight of earlier steps in what each use of idle time brings, and in how long a bubble is expected to be."""
+    """The weight of earlier steps in the running means of each use's gain and of a bubble's length."""
     debt_memory: float = 0.8
-    """Weight of earlier bubbles' seconds of each use, in every step: what was too short once is made up for."""
+    """The factor, at every step, on the seconds that each use had in earlier bubbles. They count so that a use that got
+    less than its share gets more later."""
     least_period: float = 0.2
-    """Seconds of idle time that are shared out at least."""
+    """The shortest period, in seconds, over which idle time is shared out."""

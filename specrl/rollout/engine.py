@@ -84,9 +84,9 @@ class Engine:
             config: The configuration, of which the model, engine, speculation and precision sections are read.
             seed: The seed of vLLM's own generators and of the controller; no response depends on it.
             speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
-            recipe: What `precision` means for this policy; without one everything is computed in `model.dtype`.
-            overrides: vLLM engine arguments that replace the project's.
-            control: the constants that steer drafting, for a benchmark that varies them; None for the project's.
+            recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
+            overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
+            control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
         Raises:
             ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
@@ -117,7 +117,7 @@ class Engine:
         self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
         self._stopped = False
         self.version = 0
-        """The version of the weights that it holds, as given to `refit`."""
+        """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
         self.set_k(None if config.speculation.adaptive else self.longest_k)
         self.self_test()
 
@@ -143,16 +143,15 @@ class Engine:
         """Answer all requests.
 
         Args:
-            requests: The requests. They are answered in any order, in batches of the engine's choice, and neither
-                changes a token.
+            requests: The requests. The engine chooses their order and the batches; neither changes a token.
             on_progress: A function that is called as `on_progress(finished, total)` whenever some finish.
             on_iteration: A function that is called after every iteration that leaves requests unfinished.
             stop: A function that is asked after every such iteration. Once it returns true, unfinished responses are
                 returned with the tokens that they have and `finish_reason = "abort"`. The ranks of a tensor-parallel
                 engine take the first one's answer, which costs a broadcast per iteration.
-            recall: Whether to draft from responses that were asked for with `recall` before, and to remember these.
-                This is for rollouts: requests that are made again and again, as probes are, would be found in them word
-                for word.
+            recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these
+                responses. It is meant for rollouts: a probe, which repeats the same requests, would find its own
+                earlier responses, word for word.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
@@ -193,10 +192,14 @@ class Engine:
 
         For a method whose drafts are vLLM's, `k` is their length: text beside them keeps its own, `replay_k`, but
         `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
+        After `stop_speculating` the engine stays at 0.
+
+        Raises:
+            ValueError: `k` is negative or above `longest_k`.
         """
         limit = self.longest_k
         if k is not None and not 0 <= k <= limit:
-            raise ValueError(f"k = {k} is outside 0 to {limit}, the k this engine was started with")
+            raise ValueError(f"k = {k} is outside 0 to {limit}, the longest draft that this engine was started for")
         k = 0 if self._stopped else k
         self.k = k
         if self._drafting is not None:
@@ -215,8 +218,8 @@ class Engine:
         """Replace the stored text, for methods with replay.
 
         Args:
-            texts: Responses by prompt, the preferred first.
-            seeds: The seeds that they were sampled with, in the same order, where they are known: a request follows the
+            texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
+            seeds: The seeds that they were sampled with, in the same order, where they are known. A request follows the
                 text of its own seed before all others.
 
         Raises:
@@ -227,7 +230,10 @@ class Engine:
         self._stored.store(texts, seeds)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
-        """Return how many responses to its prompt are stored, and how many tokens the one of its own seed has."""
+        """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
+
+        Either number is 0 where there is none.
+        """
         return self._stored.index.stored(request.prompt_tokens, request.seed) if self._stored is not None else (0, 0)
 
     @property
@@ -236,7 +242,7 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine was started with a draft source, and not told to stop drafting."""
+        """Whether the engine was started with a draft source and has not been told to stop drafting."""
         return self._drafting is not None and not self._stopped
 
     @property
@@ -264,12 +270,12 @@ class Engine:
         return Recorder(self._runner)
 
     def observe_drafts(self, k: int) -> DraftObserver:
-        """Return a context manager that records the drafter's proposals after every token, and verifies none."""
+        """Return a context manager that records drafts of `k` tokens after every token and verifies none."""
         assert self._drafting is not None and self.max_k, "no drafter"
         return DraftObserver(self._drafting, k)
 
     def control_with(self, controller: Controller) -> None:
-        """Let another controller choose how far to draft while no k is set."""
+        """Let another controller choose how far to draft while no `k` is set."""
         assert self._drafting is not None, "an engine that does not draft"
         self._drafting.controller = controller
 
@@ -279,11 +285,11 @@ class Engine:
 
     @property
     def mode(self) -> Mode:
-        """How the policy inside computes FP8; `off` if no layer does."""
+        """How the policy's layers compute FP8; `off` if none does."""
         return self.precision.mode(self._vllm.policy)
 
     def assert_quantised(self) -> None:
-        """Check, after a generation, that an FP8 engine has quantised all weights it was given, and activations.
+        """Check, after a generation, that an FP8 engine has quantised activations and all weights that it was given.
 
         Raises:
             NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
@@ -299,8 +305,14 @@ class Engine:
     ) -> float:
         """Load new weights in place, by their on-disk names, and drop cached prefixes; return the seconds it took.
 
-        FP8 weights are quantised as they arrive, and new scales of an FP8 KV cache come with them. A tensor is read
-        until the fused layer that it belongs to is complete; the caller must not overwrite it before.
+        FP8 weights are quantised as they arrive. A tensor may still be read until the fused layer that it belongs to is
+        complete, and must not be overwritten before.
+
+        Args:
+            policy_weights: All tensors of the policy.
+            drafter_weights: All tensors of the drafter; None leaves the drafter as it is.
+            version: The version that the engine holds from now on.
+            kv_scales: New scales of an FP8 KV cache; None keeps the old ones.
 
         Raises:
             RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
@@ -318,7 +330,7 @@ class Engine:
         return time.perf_counter() - started
 
     def refit_drafter(self, weights: Weights) -> None:
-        """Load the drafter alone, beside the policy as it is; errors are those of `refit`."""
+        """Load the drafter alone; the policy stays as it is. Errors are those of `refit`."""
         self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self.controller is not None:
@@ -328,13 +340,13 @@ class Engine:
     def cannot_verify(self) -> str | None:
         """The reason why `verify_policy` cannot judge this engine's weights; None if it can."""
         if not self.is_whole:
-            return f"engine.tensor_parallel = {self.config.engine.tensor_parallel} splits them over ranks"
+            return f"engine.tensor_parallel = {self.config.engine.tensor_parallel} splits the weights over ranks"
         if self.mode == "native":
-            return 'precision.generation = "fp8" rounds them on a GPU'
+            return 'precision.generation = "fp8" rounds the weights on a GPU'
         return None
 
     def verify_policy(self, weights: Weights) -> None:
-        """Compare the policy inside the engine with the trainer's tensors, one by one; slower than the parity probe.
+        """Compare the policy inside the engine with the trainer's tensors, one by one; this takes longer than a probe.
 
         Raises:
             PolicyParityError: Tensors differ; it names them.
@@ -349,17 +361,20 @@ class Engine:
             DrafterCollapseError: Tensors differ; it names them.
         """
         if self._drafter is None:
-            raise RefitError("there is a drafter to compare with, but the engine has none")
+            raise RefitError("the trainer has a drafter to compare with, but the engine has none")
         assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Return the log-probs of each sequence but its first token, at temperature 1 and without cached prefixes.
+        """Return, for each sequence, the log-probs of its tokens but the first, in nats, at temperature 1.
+
+        All of them are computed anew, without cached prefixes.
 
         Raises:
             ValueError: A sequence is longer than `model.max_length`.
         """
         if any(len(tokens) > self.max_length for tokens in sequences):
-            raise ValueError(f"a sequence is longer than model.max_length = {self.max_length}")
+            longest = max(len(tokens) for tokens in sequences)
+            raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
         params = scoring_params()
         added = enumerate(self._vllm.add(tokens, params) for tokens in sequences)
         running = {name: (index, internal) for index, (name, internal) in added}
@@ -393,7 +408,7 @@ class Engine:
             if self.replays:
                 self.set_replay({})
         self.set_k(k)
-        # Tokens were put into cached blocks that the crafted drafts, not the model's inputs, name.
+        # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self._vllm.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check_logprobs(case, response.tokens, response.logprobs)
@@ -408,11 +423,11 @@ class Engine:
         self._vllm.sleep()
 
     def wake(self) -> None:
-        """Take the memory again, before a refit. An engine that is awake stays so."""
+        """Take the memory again, for a refit to fill. On an engine that is awake this does nothing."""
         self._vllm.wake()
 
     def shutdown(self) -> None:
-        """Free the engine; the process group stays."""
+        """Free the engine; the default process group stays."""
         self._vllm.stop()
 
     def _abort(self, internal: Iterable[str]) -> None:
@@ -422,7 +437,7 @@ class Engine:
             self._sampler.records.pop(name, None)
 
     def _response(self, internal: str, tokens: list[int], finish_reason: str) -> Response:
-        """Make the response to a request and take its record out; a request that was never worked on has none."""
+        """Return the response to a request, and remove its record; a request that was never worked on has no record."""
         if self._drafting is not None:
             self._drafting.remember(tokens)
         record = self._sampler.records.pop(internal, None)
@@ -430,7 +445,7 @@ class Engine:
         if record is None:
             assert not tokens
             return Response([], [], "", finish_reason, 0, 0, 0, started_at=now, finished_at=now)
-        # Tokens accepted past the end of a response were picked too, and are cut off.
+        # Tokens that were accepted past the end of the response have log-probs as well, which are cut off.
         assert len(record.logprobs) >= len(tokens)
         return Response(
             tokens,

@@ -1,4 +1,4 @@
-"""Errors for what can be wrong with an engine after a refit."""
+"""Errors that are raised when an engine is found wrong after a refit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Exactness on the real policy, as `validate` tests it: distribution of first tokens, and plain against speculative.
+"""Tests of exactness on the real policy, which `validate` runs.
 
-All of it goes through the engine that made the rollouts, at the run's own sampling settings.
+The distribution of the first tokens is tested, and speculative responses are compared with plain ones, in an engine
+like the one that made the rollouts, at the run's own sampling settings.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combine
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
 HIGH_TEMPERATURE = 2.0
-"""The factor on the temperature of every second prompt of the chi-squared test: a trained policy is so sure of its
-first tokens that at its own temperature the test may have nothing to tell apart."""
+"""The factor on the temperature of every second prompt of the chi-squared test. A trained policy may be so sure of its
+first tokens that at the run's own temperature the test has nothing to tell apart."""
 HIGH_TEMPERATURE_TOP_P = 0.95
 """The `top_p` of these prompts."""
 P_VALUE = 1e-6
-"""The p-value below which the chi-squared gate fails; a run of an exact engine fails this often."""
+"""The p-value below which the chi-squared gate fails. An exact engine fails it in about one run of a million."""
 FIRST_TOKENS = 4
-"""Tokens of a response that the chi-squared test looks at; the first is never drafted, the others are."""
+"""The number of a response's first tokens that the chi-squared test looks at; all but the very first are drafted."""
 SMALL_BATCH = 4
-"""A batch size of plain decoding that rounding noise is measured with, on the first `NOISE_REQUESTS`; the other has as
-many rows as the verification of drafts."""
+"""The smaller of the two batch sizes by which the noise of plain decoding is measured; the larger one has as many rows
+as the verification of drafts."""
 NOISE_REQUESTS = 8
+"""The number of requests on which that noise is measured."""
 Tokens = tuple[int, ...]
 
 
 class ExactnessError(RuntimeError):
-    """Speculation changed what is sampled: the rollouts are not the policy's."""
+    """Speculation changed what is sampled; the rollouts are not the policy's."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Parity:
     noise: Noise
 
     def counts(self, *, greedy: bool) -> ParityCounts:
-        """Return the figures of a result. Greedy responses have another limit for near-ties than sampled ones."""
+        """Return the figures for a result file, with the limit on near-ties of greedy or of sampled responses."""
         return ParityCounts(
             num_responses=self.comparison.num_responses,
             num_tokens=self.comparison.num_tokens,
@@ -57,15 +59,20 @@ class Parity:
 
 @dataclass(frozen=True)
 class Exactness:
+    """What was measured, and the gates that it must pass."""
+
     first_tokens: ChiSquared | None
-    """The chi-squared test; None for greedy runs, which leave nothing to chance."""
+    """The chi-squared test of the first tokens; None for greedy runs, which leave nothing to chance."""
     drafts: SpeculationStats
     """What became of the drafts while first tokens were sampled: the test says nothing about drafts unless some were
     accepted and some rejected."""
     sampled: Parity
+    """Responses at the run's own sampling settings; these are greedy too if its temperature is 0."""
     greedy: Parity
+    """Greedy responses to the same prompts."""
 
     def result(self) -> ExactnessResult:
+        """Return the figures for the result file of `validate`."""
         test = self.first_tokens
         return ExactnessResult(
             chi_squared=test.statistic if test else None,
@@ -101,10 +108,11 @@ class Exactness:
                 f"{test.num_samples} samples"
             )
         for name, parity in (("sampled", self.sampled), ("greedy", self.greedy)):
-            if parity.comparison.num_unexplained:
+            if number := parity.comparison.num_unexplained:
+                limits = [parity.noise.limit(greedy=greedy) for greedy in (False, True)]
                 raise ExactnessError(
-                    f"{parity.comparison.num_unexplained} {name} responses differ with speculation by more than the "
-                    f"noise of batch shapes ({parity.noise.cdf:.1e} of the CDF, {parity.noise.gap:.1e} nats)"
+                    f"speculation changed {name} responses: near-ties do not explain {number} tokens; their limits "
+                    f"are {limits[0]:.1e} of the CDF for sampled and {limits[1]:.1e} nats for greedy responses"
                 )
 
 
@@ -112,8 +120,9 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
     """Compare speculative generation, with drafts of up to `k` tokens, with plain generation.
 
     Args:
-        requests: Held-out prompts at the run's settings, which are generated both ways.
-        first: Requests whose first tokens are tested, several of each prompt, each with a seed of its own.
+        requests: Requests for held-out prompts at the run's settings; they are answered both ways.
+        first: Requests whose first tokens are tested, many for each prompt, each with a seed of its own.
+        k: The longest draft, in tokens.
     """
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
     stochastic = any(request.temperature > 0 for request in first)
@@ -136,7 +145,12 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
-    """Measure how far plain decoding differs between batch sizes, one of them as large as verifying `requests`."""
+    """Measure how far plain decoding differs between batch sizes, up to one with as many rows as verifying `requests`.
+
+    Args:
+        plain: What plain decoding of `requests` in one batch picked.
+        k: The longest draft, in tokens.
+    """
     few = requests[:NOISE_REQUESTS]
     small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
     rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
@@ -151,8 +165,11 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
 def texts_to_replay(
     engine: Engine, requests: list[Request], plain: list[Trace], first: list[Request]
 ) -> dict[Tokens, list[list[int]]]:
-    """Return text to replay, by prompt: what plain decoding gave, for every second prompt with one wrong token, and one
-    plain sample for each prompt of `first`."""
+    """Return text to replay, by prompt.
+
+    For `requests` it is what plain decoding gave, with one wrong token for every second prompt; for each prompt of
+    `first` it is one plain sample.
+    """
     texts: dict[Tokens, list[list[int]]] = {}
     for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
         text = [trace[position].token for position in sorted(trace)]
@@ -167,13 +184,13 @@ def texts_to_replay(
 
 
 def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
-    """Generate plainly and speculatively in the same batches, all prompts prefilled anew each time, and compare."""
+    """Compare plain with speculative generation of the same batch, each with all prompts prefilled anew."""
     plain, speculative = (traces(engine, requests, len(requests), length) for length in (0, k))
     return Parity(compare(plain, speculative, noise), noise)
 
 
 def at_high_temperature(requests: list[Request]) -> list[Request]:
-    """Return the requests, those of every second prompt at a high temperature."""
+    """Return the requests, with a higher temperature for those of every second prompt."""
     prompts = list(dict.fromkeys(tuple(request.prompt_tokens) for request in requests))
     return [
         replace(request, temperature=HIGH_TEMPERATURE * request.temperature, top_p=HIGH_TEMPERATURE_TOP_P)
@@ -184,14 +201,14 @@ def at_high_temperature(requests: list[Request]) -> list[Request]:
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:
-    """Return what was picked for each request, generated `batch` at a time with drafts of up to `k` tokens."""
+    """Answer requests, `batch` at a time with drafts of up to `k` tokens; return what was picked for each."""
     engine.reset_prefix_cache()
     engine.set_k(k)
     with engine.recorder() as recorder:
         parts = [engine.generate(requests[i : i + batch]).responses for i in range(0, len(requests), batch)]
     responses = [response for part in parts for response in part]
     return [
-        # Tokens accepted past the end of a response were picked as well.
+        # Tokens that were accepted past the end of a response were recorded as well.
         {
             position: pick
             for position, pick in recorder.traces[request.seed].items()
@@ -208,7 +225,7 @@ def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[
         The chi-squared test of all prompts together, and what became of the drafts.
     """
     engine.set_k(k)
-    # The last token of a response comes without a draft: one more than is looked at.
+    # The last token of a response is never drafted, so one more is generated than the test looks at.
     generation = engine.generate([replace(request, max_tokens=FIRST_TOKENS + 1) for request in requests])
     samples: dict[Tokens, list[Tokens]] = {}
     kinds: dict[Tokens, Request] = {}
@@ -227,7 +244,11 @@ def first_tokens_test(engine: Engine, requests: list[Request], k: int) -> tuple[
 
 
 def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> dict[Tokens, float]:
-    """Return the probabilities of the likely beginnings of a response, measured by plain prefills."""
+    """Return the probabilities of beginnings of a response, measured by plain prefills.
+
+    These are the beginnings of `FIRST_TOKENS` tokens, and shorter ones that end with a stop token, that are expected at
+    least once in `num_samples`.
+    """
     least = 1.0 / num_samples
     level: dict[Tokens, float] = {(): 1.0}
     ended: dict[Tokens, float] = {}
@@ -245,7 +266,7 @@ def exact_probabilities(engine: Engine, request: Request, num_samples: int) -> d
 
 
 def next_token_distributions(engine: Engine, request: Request, prefixes: Sequence[Tokens]) -> list[dict[int, float]]:
-    """Return, for each prefix, the likely next tokens after the request's prompt and it, with their probabilities."""
+    """Return the probabilities of likely next tokens after the request's prompt and each of the prefixes."""
     asked = [
         replace(request, prompt_tokens=[*request.prompt_tokens, *prefix], seed=seed, max_tokens=1)
         for seed, prefix in enumerate(prefixes)

@@ -15,8 +15,10 @@ def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int | N
     so that a machine that slows down or speeds up favours neither.
 
     Args:
-        k: the draft length; with None the controller chooses, and what it has yet to learn it learns on measured time.
-            The engine is left with this setting.
+        batch: The number of requests that are handed to the engine at a time.
+        k: The draft length; None lets the controller choose, and counts the time in which it is still learning. The
+            engine is left with this setting.
+        repeats: The number of generations of each kind.
     """
     runs: dict[int | None, list[list[Generation]]] = {0: [], k: []}
     for repeat in range(repeats):

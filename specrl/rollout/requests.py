@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 
 MIN_TEMPERATURE = 0.01
-"""The lowest temperature but 0; vLLM raises lower ones to this."""
+"""The lowest temperature above 0; vLLM would raise lower ones to this."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one response. What the sampler cannot honour exactly, such as min_p, cannot be asked for."""
+    """A request for one response. It has no setting that the sampler cannot honour exactly, such as min_p."""
 
     prompt_tokens: list[int]
     seed: int
-    """A number in [0, 2^63), which decides with the position the random number of each token."""
+    """A number in [0, 2^63); together with the position it decides the random number of each token."""
     max_tokens: int
     temperature: float
-    """0 means greedy."""
+    """The temperature, 0 for greedy decoding, otherwise at least `MIN_TEMPERATURE`."""
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
@@ -36,28 +36,28 @@ class Request:
         if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
             raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"top_p = {self.top_p} must be in (0, 1] and top_k = {self.top_k} not negative")
+            raise ValueError(f"top_p = {self.top_p} must be in (0, 1], and top_k = {self.top_k} must not be negative")
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response. Its tokens include the stop token, its text does not."""
+    """A response. Its tokens include the stop token; its text leaves out special tokens."""
 
     tokens: list[int]
     logprobs: list[float]
-    """The log-prob of each token under the distribution that it was sampled from."""
+    """The log-prob of each token, in nats, under the distribution that it was sampled from; 0 for greedy decoding."""
     text: str
     finish_reason: str
-    """`stop` at an end token, `length` at max_tokens or the end of the context, `abort` if the caller stopped it."""
+    """`stop` after a stop token, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
     started_at: float
-    """The end of the first iteration that worked on its prompt, in Unix seconds."""
+    """The end of the first iteration that worked on the prompt, in Unix seconds."""
     finished_at: float
-    """The end of its last iteration, in Unix seconds."""
+    """The end of the last iteration that worked on the response, in Unix seconds."""
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
-    """What became of its drafts, by their source."""
+    """Counters of its drafts, by the name of their source."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,14 @@ class Generation:
     responses: list[Response]
     """The responses, in the order of the requests."""
     stats: SpeculationStats
+    """Counters of the drafts and decoding steps of this generation."""
     seconds: float
+    """The wall time of the whole generation."""
     num_tokens: int
+    """The number of tokens of all responses together."""
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:
-    """Return the seed of one response, 63 bits: a pure function, so that a step can be repeated."""
+    """Return the 63-bit seed of one response, a pure function of the arguments, so that a step can be repeated."""
     words = b"".join(value.to_bytes(8, "little") for value in (run_seed, step, prompt_id, sample))
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1

@@ -11,7 +11,7 @@ from scipy import stats
 
 Cell = TypeVar("Cell", bound=Hashable)
 MIN_EXPECTED = 5.0
-"""Cells that are expected less often than this are pooled."""
+"""The expected count below which a cell is pooled with others."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class ChiSquared:
 
     @property
     def p_value(self) -> float:
-        """The upper tail of the chi-squared distribution; 1 if there was nothing to choose between."""
+        """The probability of a statistic at least as large under the null hypothesis; 1 if there was only one cell."""
         return float(stats.chi2.sf(self.statistic, self.degrees_of_freedom)) if self.degrees_of_freedom else 1.0
 
 
 def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSquared:
-    """Test samples of one distribution.
+    """Test whether samples follow a distribution.
 
     Args:
-        samples: What was drawn.
-        exact: Probabilities, in any part of the distribution; what they leave out of the mass of 1 is one pooled cell.
+        samples: The cells that were drawn, one for each sample.
+        exact: The probabilities of some cells or all. Rare cells and those left out are pooled into one.
     """
     total, counts = len(samples), Counter(samples)
     cells = [cell for cell, probability in exact.items() if probability * total >= MIN_EXPECTED]
@@ -45,7 +45,7 @@ def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSqua
     if rest_expected >= MIN_EXPECTED or not cells:
         expected, observed = [*expected, rest_expected], [*observed, rest_observed]
     else:
-        # Too few for a cell of their own: into the cell expected least often.
+        # The rest is too rare for a cell of its own: it joins the cell that is expected least often.
         smallest = expected.index(min(expected))
         expected[smallest] += rest_expected
         observed[smallest] += rest_observed

@@ -20,19 +20,20 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Logits worked on at once: in FP32 2 MiB on a CPU, which its caches hold, 256 MiB on a GPU."""
+"""The number of logits worked on at once: in FP32, 2 MiB on a CPU, which fit its caches, and 256 MiB on a GPU."""
 COMMON_TOTAL = (1e-10, 1e30)
-"""Sums of exp(logit) between which FP32 needs no shift by the largest logit: the pass over the vocabulary is saved."""
+"""The range of sums of exp(logit) for which FP32 needs no shift by the largest logit. Within it the pass over the
+vocabulary that finds the largest logit is saved."""
 
 JUST_BELOW = 1 - 2.0**-52
-"""Times an FP64 number: a smaller one, by a unit in its last place or two."""
+"""The factor that makes an FP64 number smaller by one or two units in its last place."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
+    """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
 
-    Counter and key words are in [0, 2^32), so are the four results. A product of two words overflows int64 at most into
-    the sign; its 64 bits stay right, and masking after the shift takes the sign away.
+    The words of counter and key are in [0, 2^32), and so are the four results. A product of two words may overflow
+    int64 into the sign bit; its 64 bits stay right, and masking after the shift removes the copies of the sign.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -49,11 +50,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """u(seed, position) in [0, 1), FP64, the same bits on every device.
+    """Return u(seed, position) in [0, 1), FP64, with the same bits on every device.
 
-    `seeds` (63 bit) and `positions` (absolute position of the token in its sequence) are int64 and broadcast against
-    each other. Key: low and high word of the seed; counter: (position, 0, 0, 0); the first two words of the result
-    make 64 bits, low word first, of which the upper 53 are the uniform, as NumPy makes doubles.
+    The key is the low and the high word of the seed, the counter is (position, 0, 0, 0). The first two words of the
+    result make 64 bits, low word first, of which the upper 53 become the uniform, as NumPy makes doubles.
+
+    Args:
+        seeds: int64, in [0, 2^63).
+        positions: int64, the position of each token in its sequence, prompt included; it broadcasts against `seeds`.
     """
     zero = torch.zeros_like(positions)
     low, high, _, _ = philox((positions & LOW_32, zero, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
@@ -71,14 +75,14 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         u: [rows] FP64 in [0, 1), on the logits' device.
 
     Returns:
-        Tokens [rows] int64 and their log-probs [rows] FP32 under the distribution sampled from (0 where greedy), on
-        the logits' device.
+        Tokens [rows] int64 and their log-probs [rows] FP32 under the distribution that was sampled from (0 where
+            greedy), on the logits' device.
     """
     is_greedy = temperature.numpy() == 0
     if is_greedy.all():
         return most_likely(logits), torch.zeros(logits.shape[0], device=logits.device)
     tokens, logprobs, totals = _draw(logits, temperature, top_k, top_p, u, None)
-    least, most = torch.aminmax(totals)  # not a number where any of them is not
+    least, most = torch.aminmax(totals)  # both are NaN if any of them is
     if not (least.item() > COMMON_TOTAL[0] and most.item() < COMMON_TOTAL[1]):
         rows = ((totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])).logical_not_().nonzero()[:, 0]
         own = rows.to(temperature.device)
@@ -93,11 +97,11 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """What `pick` picks from: processed probabilities [rows, vocab] FP32, times a factor that makes a row's largest 1.
+    """Return the probabilities that `pick` picks by, [rows, vocab] FP32, scaled so that the largest of a row is 1.
 
-    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k left. Both keep every token at least
-    as probable as the last one inside, so tokens tied with it stay: the set depends on the row's values, not on a
-    sort's order. Arguments as of `pick`.
+    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k has left. Both keep every token that
+    is at least as probable as the last one inside, ties included: the set depends on the row's values, not on the order
+    of a sort. The arguments are those of `pick`.
     """
     divisors = _divisors(temperature, logits.device)
     found = _exponentials(logits, divisors, _largest(logits, divisors))
@@ -105,7 +109,10 @@ def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """The first of each row's largest logits [rows]. On CPUs torch's own argmax over a vocabulary is not vectorised."""
+    """Return the token [rows] int64 of each row's largest logit, the first one at a tie.
+
+    On CPUs torch's own argmax over a vocabulary is not vectorised; this one is faster.
+    """
     rows, vocab = logits.shape
     if vocab % BLOCK:
         return logits.argmax(-1)
@@ -116,11 +123,11 @@ def most_likely(logits: Tensor) -> Tensor:
 def _draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, log-probs and sums of exp(logit - shift) [rows]; every row is sampled, greedy ones at temperature 1.
+    """Return tokens, log-probs and sums of exp(logit - shift), each [rows]; greedy rows are sampled at temperature 1.
 
-    Two levels instead of a cumulative sum over the vocabulary: which block, then which token in it. The block sums are
-    FP32 over 64 values (relative error below 2^-21), everything after is FP64. No token of probability 0 is picked.
-    The exponentials of the block are computed once more: keeping all of them would take memory that is slower.
+    Instead of a cumulative sum over the vocabulary there are two levels: first the block, then the token in it. Block
+    sums are FP32 over 64 values (relative error below 2^-21), everything after them is FP64. No token of probability 0
+    is picked. The exponentials of the block are computed a second time, because keeping all of them would be slower.
     """
     rows, vocab = logits.shape
     divisors, limited = _divisors(temperature, logits.device), _are_limited(top_k, top_p)
@@ -149,7 +156,7 @@ def _draw(
 
 
 def _exponentials(logits: Tensor, divisors: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """exp(logits / divisors - shift), FP32, a value at a time: the same bits wherever a value stands."""
+    """Return exp(logits / divisors - shift), FP32, value by value: the bits do not depend on where a value stands."""
     scaled = logits.to(torch.float32, copy=True) if out is None else out.copy_(logits)
     if divisors is not None:
         scaled.div_(divisors)
@@ -159,14 +166,14 @@ def _exponentials(logits: Tensor, divisors: Tensor | None, shift: Tensor | None,
 
 
 def _largest(logits: Tensor, divisors: Tensor | None) -> Tensor:
-    """Largest scaled logit, FP32 [rows, 1]."""
+    """Return the largest scaled logit of each row, FP32 [rows, 1]."""
     largest = logits.amax(-1, keepdim=True).float()
     return largest if divisors is None else largest / divisors
 
 
 def _divisors(temperature: Tensor, device: torch.device) -> Tensor | None:
-    """Temperatures FP32 [rows, 1], 1 where greedy; none if all are 1."""
-    values = temperature.numpy()  # without torch's overhead per operation, as below
+    """Return the temperatures, FP32 [rows, 1], with 1 for greedy rows; None if all are 1."""
+    values = temperature.numpy()  # NumPy, here and below, avoids torch's overhead per operation
     if not ((values != 1) & (values != 0)).any():
         return None
     return torch.where(temperature == 0, torch.ones_like(temperature), temperature).to(device)[:, None]
@@ -181,7 +188,7 @@ def _rows(values: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:
-    """The logits [rows, BLOCK] of one `block` [rows, 1] of each row; -inf beyond the vocabulary."""
+    """Return the logits [rows, BLOCK] of one `block` [rows, 1] of each row, -inf beyond the vocabulary."""
     vocab = logits.shape[1]
     index = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     if vocab % BLOCK == 0:
@@ -190,7 +197,11 @@ def _block(logits: Tensor, block: Tensor) -> Tensor:
 
 
 def _workspace(device: torch.device, elements: int) -> Tensor:
-    """Memory to work in; kept on a CPU, where fresh pages cost more than the work, and by a GPU's own allocator."""
+    """Return FP32 memory to work in, [elements].
+
+    On a CPU it is kept for the next call, because fresh pages cost more than the work itself; on a GPU torch's
+    allocator keeps it.
+    """
     return _cpu_workspace(elements) if device.type == "cpu" else torch.empty(elements, device=device)
 
 
@@ -200,13 +211,13 @@ def _cpu_workspace(elements: int) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Which value [rows, 1] takes the sum above the target.
+    """Return the index [rows, 1] int64 of the first value of each row with which the sum exceeds the target.
 
-    Rounding may put the target at or above the last sum; it is held just below, so that the value exists and is
-    positive. It is any of those of a row that sums up to zero or overflows, which is drawn again.
+    Rounding may put the target at or above the last sum; it is then taken to be just below, so that such a value exists
+    and is positive. For a row whose sum is zero or overflows the index is arbitrary; `pick` draws such a row again.
 
     Args:
-        cumulative: FP64 [rows, n], sums of a row's first 1, 2, ..., n values.
+        cumulative: FP64 [rows, n], the sums of a row's first 1, 2, ..., n values.
         target: FP64 [rows, 1].
     """
     target = torch.minimum(target, cumulative[:, -1:] * JUST_BELOW)

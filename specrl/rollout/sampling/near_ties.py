@@ -1,4 +1,4 @@
-"""Two generations of the same requests compared: what differs, and whether rounding alone explains it.
+"""Compare two generations of the same requests: what differs, and whether rounding alone explains it.
 
 Under drafter-invariant sampling the same seed gives the same token unless the two engines' iterations rounded the
 policy's distribution differently: a batch's shape decides in which order a kernel adds. Such a difference is a
@@ -12,22 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 FLOOR = 1e-6
-"""Smallest noise assumed, in CDF units and in nats: FP32 sums of a thousand terms round this far."""
+"""The smallest noise that is assumed, of the CDF and in nats: FP32 sums of a thousand terms round this far."""
 BF16_CDF, BF16_GAP = 2.0**-6, 2.0**-3
-"""The same where logits are BF16: those from 16 to 32 are 1/8 apart, and one step of one logit moves the CDF by up to
-p (1 - p) / 8. Two shapes may well be rounded alike wherever they are compared, and a third differently."""
+"""The smallest noise that is assumed where logits are BF16, of the CDF and in nats: BF16 numbers from 16 to 32 are 1/8
+apart, and one step of one logit moves the CDF by up to p (1 - p) / 8, at most 1/32. Two batch shapes may round alike
+wherever they are compared, and a third one differently."""
 HOLDS = 1e-5
-"""How far u may lie outside of the picked token's step, which the sampler summed up in another order."""
+"""How far u may lie outside of the recorded step of its token; the sampler sums in another order than the recorder."""
 ALLOWANCE = 2.0
-"""Times the largest movement measured: the largest of a sample is below the largest there is."""
+"""The factor on the largest movement that was measured, because a sample rarely holds the largest one there is."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One token as it was picked, and how far the pick was from another.
+    """One token as it was picked, and what tells how near another one was.
 
     `lower` and `upper` are the edges of the token's step in the CDF, renormalised over what top-k and top-p leave;
-    `gap` is the best log-prob less the second best at temperature 1, nats.
+    `gap` is the largest log-prob minus the second largest, at temperature 1, in nats.
     """
 
     token: int
@@ -39,25 +40,26 @@ class Pick:
 
 
 Trace = Mapping[int, Pick]
-"""Picks of one response by position in its sequence."""
+"""The picks of one response, by position in its sequence, prompt included."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far two shapes of plain decoding disagree where they picked the same token after the same tokens."""
+    """How far plain decoding in two batch shapes disagrees where both picked the same token after the same tokens."""
 
     cdf: float
-    """Largest movement of an edge of a picked token's step."""
+    """The largest movement of an edge of a picked token's step in the CDF."""
     gap: float
-    """Largest movement of the distance of the two best log-probs, nats."""
+    """The largest change of the distance between the two largest log-probs, in nats."""
     num_tokens: int
+    """The number of tokens that were compared."""
 
     def limit(self, *, greedy: bool) -> float:
         """Return the largest distance of a near-tie: nats for greedy responses, a part of the CDF for sampled ones."""
         return ALLOWANCE * max(self.gap if greedy else self.cdf, FLOOR)
 
     def or_rounding(self, dtype: str) -> Noise:
-        """At least what one step of a logit in `dtype` makes, though this measurement did not meet it."""
+        """Return noise of at least one rounding step of a logit in `dtype`, even if none was measured."""
         if dtype != "bfloat16":
             return self
         return replace(self, cdf=max(self.cdf, BF16_CDF), gap=max(self.gap, BF16_GAP))
@@ -65,7 +67,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a pair of responses parts: the first different token."""
+    """The first token at which two responses to the same request differ."""
 
     request: int
     position: int
@@ -74,14 +76,14 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """What must have moved for both to be right: a step of the CDF by this much, greedy the gap by this much."""
+        """How far the CDF, or for greedy picks the gap in nats, must have moved if both picks are right."""
         if self.left.greedy:
             return max(self.left.gap, self.right.gap)
         first, second = sorted((self.left, self.right), key=lambda pick: pick.token)
         return max(0.0, first.upper - second.lower)
 
     def explained(self, noise: Noise) -> bool:
-        """A near-tie: each token is what its own distribution gives at u, and the two differ by no more than noise."""
+        """Return whether this is a near-tie: both tokens are right at u, and the distance is within the limit."""
         is_near = self.distance <= noise.limit(greedy=self.left.greedy)
         if self.left.greedy:
             return is_near
@@ -94,22 +96,24 @@ def _holds_u(pick: Pick) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Counts over pairs of responses; tokens after a first difference follow from it and are not compared."""
+    """Counts over pairs of responses. Tokens after a first difference follow from it and are not compared."""
 
     num_responses: int
     num_tokens: int
-    """Compared: common tokens, and first differences."""
+    """The number of compared tokens: equal ones before any difference, and first differences."""
     divergences: tuple[Divergence, ...]
     num_unexplained: int
-    """Of these, no near-ties; and tokens, wherever they are, that are not what their distribution gives at u."""
+    """The number of divergences that are not near-ties, plus that of tokens, anywhere in either response, that are not
+    what their own distribution gives at u."""
 
     @property
     def per_1000_tokens(self) -> float:
+        """The number of divergences per 1000 compared tokens."""
         return 1000 * len(self.divergences) / max(1, self.num_tokens)
 
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
-    """Noise between two generations of the same requests that must both be plain, in batches of other shapes."""
+    """Measure the noise between two plain generations of the same requests in batches of different shapes."""
     cdf = gap = 0.0
     num_tokens = 0
     for a, b in zip(left, right, strict=True):
@@ -122,12 +126,16 @@ def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
 
 
 def worst(first: Noise, second: Noise) -> Noise:
-    """Of two measurements."""
+    """Return the larger noise of two measurements, with the tokens of both."""
     return Noise(max(first.cdf, second.cdf), max(first.gap, second.gap), first.num_tokens + second.num_tokens)
 
 
 def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comparison:
-    """Every first difference between two generations of the same requests, judged by `noise`."""
+    """Find the first difference of every pair of responses to the same request, and judge it by `noise`.
+
+    Raises:
+        ValueError: One response is a proper beginning of the other.
+    """
     divergences, num_tokens = [], 0
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         num_tokens += len(common_positions(a, b))
@@ -141,7 +149,7 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comp
 
 
 def common_positions(left: Trace, right: Trace) -> list[int]:
-    """Positions before the first difference."""
+    """Return the positions before the first difference, in ascending order."""
     common = []
     for position in sorted(left):
         if position not in right or left[position].token != right[position].token:
@@ -151,15 +159,15 @@ def common_positions(left: Trace, right: Trace) -> list[int]:
 
 
 def first_difference(left: Trace, right: Trace) -> int | None:
-    """The first position at which both have a token and it is not the same; none where the responses are equal.
+    """Return the first position at which the two responses have different tokens; None if they are equal.
 
     Raises:
-        ValueError: one is a proper beginning of the other, which no choice of token explains.
+        ValueError: One response is a proper beginning of the other, which no choice of token explains.
     """
     common = common_positions(left, right)
     if len(common) == len(left) == len(right):
         return None
     rest = (set(left) & set(right)).difference(common)
     if not rest:
-        raise ValueError(f"responses of {len(left)} and {len(right)} tokens are equal as far as the shorter goes")
+        raise ValueError(f"responses of {len(left)} and {len(right)} tokens are equal as far as the shorter one goes")
     return min(rest)

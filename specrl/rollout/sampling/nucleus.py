@@ -1,4 +1,4 @@
-"""Top-k and top-p, most rows at once: both are a least probability, and every token below it goes."""
+"""Top-k and top-p for many rows at once: each comes down to a least probability, and tokens below it are dropped."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens per block, by which rows are summed and searched."""
+"""The number of tokens in a block. Rows are summed and searched block by block."""
 RANKS = (128, 1024)
-"""Most probable tokens that are sorted: of all rows, then of those that need more. Only rows that need more still are
-worked on one by one."""
+"""How many of the most probable tokens are sorted: the first number for every row with top-k or top-p, the second for
+rows that this does not settle. Rows that need still more are worked on one by one."""
 TOO_CLOSE = 2.0**-18
-"""A cumulative mass so close to the one asked for, relatively, is left to `least_probability`: FP32 sums over a block,
-in whatever order, are that exact (63 roundings of 2^-24), so that no row depends on what else is in the batch."""
+"""The relative distance of a cumulative mass from the mass asked for within which a row is left to
+`least_probability`. FP32 sums over a block are exact to this (63 roundings of 2^-24) in whatever order they are taken,
+so that the result for a row does not depend on what else is in the batch."""
 
 
 def most_probable(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """`probs` [rows, vocab], of any sum, with zeros below each row's `least_probability`; and these [rows].
+    """Return `probs` with zeros below each row's least probability, [rows, vocab], and the least probabilities [rows].
 
     Args:
+        probs: [rows, vocab] FP32, of any sum.
         top_k: [rows] int64 on the CPU; 0 is all tokens.
         top_p: [rows] FP32 on the CPU; 1 is all tokens.
     """
@@ -33,7 +35,7 @@ def most_probable(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, 
 
 
 def _least_probabilities(probs: Tensor, parts: Tensor, maxima: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`least_probability` [rows] of every row, to the bit; 0 for rows with neither top-k nor top-p."""
+    """Return `least_probability` of every row, [rows], exact to the bit; 0 for rows with neither top-k nor top-p."""
     least = probs.new_zeros(len(probs))
     waiting = torch.nonzero((top_k > 0) | (top_p < 1)).flatten().to(probs.device)
     numbers, shares = top_k.to(probs.device), top_p.to(probs.device)
@@ -52,7 +54,7 @@ def _least_probabilities(probs: Tensor, parts: Tensor, maxima: Tensor, top_k: Te
 
 
 def _highest(parts: Tensor, maxima: Tensor, ranks: int) -> Tensor:
-    """The `ranks` largest values of each row, sorted: they lie in so many blocks with the largest maxima."""
+    """Return the `ranks` largest values of each row, sorted; they lie in the `ranks` blocks with the largest maxima."""
     if ranks < maxima.shape[1]:
         chosen = torch.topk(maxima, ranks, sorted=False).indices
         parts = parts[torch.arange(len(parts), device=parts.device)[:, None], chosen]
@@ -60,17 +62,18 @@ def _highest(parts: Tensor, maxima: Tensor, ranks: int) -> Tensor:
 
 
 def _by_rank(highest: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Least probabilities [rows] as far as the largest values `highest` [rows, ranks] tell, and whether they do.
+    """Return least probabilities [rows], and for which rows [rows] they follow from the largest values alone.
 
     Args:
-        mass: [rows] FP64, of the whole row.
+        highest: [rows, ranks], the largest values of each row in descending order.
+        mass: [rows] FP64, the sum of the whole row.
     """
     ranks = highest.shape[1]
     cumulative = highest.double().cumsum(-1)
     limited, nucleus = (top_k > 0) & (top_k < vocab), top_p < 1
     last = highest.gather(1, (top_k.clamp(1, ranks) - 1)[:, None])  # [rows, 1], the k-th
     kept = (highest >= last).sum(-1, keepdim=True)
-    # Tokens tied with the k-th may go on beyond the ranks; those of probability 0 have no mass.
+    # There may be more tokens tied with the k-th beyond the ranks; those of probability 0 have no mass.
     unknown = (kept[:, 0] == ranks) & (last[:, 0] > 0) if ranks < vocab else torch.zeros_like(limited)
     mass = torch.where(limited, cumulative.gather(1, kept - 1)[:, 0], mass)
     target = (mass * top_p)[:, None]
@@ -82,10 +85,10 @@ def _by_rank(highest: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, vocab:
 
 
 def least_probability(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Least probability [] that top-k and top-p leave in a row `probs` [vocab].
+    """Return the least probability, a scalar tensor, that top-k and top-p leave in a row `probs` [vocab].
 
-    Sorts candidates instead of the vocabulary. Top-k: the k-th largest block maximum is at most the k-th largest value.
-    Top-p: values below (1 - top_p) / n of the mass sum up to less than 1 - top_p of it, so none of them is needed.
+    It sorts candidates instead of the vocabulary. For top-k, the k-th largest block maximum is at most the k-th largest
+    value. For top-p, values below (1 - top_p) / n of the mass sum up to less than 1 - top_p of it, so none is needed.
     """
     if 0 < top_k < probs.shape[0]:
         maxima = blocks(probs[None])[0].amax(-1)
@@ -101,6 +104,6 @@ def least_probability(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def blocks(probs: Tensor) -> Tensor:
-    """[rows, vocab] as [rows, blocks, BLOCK], the last block filled up with zeros."""
+    """Return `probs` [rows, vocab] as [rows, blocks, BLOCK], with the last block filled up with zeros."""
     rest = -probs.shape[1] % BLOCK
     return (torch.nn.functional.pad(probs, (0, rest)) if rest else probs).view(probs.shape[0], -1, BLOCK)

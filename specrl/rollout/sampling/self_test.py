@@ -1,7 +1,7 @@
-"""What a sampler must give for crafted logits: the reference of the engine's start-up test.
+"""The reference of the engine's start-up test: the tokens and log-probs that a right sampler gives for crafted logits.
 
-It shares no code with the sampler that it judges: Python integers instead of tensors for the random numbers, FP64,
-whole sorts and cumulative sums.
+It shares no code with the sampler that it judges. It computes random numbers with Python integers instead of tensors,
+and probabilities in FP64, with sorts and cumulative sums over all tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ NUM_TOKENS = 20
 PERIOD = 3
 """The period with which crafted logits repeat along positions, so that n-gram drafting finds something to propose."""
 SUPPORT = 16
-"""The number of tokens with crafted logits; all others are impossible but for rounding."""
+"""The number of tokens with crafted logits; the others have a probability of about e^-40."""
 ELSEWHERE = -40.0
 """The logit of the other tokens."""
 NEAR_TIE = 1e-6
-"""How far the FP32 softmax may be from the FP64 one, in CDF units."""
+"""How far the FP32 CDF may be from the FP64 one."""
 LOGPROB_TOLERANCE = 1e-3
 """How far a log-prob may be from the reference, in nats."""
 SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8, 0.8), (0.5, 0, 1.0))
-"""Temperature, top-k and top-p of each request."""
+"""The temperature, top-k and top-p of each crafted request."""
 
 
 class SamplerError(RuntimeError):
@@ -53,12 +53,12 @@ def crafted_requests(support: list[int]) -> list[CraftedRequest]:
 
 
 def crafted_logits(position: int) -> list[float]:
-    """Return the logits of the support at a position: eighths, which BF16 represents exactly."""
+    """Return the logits of the support at a position. They are multiples of 1/8, which BF16 represents exactly."""
     return [((37 * token + 61 * (position % PERIOD) + 11 * token * token) % 48) / 8 for token in range(SUPPORT)]
 
 
 def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Return the indices into the support that may be picked: one, or the two beside a near-tie."""
+    """Return the indices into the support that may be picked: one, or those on both sides of a near-tie."""
     kept, cdf, _ = reference_distribution(position, temperature, top_k, top_p)
     u = reference_uniform(seed, position)
     around = [int(np.searchsorted(cdf, value, side="right")) for value in (u - NEAR_TIE, u, u + NEAR_TIE)]
@@ -69,17 +69,17 @@ def check_logprobs(request: CraftedRequest, picks: list[int], logprobs: list[flo
     """Compare the log-probs of a response with the reference.
 
     Args:
-        picks: The response, as indices into the support.
+        picks: The tokens of the response, as indices into the support.
 
     Raises:
-        SamplerError: One is wrong.
+        SamplerError: A log-prob is off by more than `LOGPROB_TOLERANCE`.
     """
     for index, (pick, logprob) in enumerate(zip(picks, logprobs, strict=True)):
         position = len(request.prompt_tokens) + index
         kept, _, probs = reference_distribution(position, request.temperature, request.top_k, request.top_p)
         right = math.log(probs[kept.index(pick)])
         if not abs(logprob - right) <= LOGPROB_TOLERANCE:
-            raise SamplerError(f"the sampler's log-prob of token {index} of a response is {logprob}, not {right}")
+            raise SamplerError(f"the sampler gave token {index} of a response a log-prob of {logprob}, not {right}")
 
 
 def reference_uniform(seed: int, position: int) -> float:
