@@ -1,7 +1,7 @@
-"""Prompts are dealt to engines by expected response length, so that what remains of a bubble is true tail.
+"""Deal prompts to engines by expected response length, so that bubbles come from the unpredictable tail alone.
 
-The expectation is the mean length of the responses to prompts of the same difficulty in the last steps: a function of
-those steps' rollouts alone, so that a restarted run deals as an undisturbed one.
+The expected length is the mean length of the responses to prompts of the same difficulty in the last steps. It is a
+function of those steps' rollouts alone, so that a restarted run deals as an undisturbed one does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = 8
 
 
 class ResponseLengthEstimator:
-    """Expects of a response the mean length of those to prompts of the same difficulty in the last `WINDOW` batches."""
+    """Estimates response lengths, in tokens, by the mean at the prompt's difficulty in the last `WINDOW` batches."""
 
     def __init__(self) -> None:
         self._batches: deque[list[tuple[str, int, int]]] = deque(maxlen=WINDOW)
@@ -32,7 +32,8 @@ class ResponseLengthEstimator:
         """Add one batch.
 
         Args:
-            lengths: (prompt id, response tokens) of each response; responses to other prompts are ignored.
+            prompts: The prompts of the batch.
+            lengths: (prompt id, number of tokens) of each response; responses to other prompts are ignored.
         """
         by_id = {prompt.id: prompt for prompt in prompts}
         known = ((by_id[prompt_id], length) for prompt_id, length in lengths if prompt_id in by_id)
@@ -48,15 +49,18 @@ class ResponseLengthEstimator:
         self._per_prompt_token = response_tokens / prompt_tokens if prompt_tokens else 1.0
 
     def of(self, prompt: Prompt) -> float:
-        """Return tokens; for a difficulty never seen, as many per prompt token as responses have on average."""
+        """Return the expected tokens of a response.
+
+        For a difficulty never seen these are as many per prompt token as all responses have on average.
+        """
         return self._means.get(prompt.difficulty, self._per_prompt_token * len(prompt.tokens))
 
 
 def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: int) -> list[list[Prompt]]:
-    """Return as many prompts for each engine, by expected length.
+    """Return each engine's share of the prompts: equally many, with about equal sums of expected lengths.
 
-    The longest go first, each to the engine with the least to do that has room. A prompt's responses stay together, and
-    within a share the prompts keep the order of `prompts`.
+    The longest are dealt first, each to the engine with the least to do that has room. A prompt's responses stay
+    together, and within a share the prompts keep the order of `prompts`.
     """
     assert len(prompts) % engines == 0
     lengths = [expected.of(prompt) for prompt in prompts]
@@ -65,7 +69,7 @@ def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: 
 
 
 def stored_lengths(folder: Path) -> list[tuple[int, int]]:
-    """Return (prompt id, response tokens) of every rollout below a folder."""
+    """Return (prompt id, number of response tokens) of every rollout below a folder."""
     found: list[tuple[int, int]] = []
     for path in sorted(folder.rglob("rank-*.arrow")):
         with pa.memory_map(str(path)) as source:
@@ -76,5 +80,5 @@ def stored_lengths(folder: Path) -> list[tuple[int, int]]:
 
 
 def piece(left: int, num_ranks: int) -> int:
-    """Return how many of `left` responses an idle rank claims at once: at least one rank is not idle."""
+    """Return how many of the `left` responses an idle rank claims at once; at most `num_ranks - 1` ranks are idle."""
     return -(-left // max(1, num_ranks - 1))

@@ -1,8 +1,8 @@
-"""The time between the end of a rank's own rollouts and the end of the slowest rank's is put to use.
+"""Bubbles: the time from the end of a rank's own rollouts to the end of the slowest rank's is put to use.
 
-Ranks count in the process group's store how many are done. Whatever is done meanwhile ends within one engine iteration
-or one micro-step after the last rank. Nothing of it reaches a rollout: text made here is only ever a draft, and drafts
-decide nothing but the time (invariants 1 and 2). After a restart there is no stored text.
+Ranks count in the process group's store how many are done. Whatever a rank does meanwhile ends within one engine
+iteration or one micro-step after the last rank is done. Nothing of it reaches a rollout: text made here is only ever a
+draft, and drafts decide nothing but the time (invariants 1 and 2). After a restart there is no stored text.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Bubbles:
         """Begin without stored text.
 
         Args:
-            expected: of the lengths of responses, by which pre-generation is ordered.
-            training: trains the drafter, where `bubbles.use` asks for it.
+            expected: The estimator of response lengths; pre-generation begins with the longest.
+            training: The training of the drafter; None unless `bubbles.use` asks for it.
         """
         self._ranks, self._engine = ranks, engine
         self._coordinator: BubbleCoordinator | None = None
@@ -65,11 +65,11 @@ class Bubbles:
         self._share = BubbleShare(settings)
         self._memory = settings.share_memory
         self._expected: float | None = None
-        """Seconds expected of this rank's next bubble."""
+        """The expected length of this rank's next bubble, in seconds; None before the first."""
         self._stored: dict[int, list[PregeneratedText]] = {}
-        """Texts for the next step, by prompt id."""
+        """The texts generated for the next step, by prompt id."""
         self._spent: dict[str, float] = {}
-        """Seconds of all ranks' last bubbles, by use."""
+        """The seconds of each use in the last bubbles of all ranks."""
         self._replays = config.bubbles.pregenerates
         if ranks.world_size == 1 or config.bubbles.use == "none":
             return
@@ -89,24 +89,30 @@ class Bubbles:
             )
 
     def beat(self) -> None:
-        """Tell the other ranks, in every iteration of this rank's own share, that it is alive."""
+        """Tell the other ranks that this one is alive; called in every iteration of its own share."""
         if self._coordinator is not None:
             self._coordinator.beat()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the sharing, by their names in MLflow."""
+        """Return the metrics of sharing idle time by their names in MLflow; empty unless two uses share it."""
         if self._pregeneration is None or self._training is None:
             return {}
         return {"bubble/pregeneration_share": self._share.pregeneration}
 
     def probed(self, acceptance_length: float) -> None:
-        """Take what the guard's probe found of the drafter after a refit."""
+        """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
         self._share.probed(acceptance_length)
 
     def spend(
         self, step: int, started_at: float, generation: Generation, pace: list[tuple[int, int, float]]
     ) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
+
+        Args:
+            step: The step whose rollouts are generated.
+            started_at: The time at which this rank began its own share, in Unix seconds.
+            generation: The generation of its own share.
+            pace: The pace of that generation, `Pace.rows`.
 
         Returns:
             The bubble, and the texts generated in it.
@@ -131,7 +137,13 @@ class Bubbles:
     def close(
         self, bubbles: Sequence[Bubble], texts: Sequence[Sequence[PregeneratedText]], stats: SpeculationStats
     ) -> None:
-        """End the generation of all ranks: learn what the last bubbles were worth, keep the texts of these."""
+        """End the generation of all ranks: learn what the previous bubbles brought, keep the texts of the present ones.
+
+        Args:
+            bubbles: The bubbles of all ranks in this step, in rank order.
+            texts: The texts that each rank generated in its bubble.
+            stats: The counters of this step's drafts, over all engines.
+        """
         if self._spent:
             self._share.learn(self._spent, stats)
         self._spent = by_use([span for bubble in bubbles for span in bubble.spans])
@@ -145,7 +157,7 @@ class Bubbles:
             self._stored.setdefault(text.prompt_id, []).append(text)
 
     def _use(self, step: int) -> tuple[list[Span], int]:
-        """Work until all ranks are done or nothing is left to do; return what was done and the drafter's updates."""
+        """Work until all ranks are done or nothing is left; return the spans and the number of drafter updates."""
         coordinator = self._coordinator
         if coordinator is None:
             return [], 0
@@ -164,7 +176,7 @@ class Bubbles:
         return joined(spans), sum(span.name == SPOT_TRAINING for span in spans)
 
     def _choose(self, left: list[Activity], spans: Sequence[Span]) -> tuple[Activity, float]:
-        """Return what is done next, and for how many seconds at most."""
+        """Return what to do next, and for how many seconds at most."""
         if len(left) == 1:
             return left[0], math.inf
         due = self._share.due(by_use(spans), self._expected)
@@ -173,13 +185,13 @@ class Bubbles:
 
 
 def _after(seconds: float, over: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a function that is true once `over()` is, or so many seconds have passed."""
+    """Return a function that returns true once `over()` does or so many seconds have passed."""
     until = time.monotonic() + seconds
     return lambda: over() or time.monotonic() >= until
 
 
 def by_use(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each use."""
+    """Return the total seconds of the spans of each name."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.ended_at - span.started_at

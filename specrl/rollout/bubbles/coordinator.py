@@ -1,4 +1,4 @@
-"""How ranks tell each other, through the process group's store, that they are done, alive, and what they work on."""
+"""How ranks tell each other through the process group's store that they are done or alive, and divide up work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import piece
 
 POLL_SECONDS = 0.02
-"""How often a waiting rank asks the store whether all are done."""
+"""The least time between two questions of a rank to the store whether all ranks are done."""
 BEAT_SECONDS = 5.0
-"""How often a rank says that it is alive."""
+"""The least time between two signs of life of a rank."""
 STALE_SECONDS = 60.0
-"""After this long without a sign of life nobody waits for a rank any more."""
+"""The time without a sign of life after which no rank waits for this one any more."""
 
 
 class BubbleCoordinator:
     """Counters of one generation after another, in the store that all ranks see.
 
-    All ranks pass through a collective between two generations: then nobody reads the counters of the one before. A
-    rank that dies before it is done would be waited for without end: each says now and then that it is alive.
+    Between two generations all ranks pass through a collective; after it, nobody reads the earlier one's counters. The
+    others would wait without end for a rank that dies, so each rank regularly gives a sign of life.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BubbleCoordinator:
         self._beat_at = 0.0
         self._looked_at = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
-        """The last heartbeat of each rank that is not done, and when it was new here."""
+        """The last heartbeat of each rank that is not done, and the monotonic time at which this rank first saw it."""
 
     def open(self) -> None:
         """Begin a new generation."""
@@ -53,7 +53,7 @@ class BubbleCoordinator:
         self._seen, self._looked_at = {}, 0.0
 
     def beat(self) -> None:
-        """Say that this rank is alive. Call it in every iteration: mostly it does nothing."""
+        """Say that this rank is alive. It is meant to be called in every iteration, and mostly does nothing."""
         now = time.monotonic()
         if now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
@@ -75,15 +75,19 @@ class BubbleCoordinator:
     def over(self) -> bool:
         """Return whether there is nobody left to wait for: all are done, or one that is not has been silent for long.
 
-        What comes next is a collective: it waits for a rank that was merely slow, and fails where one is dead.
+        The collective that comes next waits for a rank that is merely slow, and fails if one is dead.
         """
         return self.all_done() or self._one_is_lost()
 
     def claim(self, total: int, at_least: int = 1) -> range:
         """Return the next items of a list of `total` that is the same on every rank; no item is given twice.
 
-        What is left is shared out over all ranks but the one that they wait for. So pieces are as large as they can be,
-        because an iteration takes little longer with many requests than with few, and get smaller.
+        What is left is divided by the number of ranks but one, the one that the others wait for. Pieces are that large
+        because an iteration takes little longer with many requests than with few; they get smaller towards the end.
+
+        Args:
+            total: The length of the list.
+            at_least: The least number of items to claim, as far as there are so many.
         """
         left = total - self._store.add(f"claimed/{self._round}", 0)
         if left <= 0:

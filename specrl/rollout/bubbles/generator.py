@@ -1,4 +1,4 @@
-"""The rollouts of a step over all ranks: prompts are dealt, answered and scored, and who must wait uses the time."""
+"""The rollouts of a step over all ranks: prompts are dealt, answered and scored; ranks that wait use the time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StepRollouts:
     """What all ranks generated in one step; the same on every rank."""
 
     rollouts: list[Rollout]
-    """In the order of the step's prompts and, for each prompt, of its samples; with rewards and advantages."""
+    """All rollouts with rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
     stats: SpeculationStats
-    """Counters of speculation, summed over the engines; `decode_steps` is that of the engine with the most."""
+    """Counters of speculation, summed over the engines; `decode_steps` are those of the engine that took the most."""
     bubbles: list[Bubble]
-    """One for each rank."""
+    """The bubble of each rank, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RolloutGenerator:
         """Prepare the use of idle time that `bubbles.use` asks for.
 
         Args:
-            training: trains the drafter while this rank waits; None where `bubbles.use` does not ask for it.
+            training: The training of the drafter while this rank waits; None unless `bubbles.use` asks for it.
         """
         self.source = source
         self._config, self._ranks, self._engine, self._reward = config, ranks, engine, reward
@@ -70,8 +70,8 @@ class RolloutGenerator:
         """Learn the response lengths that an undisturbed run would know before `first_step`, from rollouts on disk.
 
         Args:
-            pretraining: the folder of the rollouts that the drafter was pretrained on.
-            rollouts_dir: the folder of this stage's own rollouts, complete up to `first_step`.
+            pretraining: The folder of the rollouts that the drafter was pretrained on.
+            rollouts_dir: The folder of this stage's own rollouts, complete up to `first_step`.
         """
         prompts = self.source.pretraining(self._config.drafter.num_prompts)
         self._lengths.learn(prompts, stored_lengths(pretraining))
@@ -104,7 +104,7 @@ class RolloutGenerator:
         self._bubbles.probed(acceptance_length)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the use of idle time is shared out by, under its names in MLflow."""
+        """Return the metrics of sharing idle time by their names in MLflow."""
         return self._bubbles.metrics()
 
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:

@@ -1,4 +1,4 @@
-"""Responses to the next step's prompts, made by ranks that have nothing else to do: drafts for it, never rollouts."""
+"""Pre-generation: idle ranks answer the next step's prompts; the responses become drafts there, never rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specrl.timeline import PREGENERATION
 
 
 class PregeneratedText(NamedTuple):
-    """A pre-generated response, perhaps not to its end."""
+    """A pre-generated response, which may lack its end."""
 
     prompt_id: int
     seed: int
@@ -26,7 +26,7 @@ class PregeneratedText(NamedTuple):
 
 @dataclass
 class PendingResponse:
-    """A response that is pre-generated, in pieces where it must be."""
+    """A response that is being pre-generated, perhaps in several pieces."""
 
     prompt_id: int
     request: Request
@@ -35,9 +35,9 @@ class PendingResponse:
     """The tokens that it has so far."""
 
     def rest(self) -> Request:
-        """Return a request for what is missing.
+        """Return a request for the part that is missing.
 
-        Random numbers depend on the seed and the position in the sequence alone, so that they go on where they stopped.
+        Its random numbers go on where they stopped, because they depend on seed and position in the sequence alone.
         """
         if not self.tokens:
             return self.request
@@ -78,7 +78,7 @@ class Pregeneration:
         ]
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Generate until `stop()`, first what an earlier piece left unfinished; return whether there was anything."""
+        """Generate until `stop()`, first what is still unfinished; return whether there was anything to generate."""
         items = self._unfinished or self._claim()
         if not items:
             return False
@@ -90,7 +90,7 @@ class Pregeneration:
         return True
 
     def _claim(self) -> list[PendingResponse]:
-        """Claim responses that no other rank makes."""
+        """Claim responses that no other rank generates; none if all have been claimed."""
         if self._list is None:
             self._list = self._all()
         claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
@@ -100,14 +100,14 @@ class Pregeneration:
         return items
 
     def _all(self) -> list[tuple[Prompt, int]]:
-        """Return every response of the next step, groups together; none after the last step."""
+        """Return (prompt, sample) of every response of the next step, groups together; none after the last step."""
         if self._step >= self._config.train.num_steps:
             return []
         prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
         return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
 
     def _request(self, prompt: Prompt, sample: int) -> Request:
-        """Return the very request of the next step, or, with other seeds, one that the next step does not make."""
+        """Return the very request of the next step or, with `bubbles.seeds = "other"`, one that no step makes."""
         other = self._config.bubbles.seeds == "other"
         index = sample + self._config.train.samples_per_prompt if other else sample
         return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
@@ -116,7 +116,7 @@ class Pregeneration:
 def by_tokens(
     prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]
 ) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """Return the stored texts of these prompts by the prompt's tokens; prompts of equal text share theirs."""
+    """Return the stored texts of these prompts by the tokens of the prompt; prompts with equal tokens share theirs."""
     found: dict[tuple[int, ...], list[PregeneratedText]] = {}
     for prompt in prompts:
         if prompt.id in stored:

@@ -11,32 +11,34 @@ from specrl.timeline import PREGENERATION, SPOT_TRAINING
 
 
 class BubbleShare:
-    """How `both` shares idle time out: by accepted tokens gained per second, as measured in the last steps.
+    """Shares out idle time with `bubbles.use = "both"`, by the accepted tokens that each use gains per second.
 
-    In every bubble pre-generation goes first, for its share of the seconds expected; the drafter has the rest; a
-    longer one begins anew. Before any length is expected pre-generation goes on until nothing is left. The gain of
-    pre-generation is what replay got accepted in the step after; the drafter's is how much longer the accepted part of
-    a draft became on the guard's probe (always the same prompts and draft length), times its drafts in the step after.
+    In every bubble pre-generation goes first, for its share of the expected seconds; training has the rest. A bubble
+    that lasts longer is shared out again in the same way. Before any length is expected, pre-generation goes on until
+    none is left. Gains are measured in the last steps. That of pre-generation is the number of stored tokens accepted
+    in the step after. That of training is the growth of the acceptance length on the guard's probe (always the same
+    prompts and draft length), times the number of the drafter's drafts in the step after.
     """
 
     def __init__(self, settings: ControlSettings | None = None) -> None:
         self._settings = settings or ControlSettings()
         self.pregeneration = 1 - self._settings.least_share
-        """Share of the time for pre-generation."""
+        """The share of the time that pre-generation gets."""
         self._rates: dict[str, float] = {}
-        """Accepted tokens gained per second, by use."""
+        """The accepted tokens gained per second of each use, a running mean."""
         self._past: dict[str, float] = {}
-        """Seconds of earlier bubbles by use, older ones counting less: what was too short once is made up for."""
+        """The seconds of each use in earlier bubbles, older ones counting less; a shortfall is made up for."""
         self._probe: float | None = None
+        """The acceptance length on the last probe."""
         self._gain: float | None = None
-        """How many more tokens of a draft were accepted at the last probe than at the one before."""
+        """By how much the acceptance length on the last probe exceeds that on the one before."""
 
     def due(self, seconds: Mapping[str, float], expected: float | None) -> float:
         """Return the seconds for which pre-generation may go on now; 0 where it is the drafter's turn.
 
         Args:
-            seconds: those of this bubble so far, by use.
-            expected: the length of a whole bubble, seconds; None if nothing is known.
+            seconds: The seconds of each use in this bubble so far.
+            expected: The expected length of a whole bubble, in seconds; None if nothing is known.
         """
         if expected is None:
             return math.inf
@@ -47,13 +49,13 @@ class BubbleShare:
         return due if due > self._settings.least_share * self._settings.least_period else 0.0
 
     def spent(self, seconds: Mapping[str, float]) -> None:
-        """Take the seconds of a bubble of this rank that is over, by use."""
+        """Take in the seconds of each use in a bubble of this rank that is over."""
         keep = self._settings.debt_memory
         names = {*self._past, *seconds}
         self._past = {name: keep * (self._past.get(name, 0.0) + seconds.get(name, 0.0)) for name in names}
 
     def probed(self, acceptance_length: float) -> None:
-        """Take what the guard found of the drafter that the next step drafts with."""
+        """Take in the acceptance length on the guard's probe of the drafter that the next step drafts with."""
         self._gain = acceptance_length - self._probe if self._probe is not None else None
         self._probe = acceptance_length
 
@@ -61,8 +63,8 @@ class BubbleShare:
         """Learn what a bubble's uses brought in the step after it.
 
         Args:
-            seconds: those of all ranks in the bubble, by use.
-            stats: what all ranks drafted in the step after.
+            seconds: The seconds of each use in that bubble, over all ranks.
+            stats: The counters of all ranks' drafts in the step after.
         """
         self._count(PREGENERATION, stats.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens, seconds)
         if self._gain is not None:

@@ -1,4 +1,4 @@
-"""What became of drafts: their accepted prefixes, and the counters that speculation is judged by."""
+"""The outcomes of drafts: their accepted prefixes, and the counters by which speculation is judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Collection[int] = ()) -> int:
     """Return how many leading draft tokens are those that the sampler picked, up to the end of the response.
 
-    Past a stop token a draft may agree with what would have been picked, but nobody gets that token.
+    Past a stop token a draft may agree with what would have been picked, but such tokens are not part of the response.
     """
     count = 0
     for draft, token in zip(drafts, picked, strict=False):
@@ -24,7 +24,7 @@ def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: C
 
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
-"""The sources of drafts: the method's drafter, text stored for the prompt, and recent responses to any prompt."""
+"""The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""
 
 
 class SourceCounts(NamedTuple):
@@ -35,6 +35,7 @@ class SourceCounts(NamedTuple):
     num_accepted_tokens: int = 0
 
     def plus(self, other: SourceCounts) -> SourceCounts:
+        """Return the sums of both."""
         return SourceCounts(*map(sum, zip(self, other, strict=True)))
 
 
@@ -44,11 +45,11 @@ class DraftOutcome(NamedTuple):
     source: str
     """`DRAFTER` or the name of a text source."""
     drafted: int
-    """Tokens of the draft."""
+    """The number of tokens of the draft."""
     accepted: int
     """How many of them were accepted."""
     agreement: int = 0
-    """How well text agreed with the response before it (`ReplayCursor.agreement`)."""
+    """How well text agreed with the response before the draft (`TextCursor.agreement`); 0 for the drafter."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
     A draft is one proposal of up to k tokens for one request in one iteration. `accepted_per_pos[i]` counts drafts
-    whose token i was accepted, `drafted_per_pos[i]` those that had one. `decode_steps` counts engine iterations in
-    which at least one request was decoding.
+    whose token i was accepted, `drafted_per_pos[i]` those that had a token i. `decode_steps` counts engine iterations
+    in which at least one request was decoding.
     """
 
     num_drafts: int = 0
@@ -70,7 +71,7 @@ class SpeculationStats:
 
     @classmethod
     def of(cls, outcomes: Sequence[DraftOutcome], decode_steps: int = 0) -> SpeculationStats:
-        """Count single drafts, each of at least one token."""
+        """Return the counters of single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}
         for source, drafted, accepted, _ in outcomes:
@@ -100,28 +101,29 @@ class SpeculationStats:
 
     @staticmethod
     def merge(parts: Iterable[SpeculationStats]) -> SpeculationStats:
+        """Return the sum of any number of counters."""
         return sum(parts, SpeculationStats())
 
     @property
     def acceptance_length(self) -> float:
-        """Return the tokens that a draft brings, bonus token included: 1 + accepted / drafts; 1 without drafts."""
+        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts; 1 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Return accepted over drafted tokens; 0 without drafts."""
+        """Accepted tokens over drafted tokens; 0 without drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:
-        """Return, for each position, the share of the drafts so long that were accepted up to and including it."""
+        """For each position, the share of the drafts that reach it whose token there was accepted."""
         return tuple(
             accepted / drafted for accepted, drafted in zip(self.accepted_per_pos, self.drafted_per_pos, strict=True)
         )
 
 
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Return the counters of engines that ran side by side: sums, and the decode steps of the one that took most."""
+    """Return the sums over engines that ran side by side, but the decode steps of the engine that took the most."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
 
 

@@ -1,6 +1,6 @@
 """The controller: it chooses draft lengths by running batch size, from what it measures while generating.
 
-Verifying a draft is nearly free while one request runs and costs as much as it saves when many do. Where the balance
+Verifying a draft is nearly free while one request runs, and may cost more than it saves when many do. Where the balance
 lies depends on the machine, the model, the drafter and the text. No choice changes a token, so the controller may go by
 wall time and need not survive a restart: a new one starts afresh.
 """
@@ -20,11 +20,11 @@ from specrl.rollout.drafts.curve import CurvePoint
 from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths, TokensPerIteration, possible_lengths
 
 CURVE_ITERATIONS = 64
-"""The latest iterations of one choice in a bucket that the curve shows."""
+"""The number of latest iterations that a point of the curve is measured over."""
 
 
 def bucket_of(batch: int) -> int:
-    """Return the largest batch size that is treated like `batch`: 1, 2, 4 (for 3 and 4), 8 (for 5 to 8), ..."""
+    """Return the largest of the batch sizes that are treated alike: 1, 2, 4 (for 3 and 4), 8 (for 5 to 8), ..."""
     return 1 << (batch - 1).bit_length()
 
 
@@ -36,51 +36,55 @@ class Bucket:
     tokens: TokensPerIteration
     """Tokens per request and iteration at these batch sizes."""
     log_costs: dict[DraftLengths, deque[float]] = field(default_factory=dict)
-    """Log time of an iteration relative to the first chosen lengths, one value per trial."""
+    """The log of an iteration's time relative to that with the first chosen lengths, one value for each trial."""
     recent: list[float] = field(default_factory=list)
-    """Seconds of the latest iterations with the chosen lengths, since this batch size was entered."""
+    """Seconds of iterations with the chosen lengths since this batch size was entered or a trial was considered."""
     measured: dict[DraftLengths, deque[tuple[int, int, float]]] = field(default_factory=dict)
     """(requests, tokens, seconds) of the latest iterations of each choice."""
 
     def log_cost(self, lengths: DraftLengths) -> float | None:
-        """Return the mean over the trials, or None without any."""
+        """Return the mean log cost over the latest trials of the lengths, or None if they were never tried."""
         return fmean(self.log_costs[lengths]) if self.log_costs.get(lengths) else None
 
 
 @dataclass
 class Trial:
-    """Other lengths for a few iterations, between two blocks of the chosen ones that they are compared with."""
+    """A trial of other lengths for a few iterations, compared with the chosen lengths before and after it."""
 
     bucket: int
     lengths: DraftLengths
     before: list[float]
     """Seconds of iterations with the chosen lengths; `during` and `after` hold seconds as well."""
     size: int
-    """Iterations to measure."""
+    """The number of iterations to measure with the other lengths, and then with the chosen ones."""
     uses: int = 0
+    """The number of iterations so far for which the other lengths were chosen, measured or not."""
     during: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
 
     @property
     def runs(self) -> bool:
-        """Whether the lengths are still to be used; afterwards the chosen ones run for the comparison.
+        """Whether the other lengths are still to be used; afterwards the chosen ones run for the comparison.
 
-        A trial gives up when fewer than half of its iterations can be measured because prompts keep coming in.
+        An iteration that reads prompts cannot be measured. A trial gives up after twice `size` iterations.
         """
         return len(self.during) < self.size and self.uses < 2 * self.size
 
     def log_ratio(self) -> float:
-        """Return the log of its time over the chosen lengths', which may change as requests finish."""
+        """Return the log of the ratio of median times, other lengths over chosen ones.
+
+        The log times before and after are averaged, because times change as requests finish.
+        """
         return math.log(median(self.during)) - fmean(
             math.log(median(part)) for part in (self.before, self.after) if part
         )
 
 
 class Controller:
-    """Chooses among a few draft lengths per bucket by expected tokens over the time that iterations take.
+    """Chooses among a few draft lengths, for each bucket of batch sizes, by expected tokens per second.
 
-    Tokens are learned from every iteration, for shorter drafts too (the accepted part of a draft tells what a shorter
-    one would have given), and are shared between buckets. Times are learned from epsilon-greedy trials of the
+    Tokens are learned from every iteration, for shorter drafts too (the accepted part of a draft shows what a shorter
+    one would have brought), and are shared between buckets. Times are learned from epsilon-greedy trials of the
     neighbours of the chosen lengths and of no drafts at all, so that speculation that does not pay is found out within
     a few iterations.
     """
@@ -89,9 +93,10 @@ class Controller:
         """Begin with nothing known.
 
         Args:
-            k: the drafter's longest draft, tokens.
-            replay_k: the longest draft from text, tokens.
-            seed: of the choice of trials.
+            k: The drafter's longest draft, in tokens.
+            replay_k: The longest draft from text, in tokens.
+            seed: The seed of the random choice of trials.
+            settings: The constants that steer it; None for the project's own.
         """
         self._settings = settings or ControlSettings()
         self.choices = possible_lengths(k, replay_k)
@@ -128,12 +133,12 @@ class Controller:
     def observe(
         self, batch: int, lengths: DraftLengths, seconds: float | None, outcomes: Sequence[DraftOutcome]
     ) -> None:
-        """Take what an iteration showed in which all of `batch` requests were decoding.
+        """Learn from an iteration in which all of `batch` requests were decoding.
 
         Args:
-            lengths: those whose drafts were verified.
-            seconds: the iteration's time; None when the next drafts were made with other lengths.
-            outcomes: of the drafts; a request without one got a single token.
+            lengths: The lengths with which the verified drafts were made.
+            seconds: The iteration's time; None if the next drafts were made with other lengths in it.
+            outcomes: The outcomes of the drafts; a request without a draft got a single token.
         """
         bucket = self._buckets.get(bucket_of(batch)) or self._open(bucket_of(batch))
         self._shared.observe(batch, lengths, outcomes)
@@ -154,12 +159,12 @@ class Controller:
                     self._finish_trial()
 
     def drafter_changed(self) -> None:
-        """Learn the worth of drafts anew, starting from the old: policy or drafter has new weights. Times stay."""
+        """Let new drafts soon outweigh old ones in what is expected, because weights have changed; times are kept."""
         for tokens in (self._shared, *(bucket.tokens for bucket in self._buckets.values())):
             tokens.fade()
 
     def is_settled(self, batch: int) -> bool:
-        """Return whether a batch size is calibrated: all that may be worth it has been tried."""
+        """Return whether a batch size is calibrated: all lengths that may be better have been tried."""
         key = bucket_of(batch)
         if key not in self._buckets:
             return False
@@ -170,13 +175,16 @@ class Controller:
         return {key: self._buckets[key].chosen for key in sorted(self._buckets)}
 
     def take_mean_length(self) -> float | None:
-        """Return the mean longest draft allowed per iteration since the last call; None without iterations."""
+        """Return the longest draft allowed, in tokens, averaged over the iterations since the last call.
+
+        None if there were no iterations.
+        """
         mean = self._lengths / self._iterations if self._iterations else None
         self._iterations = self._lengths = 0
         return mean
 
     def curve(self) -> list[CurvePoint]:
-        """Return a point for everything that has been measured, by bucket and lengths."""
+        """Return a point for all lengths that were measured in each bucket."""
         return [
             CurvePoint.of(key, lengths, list(measured), chosen=lengths == bucket.chosen)
             for key, bucket in sorted(self._buckets.items())
@@ -186,7 +194,7 @@ class Controller:
     def _open(self, key: int) -> Bucket:
         """Begin a bucket with what the nearest one chose.
 
-        The first begins with the drafter's longest drafts and the shortest from text, which cost little if wrong.
+        The first bucket begins with the drafter's longest drafts and the shortest from text: they cost little if wrong.
         """
         if self._buckets:
             nearest = min(self._buckets, key=lambda other: abs(math.log(other / key)))
@@ -198,7 +206,7 @@ class Controller:
         return self._buckets[key]
 
     def _candidate(self, key: int) -> DraftLengths | None:
-        """Return what is to be tried now, if anything."""
+        """Return the lengths that are to be tried now, or None."""
         gaps = self._gaps(key)
         untried = [lengths for lengths, gap in gaps.items() if self._is_untried(key, lengths, gap)]
         if untried:
@@ -218,14 +226,22 @@ class Controller:
         return {lengths: best - self._value(key, lengths) for lengths in self._candidates(chosen)}
 
     def _is_untried(self, key: int, lengths: DraftLengths, gap: float) -> bool:
-        """Return whether to try the lengths at once; not if similar batch sizes show that they are far off."""
+        """Return whether to try the lengths as soon as possible.
+
+        They are left alone if they were tried here, or if they are expected to be far worse and were tried at the next
+        smaller or larger batch sizes.
+        """
         if self._buckets[key].log_costs.get(lengths):
             return False
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < self._settings.plausible or not any(lengths in log_costs for log_costs in nearby)
 
     def _candidates(self, chosen: DraftLengths) -> list[DraftLengths]:
-        """Return one step up or down in one length; the drafter alone, which text may hide; and no drafts at all."""
+        """Return the lengths that may be tried beside the chosen ones.
+
+        They are one step away in one of the two lengths, no drafts at all, and the drafter's longest drafts without
+        text, which would otherwise be many steps away.
+        """
         axes = [sorted({choice[axis] for choice in self.choices}) for axis in range(2)]
 
         def is_near(lengths: DraftLengths) -> bool:
@@ -239,7 +255,10 @@ class Controller:
         return math.log(self._buckets[key].tokens.expected(lengths, self._shared)) - self._log_cost(key, lengths)
 
     def _log_cost(self, key: int, lengths: DraftLengths) -> float:
-        """Return what was measured here, else the nearest bucket's difference to the lengths chosen here, else none."""
+        """Return the mean log cost of the lengths, as measured here or guessed.
+
+        The guess adds to the cost of the chosen lengths the difference that the nearest bucket has measured, if any.
+        """
         bucket = self._buckets[key]
         cost, base = bucket.log_cost(lengths), bucket.log_cost(bucket.chosen)
         if cost is not None:
@@ -255,7 +274,7 @@ class Controller:
         """Take what the trial measured, if anything, and choose again."""
         trial, self._trial = self._trial, None
         if trial is None or len(trial.during) < trial.size // 2 or not (trial.before or trial.after):
-            return  # nothing measured, or nothing to compare with: the chosen lengths had just changed
+            return  # too little was measured, or there is nothing to compare it with
         bucket = self._buckets[trial.bucket]
         base = bucket.log_cost(bucket.chosen)
         assert base is not None, "the chosen lengths have been measured"

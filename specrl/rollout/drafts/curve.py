@@ -1,4 +1,4 @@
-"""What the controller has learned, as a file: tokens per iteration and per second by batch size and draft lengths."""
+"""The file with what the controller has measured: tokens per iteration and second by batch size and draft lengths."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ CURVE_FILE = "speculation.json"
 
 
 class CurvePoint(Artifact):
-    """The latest iterations with drafts of one length in one range of batch sizes."""
+    """The latest iterations with one choice of draft lengths in one range of batch sizes."""
 
     batch: int
     """The largest running batch size of the range; it begins above half of it."""
     k: int
-    """Longest draft of the drafter, tokens."""
+    """The longest draft of the drafter, in tokens."""
     replay_k: int
-    """Longest draft from text, stored or recent, tokens."""
+    """The longest draft from text, stored or recent, in tokens."""
     iterations: int
-    """How many iterations the point was measured in."""
+    """The number of iterations that the point was measured in."""
     batch_mean: float
-    """Mean number of requests in them."""
+    """The mean number of requests in these iterations."""
     acceptance_length: float
     """Tokens per request and iteration, bonus token included; requests without a draft count with 1."""
     seconds: float
-    """Median time of an iteration."""
+    """The median time of an iteration."""
     tokens_per_s: float
-    """Tokens of all requests per second."""
+    """The tokens of all requests per second."""
     chosen: bool
     """Whether the controller had settled on these lengths."""
 
@@ -39,7 +39,7 @@ class CurvePoint(Artifact):
     def of(
         cls, batch: int, lengths: DraftLengths, measured: Sequence[tuple[int, int, float]], *, chosen: bool
     ) -> CurvePoint:
-        """Summarise the (requests, tokens, seconds) of iterations."""
+        """Return the point that summarises the (requests, tokens, seconds) of at least one iteration."""
         requests, tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
         return cls(
             batch=batch,

@@ -1,4 +1,4 @@
-"""What draft lengths are worth: tokens per request and iteration, learned from the drafts of every iteration."""
+"""Estimates of what draft lengths bring, in tokens per request and iteration, learned from every iteration's drafts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
 
 LENGTHS = (0, 1, 2, 3, 5, 8)
-"""Lengths of the drafter's drafts to choose from, tokens, below `speculation.k`, which is another one."""
+"""The drafter's draft lengths to choose from, in tokens, up to `speculation.k`, which is always one of them."""
 REPLAY_LENGTHS = (0, 4, 8, 16)
-"""Lengths of drafts from text to choose from, tokens, below `speculation.replay_k`."""
+"""The lengths of drafts from text to choose from, in tokens, up to `speculation.replay_k`, always one of them."""
 
 
 class DraftLengths(NamedTuple):
-    """The longest drafts of an iteration, in tokens: an arm of the controller's bandit."""
+    """The longest drafts of an iteration, in tokens; the controller chooses among such pairs."""
 
     k: int
-    """Longest draft of the drafter."""
+    """The longest draft of the drafter."""
     replay_k: int
-    """Longest draft from text, stored or recent."""
+    """The longest draft from text, stored or recent."""
 
 
 NO_DRAFTS = DraftLengths(0, 0)
@@ -35,7 +35,7 @@ def possible_lengths(k: int, replay_k: int) -> list[DraftLengths]:
 
 
 class TokensPerIteration:
-    """Tokens per request and iteration of each choice of draft lengths: sums that fade at every refit."""
+    """Estimates the tokens per request and iteration of each choice of lengths, from sums that fade at every refit."""
 
     def __init__(self, choices: Sequence[DraftLengths], settings: ControlSettings) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class TokensPerIteration:
         from_text = [outcome for outcome in outcomes if outcome.source != DRAFTER]
         replayed = _accepted_within(from_text, lengths.replay_k)
         for shorter in self._tokens:
-            # Without text its requests would have got drafts of the drafter, of which nothing is known.
+            # Without text these requests would have got the drafter's drafts, of which nothing is known.
             known = shorter.replay_k > 0 or shorter.k == 0 or not from_text
             if shorter.k > lengths.k or shorter.replay_k > lengths.replay_k or not known:
                 continue
@@ -57,21 +57,21 @@ class TokensPerIteration:
             self._requests[shorter] += batch
 
     def expected(self, lengths: DraftLengths, shared: TokensPerIteration | None = None) -> float:
-        """Return tokens per request and iteration, at least 1.
+        """Return the expected tokens per request and iteration, at least 1.
 
         Args:
-            shared: what was seen at all batch sizes; where little was seen here the estimate is nearer to that, or,
-                without it, to a guess.
+            shared: What was seen at all batch sizes. The less was seen here, the nearer is the estimate to that, or
+                without it to a guess.
         """
         if lengths == NO_DRAFTS:
             return 1.0
         guess = self._guess(lengths) if shared is None else shared.expected(lengths)
         weight = self._settings.prior_requests
-        # Choices seen at different times compare badly: text may match nothing for a while and then well.
+        # The weight evens out choices seen at different times: text may match nothing for a while, then well.
         return max(1.0, (weight * guess + self._tokens[lengths]) / (weight + self._requests[lengths]))
 
     def _guess(self, lengths: DraftLengths) -> float:
-        """Guess hopefully, so that longer drafts are tried: the gain between shorter ones goes on."""
+        """Guess optimistically, so that longer drafts are tried: the gain between shorter lengths goes on."""
         for axis in (0, 1):
             shorter = sorted(
                 other for other in self._tokens if other[axis] < lengths[axis] and other[1 - axis] == lengths[1 - axis]
@@ -83,13 +83,13 @@ class TokensPerIteration:
         return sum(self._settings.guessed_acceptance**i for i in range(max(lengths) + 1))
 
     def fade(self) -> None:
-        """Let new observations soon outweigh the old ones: policy or drafter has changed."""
+        """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
         for sums in (self._tokens, self._requests):
             for lengths in sums:
                 sums[lengths] *= self._settings.kept_on_refit
 
 
 def _accepted_within(outcomes: Sequence[DraftOutcome], longest: int) -> list[int]:
-    """Return the tokens that drafts of at most 0, 1, ..., `longest` tokens would have got accepted."""
+    """Return how many tokens would have been accepted, over all drafts, had these been cut to 0, 1, ..., `longest`."""
     at_position = [sum(outcome.accepted > position for outcome in outcomes) for position in range(longest)]
     return list(accumulate(at_position, initial=0))

@@ -1,8 +1,8 @@
-"""Recent responses, to whatever prompts, as drafts: where a response goes on as one did that this engine has finished.
+"""Recent responses to any prompt as drafts: a response may go on as an earlier one of this engine did.
 
 Responses to one task resemble each other: in their format, their phrases and the results of the same small steps.
-Looking them up needs no drafter and no warm-up, and like every draft decides nothing but the time. After SuffixDecoding
-(arXiv:2411.04975), which keeps a tree of earlier outputs; here the latest ones are kept and found by their last tokens.
+Looking them up needs no drafter and no warm-up and, as with every draft, decides nothing but the time. SuffixDecoding
+(arXiv:2411.04975) keeps a tree of earlier outputs for this; here the latest ones are kept and found by a few tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.replay import END, PAIR, longest_agreement
 
 LOOKED_UP = (2 * PAIR, PAIR)
-"""Numbers of last tokens that are looked up: the first that occur."""
+"""How many last tokens are looked up, in order; the first number that finds text is taken."""
 
 
 class RecentText:
@@ -24,7 +24,7 @@ class RecentText:
         """Begin without responses.
 
         Args:
-            most_tokens: the tokens of all responses together; the oldest responses are dropped.
+            most_tokens: The number of tokens of all responses together above which `trim` drops the oldest.
         """
         self.settings = settings or ControlSettings()
         self.tokens: list[int] = [END]
@@ -33,7 +33,7 @@ class RecentText:
         self.start_of: dict[int, int] = {}
         self._most = most_tokens
         self._places: dict[int, list[int]] = {}
-        """Positions by the hash of the tokens before them; whether those agree is looked at anyway."""
+        """Positions by the hash of the tokens before them. The tokens are compared later, so collisions do no harm."""
 
     def add(self, response: Sequence[int]) -> None:
         """Add a finished response; cursors on this text stay where they are."""
@@ -49,7 +49,7 @@ class RecentText:
                     del places[:most]
 
     def trim(self) -> None:
-        """Drop the oldest responses if there are too many tokens, down to half as many; no cursor may be in use."""
+        """Drop the oldest responses, down to half of `most_tokens`, if there are too many; no cursor may be in use."""
         if len(self.tokens) <= self._most:
             return
         first = self.tokens.index(END, len(self.tokens) - 1 - self._most // 2)
@@ -59,7 +59,7 @@ class RecentText:
             self.add(kept[start + 1 : end])
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
-        """Return what `DraftText` asks for, the latest positions first."""
+        """Return the positions after the longest agreement found, the latest first; see `DraftText`."""
         for size in LOOKED_UP:
             places = self._places.get(hash(tuple(output[-size:])), []) if len(output) >= size else []
             latest = places[: -self.settings.most_places - 1 : -1]

@@ -1,4 +1,4 @@
-"""Stored text as drafts: responses to the same prompt are followed as long as they agree, and found again after.
+"""Stored text as drafts: responses to the same prompt are followed while they agree, and looked up again after that.
 
 This is matching of tokens and needs no engine. A response in progress keeps a `ReplayCursor`, which takes one step per
 new token, so that an iteration costs microseconds however long the response is.
@@ -13,15 +13,15 @@ from typing import Protocol
 from specrl.rollout.control import ControlSettings
 
 OWN_SEED = 64
-"""The agreement of a response with the stored text of its own seed: as good as that of so many tokens."""
+"""The agreement that a response is said to have with the stored text of its own seed, in tokens."""
 PAIR = 2
-"""Last tokens that must agree at least: text is looked up by them."""
+"""The number of last tokens that must agree at least; text is looked up by them."""
 END = -1
-"""Stands before, between and after stored responses; no token has this number."""
+"""The marker before, between and after stored responses; no token has this id."""
 
 
 class DraftText(Protocol):
-    """Text that a cursor moves in; it may grow at its end meanwhile."""
+    """Text in which cursors move; meanwhile it may grow at its end."""
 
     @property
     def settings(self) -> ControlSettings:
@@ -30,23 +30,23 @@ class DraftText(Protocol):
 
     @property
     def tokens(self) -> list[int]:
-        """Return the responses with `END` before, between and after them."""
+        """The tokens of all responses, with `END` before, between and after these."""
         ...
 
     @property
     def starts(self) -> list[int]:
-        """Return the positions at which a new response is expected to begin."""
+        """The positions at which a new response may begin: those where the stored ones do."""
         ...
 
     @property
     def start_of(self) -> Mapping[int, int]:
-        """Return the same for the responses of known seeds, by seed."""
+        """The position at which the response of a seed begins, for every known seed."""
         ...
 
     def after_longest_suffix(self, output: Sequence[int]) -> tuple[list[int], int]:
         """Return the positions after the longest occurrences of `output`'s last tokens, and how many tokens agree.
 
-        Agreements of `longest_suffix` tokens or more are as good; where fewer than two agree the result is ([], 0).
+        Agreements of `longest_suffix` tokens or more count as equal. If fewer than two agree, the result is ([], 0).
         """
         ...
 
@@ -60,7 +60,8 @@ class StoredResponses:
         """Put the responses together.
 
         Args:
-            seeds: the seeds that the responses were sampled with, one for each, where they are known.
+            responses: The tokens of each response.
+            seeds: The seeds that the responses were sampled with, in the same order; empty if they are not known.
         """
         self.settings = settings or ControlSettings()
         self.tokens: list[int] = [END]
@@ -77,7 +78,7 @@ class StoredResponses:
         return positions[: self.settings.most_places], longest
 
     def _after_pair(self, first: int, second: int) -> list[int]:
-        if self._pairs is None:  # most responses follow one text to its end, and never ask
+        if self._pairs is None:  # most responses follow one text to its end and need no lookup
             self._pairs = {}
             for position in range(2, len(self.tokens)):
                 places = self._pairs.setdefault((self.tokens[position - 2], self.tokens[position - 1]), [])
@@ -89,9 +90,9 @@ class StoredResponses:
 def longest_agreement(
     text: Sequence[int], places: Iterable[int], output: Sequence[int], settings: ControlSettings
 ) -> tuple[list[int], int]:
-    """Return those of the places before which most of `output`'s last tokens stand, and how many do.
+    """Return the places in `text` before which the most of `output`'s last tokens stand, and how many these are.
 
-    As in `DraftText.after_longest_suffix`.
+    The result is as in `DraftText.after_longest_suffix`.
     """
     found: dict[int, list[int]] = {}
     for position in places:
@@ -108,27 +109,28 @@ def _agreement(text: Sequence[int], position: int, output: Sequence[int]) -> int
 
 
 class ReplayCursor:
-    """Where one response in progress is in text: stored responses to its prompt, or recent ones to any."""
+    """The place of one response in progress in stored responses to its prompt, or in recent ones to any prompt."""
 
     def __init__(self, stored: DraftText, seed: int | None = None) -> None:
         """Begin where new responses to the prompt are expected to begin.
 
         Args:
-            seed: the seed of the response in progress. A text of the same seed is what it will most likely be, whatever
-                the others say: it is followed to its end, and the others only once it has turned out to be wrong.
+            stored: The text to follow.
+            seed: The seed of the response in progress. Text of the same seed is most likely what the response will be,
+                whatever other text says. It is followed until it turns out to be wrong, and other text only after that.
         """
         self._longest = stored.settings.longest_suffix
         self._stored = stored
         self._own = stored.start_of.get(seed) if seed is not None else None
-        """The position in the text of its own seed, while that agrees."""
+        """The position in the text of the response's own seed, as long as that agrees; else None."""
         self._positions = list(stored.starts)
         self._last: list[int] = []
         self.matched = self._longest
-        """Tokens by which the followed texts agree with the response, `longest_suffix` for a whole prefix."""
+        """The number of tokens by which the followed texts agree with the response; `longest_suffix` at first."""
 
     @property
     def agreement(self) -> int:
-        """Return `OWN_SEED` if that text is drafted next, else the tokens by which others agree, 0 for none."""
+        """`OWN_SEED` if text of the own seed is drafted next, else the tokens by which other text agrees, or 0."""
         return OWN_SEED if self._follows_own else self.matched
 
     @property
@@ -136,7 +138,7 @@ class ReplayCursor:
         return self._own is not None and self._stored.tokens[self._own] != END
 
     def advance(self, tokens: Iterable[int]) -> None:
-        """Follow the tokens that the response has got since."""
+        """Follow the tokens that the response has got since the last call."""
         text = self._stored.tokens
         for token in tokens:
             self._last = [*self._last, token][-self._longest :]
@@ -149,7 +151,7 @@ class ReplayCursor:
                 self._positions, self.matched = self._stored.after_longest_suffix(self._last)
 
     def draft(self, k: int) -> list[int]:
-        """Return up to k tokens that continue the followed texts: what most of them say, at a tie the first."""
+        """Return up to `k` tokens that continue the followed texts: each is that of most of them, or of the first."""
         text, positions = self._stored.tokens, self._positions
         if self._own is not None and self._follows_own:
             ahead = text[self._own : self._own + k]
@@ -178,10 +180,11 @@ class ReplayIndex:
         seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         settings: ControlSettings | None = None,
     ) -> ReplayIndex:
-        """Index stored responses by their prompt's tokens; where as many say one thing as another, the first counts.
+        """Index stored responses by the tokens of their prompt; where continuations tie, the first response counts.
 
         Args:
-            seeds: the seeds that they were sampled with, in the same order, where they are known.
+            texts: The tokens of the responses to each prompt.
+            seeds: The seeds that they were sampled with, in the same order, for prompts where they are known.
         """
         known = seeds or {}
         return cls(
@@ -204,7 +207,7 @@ class ReplayIndex:
     def propose(
         self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], k: int, seed: int | None = None
     ) -> list[int]:
-        """Return up to k tokens that may follow the response so far. A cursor does the same in steps."""
+        """Return up to `k` tokens that may follow the response so far; a cursor does the same step by step."""
         cursor = self.cursor(prompt_tokens, seed)
         if cursor is None:
             return []

@@ -1,8 +1,8 @@
-"""How far text is worth drafting, and whether the drafter would do better: learned from what became of drafts.
+"""Text acceptance: how much text is worth drafting, and whether the drafter would do better.
 
-Text of a request's own seed is mostly right to its end; text that agrees by two tokens, after the response has left it,
-mostly is not, and sixteen tokens of it cost the verification of seventeen rows. What is chosen here decides the time
-alone, never a token.
+It is learned from the outcomes of drafts. Text of a request's own seed is mostly right to its end. Text that agrees
+with the response by only two tokens is mostly wrong, and sixteen tokens of it cost the verification of seventeen rows.
+What is chosen here decides the time alone, never a token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
 
 Kind = tuple[str, int]
-"""The name of a source of text, and the agreement of its cursor with the response so far."""
+"""The name of a text source, and the agreement of its cursor with the response so far."""
 NO_TEXT: Kind = (DRAFTER, 0)
 """The kind of a draft that does not come from text."""
 
@@ -32,9 +32,9 @@ class TextAcceptance:
         self._right: dict[Kind, float] = defaultdict(float)
         self._wrong: dict[Kind, float] = defaultdict(float)
         self._drafter = 0.0
-        """Accepted tokens of a draft of the drafter, a running mean."""
+        """The running mean of the accepted tokens of a draft of the drafter."""
         self._drafts = 0
-        """Drafts of the drafter that count in it."""
+        """The number of the drafter's drafts that the mean is over, at most `text_window`."""
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from an iteration's drafts."""
@@ -52,7 +52,7 @@ class TextAcceptance:
                 self._drafter += (outcome.accepted - self._drafter) / self._drafts
 
     def probability(self, kind: Kind) -> float:
-        """Return the probability that a token is right where the one before it was."""
+        """Return the probability that a token of such text is right, given that the one before it was."""
         # The guess counts as `prior_drafts` drafts, each with some tokens right, more where more agreed, and one wrong.
         weight, (_, agreement) = self._settings.prior_drafts, kind
         wrong = weight + self._wrong[kind]
@@ -63,8 +63,8 @@ class TextAcceptance:
         """Return how many tokens of text to draft; 0 where the drafter is expected to get more accepted.
 
         Args:
-            longest: the most tokens to draft.
-            drafter_drafts: whether the drafter proposes a draft as well.
+            longest: The most tokens to draft.
+            drafter_drafts: Whether the drafter proposes a draft as well; if not, at least one token of text is drafted.
         """
         probability = self.probability(kind)
         length, expected, alive = 0, 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Drafts from text: which of its sources a response in progress gets its draft from, and how long that is."""
+"""Drafts from text: the choice of a text source for each response in progress, and of the draft's length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextDrafts:
             text.begin(recall)
 
     def remember(self, response: Sequence[int]) -> None:
-        """Show the sources a response of this generation, whole or as far as it got."""
+        """Show the sources a response of this generation, finished or stopped."""
         for text in self.sources:
             text.remember(response)
 
@@ -37,7 +37,10 @@ class TextDrafts:
         return {name: cursor for name, cursor in cursors.items() if cursor is not None}
 
     def draft(self, cursors: Mapping[str, TextCursor], lengths: DraftLengths) -> tuple[Kind, list[int]]:
-        """Return the kind and the tokens of the draft that is likeliest to be right; none leave it to the drafter."""
+        """Return the kind and the tokens of the draft that is likeliest to be right.
+
+        There are no tokens where no text agrees, or where the drafter is expected to do better.
+        """
         kinds = [(source, cursor.agreement) for source, cursor in cursors.items() if cursor.agreement]
         if not kinds:
             return NO_TEXT, []

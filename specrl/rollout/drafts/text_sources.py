@@ -23,9 +23,9 @@ class TextCursor(Protocol):
 
     @property
     def agreement(self) -> int:
-        """Return how well the text agrees with the response so far; 0 for not at all.
+        """How well the text agrees with the response so far; 0 for not at all.
 
-        How often text is right is learned for each number.
+        How often text is right is learned separately for each value.
         """
         ...
 
@@ -53,10 +53,10 @@ class TextSource:
         """
 
     def begin(self, recall: bool) -> None:
-        """Take note that a generation begins, for which there are no cursors yet.
+        """Take note that a generation begins; no cursor is in use.
 
         Args:
-            recall: Whether it may draft from earlier responses, and its own are to be remembered.
+            recall: Whether the generation may draft from earlier responses, and its own are to be remembered.
         """
 
     def remember(self, response: Sequence[int]) -> None:

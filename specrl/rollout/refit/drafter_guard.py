@@ -1,9 +1,10 @@
-"""The guard of the drafter: one that is damaged, stale or lost is noticed after the refit, replaced and reported.
+"""The guard of the drafter: a damaged, stale or lost drafter is noticed after the refit, replaced and reported.
 
-Speculation is exact with any drafter, so that a bad one costs nothing but time, silently. After every refit the guard
-compares the engine's drafter with the trainer's, tensor by tensor, and generates a fixed probe with a fixed draft
-length, whose acceptance per position is held against its running value. On a collapse drafter and engine go back to the
-last good version; if that does not help, speculation is turned off. The run goes on either way.
+Speculation is exact with any drafter, so a bad one costs nothing but time, silently. After every refit the guard
+compares the engine's drafter with the trainer's, tensor by tensor (without tensor parallelism), and generates a fixed
+probe with a fixed draft length, whose acceptance per position is compared with its running value. On a collapse,
+trainer and engine go back to the last good drafter; if that does not help, speculation is turned off. The run goes on
+either way.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from specrl.rollout.vllm.load import Weights
 from specrl.schemas import read_rollouts
 
 NUM_REQUESTS = 8
+"""The number of requests of the probe."""
 PROBE_TOKENS = 24
+"""The longest response to each of them, in tokens."""
 
 
 class TrainedDrafter(Protocol):
-    """The trainer's drafter as the guard needs it; it is the same on every rank."""
+    """What the guard needs of the trainer's drafter, which is the same on every rank."""
 
     def named_weights(self) -> Weights: ...
 
@@ -41,8 +44,9 @@ class TrainedDrafter(Protocol):
 class AcceptanceWatch:
     """Compares acceptance per position with its running value.
 
-    A collapse at a position is a rate below `COLLAPSE` times the running value and below it by more than
-    `STANDARD_ERRORS` (binomial, from the number of drafts), so that neither noise nor a slow drift trips it.
+    Acceptance at a position has collapsed if it is below `COLLAPSE` times the running value, and also below that value
+    by more than `STANDARD_ERRORS` (binomial, from the number of drafts), so that neither noise nor slow drift counts.
+    `SMOOTHING` is the weight of a new rate in the running value.
     """
 
     COLLAPSE, STANDARD_ERRORS, SMOOTHING = 0.5, 3.0, 0.5
@@ -51,11 +55,11 @@ class AcceptanceWatch:
         self.running: tuple[float, ...] | None = None
 
     def check(self, stats: SpeculationStats, version: int) -> None:
-        """Take the rates of one probe into the running value.
+        """Compare the rates of one probe with the running value, and take them into it.
 
         Raises:
-            DrafterCollapseError: acceptance has collapsed at the position that the error names; the running value keeps
-                its last good state.
+            DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at the position that the error names;
+                the running value stays as it was.
         """
         if not stats.num_drafts:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
@@ -81,12 +85,13 @@ class GuardReport:
     """The state of the drafter after one refit."""
 
     reloaded: bool
-    """The drafter had collapsed, and its last good version came back."""
+    """Whether the drafter had collapsed and its last good version was loaded again, with success."""
     speculating: bool
+    """Whether the engine still drafts."""
     acceptance_length: float
-    """Acceptance length on the probe after whatever was done; 1 where nothing is drafted."""
+    """The acceptance length on the last probe, after any repair; 1 where nothing is drafted."""
     failures: int = 0
-    """The number of versions of the drafter that were found wrong: of the refit's, and then of its last good one."""
+    """How many drafters were found wrong: 1 if that of the refit was, 2 if the last good one was, too."""
 
     def metrics(self) -> dict[str, float]:
         """Return the state under its names in MLflow."""
@@ -111,7 +116,7 @@ class DrafterGuard:
         self._events: list[str] = []
 
     def check(self, version: int) -> GuardReport:
-        """Check the drafter after a refit and repair what can be repaired; collective.
+        """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
 
         Without a trained drafter nothing can go stale, and nothing is done.
         """
@@ -143,7 +148,7 @@ class DrafterGuard:
         return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
 
     def _fault(self, version: int) -> str | None:
-        """Return what is wrong with the drafter in any rank's engine, or None.
+        """Return what is wrong with the drafter in the engine of any rank, or None.
 
         All ranks get the same answer and act alike, because they train one drafter.
         """
@@ -160,8 +165,8 @@ class DrafterGuard:
     def _probe(self) -> SpeculationStats:
         """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.
 
-        All drafts must be the drafter's: stored text is forgotten, as it would draft instead for a prompt that the step
-        had, too.
+        All drafts must be the drafter's. Stored text is forgotten, because it would be drafted for a prompt of the
+        probe that the last step had too.
         """
         engine = self._engine
         if engine.replays:
@@ -180,7 +185,7 @@ class DrafterGuard:
 
 
 def snapshot(drafter: TrainedDrafter | None) -> dict[str, Any] | None:
-    """Return a copy of the drafter's state on the CPU."""
+    """Return a copy of the drafter's state on the CPU; None without a drafter."""
     return None if drafter is None else _to_cpu(drafter.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""A refit: the engine gets the trainer's policy and drafter, and is then checked for having them (invariant 4)."""
+"""A refit: the engine gets the trainer's policy and drafter, and checks show whether it holds them (invariant 4)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RefitReport:
     parity: ParityReport
     guard: GuardReport
     verification_s: float | None
-    """Seconds that comparing all of the policy's tensors took; None where this refit was not compared so."""
+    """The seconds that the exact comparison of the policy's tensors took; None if this refit had none."""
 
     def timing(self) -> dict[str, float]:
-        """Return what the exact comparison cost under its name in MLflow; empty where there was none."""
+        """Return the seconds of the exact comparison under their name in MLflow; empty if there was none."""
         return {} if self.verification_s is None else {"timing/verification_s": self.verification_s}
 
     def metrics(self) -> dict[str, float]:
@@ -56,9 +56,9 @@ class RefitCounts:
     """How many refits a stage has checked so far, those before a restart included."""
 
     checks: int = 0
-    """Refits that were checked; a drafter that was loaded again after a collapse counts as another one."""
+    """The number of checks: one for each refit, and one more if the drafter was loaded again after a collapse."""
     failures: int = 0
-    """Those of them after which the policy or the drafter was found wrong."""
+    """The number of checks in which the policy or the drafter was found wrong."""
 
 
 class Refit:
@@ -79,9 +79,9 @@ class Refit:
         """Continue the counts of an earlier start of the stage.
 
         Args:
-            verify_every: the number of refits from one exact comparison of the policy's tensors to the next, see
+            verify_every: The number of refits from one exact comparison of the policy's tensors to the next, see
                 `Engine.verify_policy`; the first refit has one.
-            counts_path: the file in which the first rank keeps the counts.
+            counts_path: The file in which the first rank keeps the counts.
         """
         self._engine, self._policy, self._drafter = engine, policy, drafter
         self._probe, self._guard = probe, guard
@@ -92,14 +92,15 @@ class Refit:
     def load(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
 
-        A drafter that did not arrive, or that is no longer accepted, is replaced, and the run goes on.
+        If the drafter did not arrive or its drafts are no longer accepted, `DrafterGuard` replaces it; that is no
+        error.
 
         Args:
-            kv_scales: new scales of an FP8 KV cache; without them the engine keeps those it has.
+            kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
 
         Raises:
-            RefitError: a tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's; on every
-                rank, whichever rank found it.
+            RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's.
+                It is raised on every rank, whichever rank found it.
         """
         self._engine.wake()
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
@@ -114,18 +115,18 @@ class Refit:
         return RefitReport(parity, guard, verification_s)
 
     def take_events(self) -> list[str]:
-        """Return the drafters that collapsed since the last call, and what was done about each."""
+        """Return a line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()
 
     def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Pass the policy's tensors on; the drafter gets those that it shares with the policy on their way."""
+        """Yield the policy's tensors; the trainer's drafter is shown each of them, for those that it shares."""
         for name, tensor in self._policy.hf_weights():
             if self._drafter is not None:
                 self._drafter.share(name, tensor)
             yield name, tensor
 
     def _verify(self) -> float | None:
-        """Compare all of the policy's tensors where that is due and possible; return the seconds it took."""
+        """Compare all of the policy's tensors if that is due and possible; return the seconds it took, or else None."""
         if self._num_loads % self._verify_every:
             return None
         if reason := self._engine.cannot_verify:
@@ -138,7 +139,7 @@ class Refit:
         return time.monotonic() - started
 
     def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
-        """Run `check`, and raise what it raised on any rank on all of them, so that none waits for one that is gone."""
+        """Run `check`; raise a RefitError of any rank on all of them, so that no rank waits for one that has gone."""
         error: RefitError | None = None
         try:
             result = check()

@@ -1,4 +1,4 @@
-"""Log-probs of engine and trainer on a probe, compared after a refit."""
+"""The comparison of the engine's and the trainer's log-probs on a probe, after a refit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import fmean
 from specrl.rollout.errors import PolicyParityError
 
 DECIDED = 0.75
-"""The share of the probe's tokens that must be nearer to one policy than to the other before that one is taken for the
-engine's. It is 0.5 on average where rounding is all that tells the two apart."""
+"""The share of the probe's tokens that must be nearer to one of two policies before the engine is taken to hold it. The
+share is 0.5 on average if rounding is all that tells the two apart."""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Mean and maximum of |log-prob(engine) - log-prob(trainer)| over the tokens of a probe, in nats."""
+    """The mean and the maximum of |log-prob(engine) - log-prob(trainer)| over the tokens of a probe, in nats."""
 
     mean: float
     maximum: float
@@ -29,11 +29,11 @@ def check_policy(
     """Compare log-probs of the same sequences; the mean absolute difference must stay within `tolerance` nats.
 
     Raises:
-        ValueError: the two do not have the same shape.
-        PolicyParityError: the mean difference is above the tolerance, or a log-prob is not a number.
+        ValueError: The two do not have the same shape, or there are no tokens.
+        PolicyParityError: The mean difference is above the tolerance, or a log-prob is not finite.
     """
     if [len(row) for row in engine_logprobs] != [len(row) for row in trainer_logprobs]:
-        raise ValueError("engine and trainer log-probs must be of the same sequences, without their first token")
+        raise ValueError("the log-probs of engine and trainer must be of the same sequences, without their first token")
     differences = [
         abs(engine - trainer)
         for engine_row, trainer_row in zip(engine_logprobs, trainer_logprobs, strict=True)
@@ -47,8 +47,8 @@ def check_policy(
     if not math.isfinite(report.maximum) or report.mean > tolerance:
         raise PolicyParityError(
             f"engine and trainer disagree after the refit: mean |difference| of log-probs {report.mean:.4f} nats, "
-            f"maximum {report.maximum:.4f}, over {report.num_tokens} tokens; tolerated mean "
-            f"engine.parity_tolerance = {tolerance:g}"
+            f"maximum {report.maximum:.4f}, over {report.num_tokens} tokens; the mean may be at most {tolerance:g} "
+            "(engine.parity_tolerance, and what the calibration of FP8 allows where precisions differ)"
         )
     return report
 
@@ -59,14 +59,14 @@ def check_moved_on(
     """Return whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
 
     A refit that silently did nothing passes `check_policy` for as long as the policy moves less than the tolerance.
-    Rounding alone moves the log-probs of either side by as much as a small step does, a few tokens' by very much: so
-    the policies must be well apart, and most tokens must say the same.
+    Rounding alone moves log-probs on either side by as much as a small step does, and those of a few tokens by far
+    more. So the two policies must be well apart, and most tokens must agree on which of them it is.
 
     Returns:
-        False as long as the two policies are too near to each other to tell.
+        Whether that is certain; False as well while the two policies are too near to each other to tell.
 
     Raises:
-        PolicyParityError: the engine still computes with the earlier policy.
+        PolicyParityError: The engine still computes with the earlier policy.
     """
     to_new, to_old = mean_distance(engine, trainer), mean_distance(engine, earlier)
     if mean_distance(trainer, earlier) <= 2 * min(to_new, to_old):
@@ -74,8 +74,8 @@ def check_moved_on(
     share = share_nearer(engine, earlier, trainer)
     if to_old < to_new and share > DECIDED:
         raise PolicyParityError(
-            f"the engine still computes with an earlier policy: its log-probs are {to_old:.2g} nats from that one's on "
-            f"average, and {to_new:.2g} from the trainer's; {share:.0%} of the tokens are nearer to the earlier one"
+            f"the engine still computes with an earlier policy: on average its log-probs are {to_old:.2g} nats from "
+            f"that policy's and {to_new:.2g} from the trainer's; {share:.0%} of tokens are nearer to the earlier one"
         )
     return to_new < to_old and share < 1 - DECIDED
 
@@ -83,7 +83,7 @@ def check_moved_on(
 def share_nearer(
     engine: Sequence[Sequence[float]], left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]
 ) -> float:
-    """Return the share of the tokens, without undecided ones, at which `engine` is nearer to `left` than to `right`."""
+    """Return the share of tokens at which `engine` is nearer to `left` than to `right`; ties are left out."""
     rows = zip(engine, left, right, strict=True)
     gaps = [abs(e - x) - abs(e - y) for row in rows for e, x, y in zip(*row, strict=True)]
     decided = [gap < 0 for gap in gaps if gap]

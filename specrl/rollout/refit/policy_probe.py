@@ -13,7 +13,9 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 NUM_SEQUENCES = 4
+"""The most sequences of the probe."""
 MAX_TOKENS = 64
+"""The longest of them, in tokens, prompt included."""
 
 
 def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
@@ -24,9 +26,9 @@ def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
 
 
 def expected_difference(config: PrecisionConfig) -> float:
-    """Return what the calibration's budget adds to mean |log p_engine - log p_trainer|, in nats; 0 in equal precision.
+    """Return by how much `precision.max_kl` raises mean |log p_engine - log p_trainer|, in nats; 0 in equal precision.
 
-    If log-ratios are normal with a variance of s^2, the KL is s^2 / 2 and their mean magnitude is below s.
+    If log-ratios are normal with a variance of s^2, the KL divergence is s^2 / 2 and their mean magnitude is below s.
     """
     same = config.generation == config.training and config.kv_cache == "bf16"
     return 0.0 if same else math.sqrt(2 * config.max_kl)
@@ -39,14 +41,14 @@ class RefitProbe:
         self._sequences = sequences
         self._tolerance = config.engine.parity_tolerance + expected_difference(config.precision)
         self._earlier: list[list[float]] | None = None
-        """The trainer's log-probs under the last policy that the engine was seen to have reached."""
+        """The trainer's log-probs under the last policy that the engine was shown to hold, at first any."""
 
     def check(self, engine: Engine, policy: Policy) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
         Raises:
-            PolicyParityError: log-probs differ by more than `engine.parity_tolerance` on average, or are still those
-                of an earlier policy.
+            PolicyParityError: Log-probs differ on average by more than `engine.parity_tolerance` and
+                `expected_difference` allow, or are still those of an earlier policy.
         """
         sequences = [TokenSequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
         batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
