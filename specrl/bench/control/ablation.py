@@ -1,4 +1,4 @@
-"""What each constant of the control is worth: replays with another value against replays with its own."""
+"""Measure what each constant of the control is worth: replays with another value against replays with its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTROLLER_WORKLOADS = (
         "accelerator", "eagle3+replay", 64, 64, ("after",) * 4, replay_k=16, stored="others", machine="accelerator"
     ),
 )
-"""Workloads on which the controller is judged."""
+"""The workloads on which the controller is judged."""
 _BOTH, _TEXT = DraftLengths(3, 16), DraftLengths(0, 16)
 TEXT_WORKLOADS = (
     Workload("own seed", "eagle3+replay", 8, 64, ("after",) * 2, replay_k=16, stored="earlier", fixed=_BOTH),
@@ -39,7 +39,7 @@ TEXT_WORKLOADS = (
     Workload("other seeds alone", "replay", 8, 64, ("after",) * 2, k=0, replay_k=16, stored="others", fixed=_TEXT),
     Workload("recent alone", "replay", 8, 64, ("after",) * 2, k=0, replay_k=16, fixed=_TEXT),
 )
-"""Workloads on which drafts from text are judged, at fixed lengths."""
+"""The workloads on which drafts from text are judged, at fixed draft lengths."""
 
 
 CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "prior_requests": (5.0, 12.5, 50.0),
     "kept_on_refit": (0.01, 0.05, 0.2, 1.0),
 }
-"""Other values of each constant: half and twice its own, and, where there is one, a value that switches it off."""
+"""Other values of each constant of the controller: smaller and larger ones, and some that switch it off."""
 TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "even_agreement": (1.0, 4.0),
     "prior_drafts": (1.0, 2.0, 8.0),
@@ -60,12 +60,14 @@ TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "longest_suffix": (4, 16),
     "most_places": (8, 32, 128),
 }
+"""Other values of each constant of drafts from text."""
 SHARE_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "least_share": (0.02, 0.05, 0.2),
     "share_memory": (0.0, 0.25, 0.75),
     "debt_memory": (0.0, 0.4, 1.0),
     "least_period": (0.02, 0.1, 0.4),
 }
+"""Other values of each constant of the sharing of idle time."""
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,32 @@ class Alternative:
         return [Alternative(name, value) for name, values in constants.items() for value in values]
 
     def settings(self) -> ControlSettings:
-        """Return the constants with this one changed."""
+        """Return the project's constants with this one changed."""
         return replace(ControlSettings(), **{self.name: self.value})
 
 
 @dataclass(frozen=True)
 class Worth:
-    """The score with an alternative over the score with the constant's own value."""
+    """The ratio of the score with an alternative to the score with the constant's own value."""
 
     alternative: Alternative
     ratio: Spread
-    """Over the seeds, of the geometric means over the workloads."""
+    """The spread over the seeds of the ratio's geometric mean over the workloads."""
     worst: tuple[str, float]
-    """The workload on which it does worst, and the ratio there: the geometric mean over the seeds."""
+    """The workload with the lowest ratio, and this ratio, a geometric mean over the seeds."""
     best: tuple[str, float]
-    """The same for the workload on which it does best."""
+    """The workload with the highest ratio, and this ratio."""
 
     @classmethod
     def of(cls, alternative: Alternative, logs: Mapping[str, Sequence[float]]) -> Worth:
-        """Summarise the logs of ratios, by workload, one for each seed."""
+        """Return the summary of logs of ratios, given by workload, one for each seed."""
         means = [math.exp(fmean(column)) for column in zip(*logs.values(), strict=True)]
         by_name = {name: math.exp(fmean(values)) for name, values in logs.items()}
         worst, best = (pick(by_name.items(), key=lambda item: item[1]) for pick in (min, max))
         return cls(alternative, Spread.of(means), worst, best)
 
     def row(self) -> dict[str, Any]:
-        """Return the row of `--json`."""
+        """Return the row that `--json` writes."""
         return {
             "constant": self.alternative.name,
             "value": getattr(ControlSettings(), self.alternative.name),
@@ -128,13 +130,13 @@ class Efficiency:
     best: DraftLengths
     """The best fixed lengths in hindsight."""
     against_best: Spread
-    """Tokens per second over those of the best fixed lengths; spread over the seeds."""
+    """Tokens per second over those with the best fixed lengths; the spread is over the seeds."""
     against_none: Spread
-    """Tokens per second over those without drafts."""
+    """Tokens per second over those without drafts; the spread is over the seeds."""
 
 
 class Bench:
-    """Replays of one recording; what was replayed once is remembered."""
+    """Replays of one recording; the result of each replay is kept."""
 
     def __init__(self, recording: Recording, machines: Mapping[str, Machine], seeds: Sequence[int]) -> None:
         self.recording, self.machines, self.seeds = recording, machines, seeds
@@ -149,7 +151,7 @@ class Bench:
         return self._rates[key]
 
     def worth(self, alternative: Alternative, workloads: Sequence[Workload]) -> Worth:
-        """Replay an alternative on all workloads with all seeds."""
+        """Return what an alternative is worth on these workloads, with all seeds."""
         own, other = ControlSettings(), alternative.settings()
         logs = {
             workload.name: [
@@ -160,7 +162,7 @@ class Bench:
         return Worth.of(alternative, logs)
 
     def efficiency(self, workload: Workload) -> Efficiency:
-        """Compare the controller with all fixed draft lengths."""
+        """Return how the controller compares with all fixed draft lengths on a workload."""
         settings = ControlSettings()
         choices = possible_lengths(workload.k, workload.replay_k)
         rates = {
@@ -173,11 +175,11 @@ class Bench:
 
 
 LEARNING = {"as recorded": 1.0, "a drafter that learns more at first": 4.0}
-"""Workloads of the sharing of idle time, and by how much training brings more in the first half of each."""
+"""The workloads of sharing idle time, with the factor on what training brings in the first half of each."""
 
 
 def bubble_worth(steps: Sequence[BubbleStep], alternative: Alternative, seeds: Sequence[int]) -> Worth:
-    """Replay an alternative on recorded bubbles."""
+    """Return what an alternative is worth on recorded bubbles, by the accepted tokens that their use brings."""
     own, other = ControlSettings(), alternative.settings()
     logs = {
         name: [

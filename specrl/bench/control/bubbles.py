@@ -1,4 +1,4 @@
-"""The sharing of idle time replayed on recorded steps: how many accepted tokens each way of sharing brings."""
+"""Replay the sharing of idle time on recorded steps: how many accepted tokens does each way of sharing bring?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specrl.timeline import PREGENERATION, SPOT_TRAINING
 
 PROBE = "refit/probe_acceptance_length"
 STEPS = 60
-"""Steps of a replay: recorded ones in random order, again and again."""
+"""The number of steps of a replay, drawn at random from the recorded ones."""
 ITERATION_SECONDS, UPDATE_SECONDS = 0.05, 0.1
-"""What is begun is finished: an engine iteration of pre-generation, a micro-step of the drafter."""
+"""The seconds of an iteration of pre-generation and of a micro-step of training; either is finished once begun."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class BubbleStep:
     """One recorded step: how long its ranks waited, and what a second of either use brought."""
 
     seconds: tuple[float, ...]
-    """Of each rank's bubble."""
+    """The length of each rank's bubble, in seconds."""
     pregeneration: float
-    """Tokens of stored text accepted in the next step, per second of pre-generation."""
+    """The tokens of stored text accepted in the next step, per second of pre-generation."""
     training: float
-    """Tokens more that a draft got accepted on the guard's probe, per second of training; may be negative."""
+    """The growth of the acceptance length on the guard's probe, per second of training; it may be negative."""
     drafts: int
-    """Drafts of the drafter in the next step."""
+    """The number of the drafter's drafts in the next step."""
 
 
 def bubble_steps(records: Sequence[StepRecord]) -> list[BubbleStep]:
-    """Return what a run with `bubbles.use = "both"` recorded, without steps in which one of the uses had no time."""
+    """Return the steps of a run with `bubbles.use = "both"`, without those in which one of the uses had no time."""
     found = []
     for before, record, after in zip(records, records[1:], records[2:], strict=False):
         used = by_use([span for rank in record.ranks for span in rank.bubble.spans])
@@ -59,8 +59,8 @@ def gained(
     """Replay steps in random order and return the accepted tokens that the use of their bubbles brought.
 
     Args:
-        fixed: a share of pre-generation that is never changed.
-        learning: a factor on what training brings in the first half of the replay: a drafter that still learns.
+        fixed: A share for pre-generation that never changes; None for the share as it is learned.
+        learning: A factor on what training brings in the first half of the replay, as for a drafter that still learns.
     """
     generator = random.Random(seed)
     shares = [BubbleShare(settings) for _ in steps[0].seconds]
@@ -91,7 +91,7 @@ def gained(
 
 
 def _spend(share: BubbleShare, length: float, expected: float | None) -> dict[str, float]:
-    """Return the seconds of each use of one bubble."""
+    """Return the seconds of each use in a bubble of `length` seconds."""
     seconds = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
     while (left := length - sum(seconds.values())) > 1e-6:
         if due := share.due(seconds, expected):

@@ -1,4 +1,4 @@
-"""Draft lengths that nobody chooses: to record times at, and to compare the controller with."""
+"""Fixed draft lengths, at which times are recorded and with which the controller is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrl.rollout.drafts.estimates import DraftLengths
 
 
 class FixedLengths(Controller):
-    """Always chooses the same draft lengths, and keeps the times of all iterations."""
+    """A controller that always chooses the same draft lengths, and keeps the times of all iterations."""
 
     def __init__(self, lengths: DraftLengths) -> None:
         super().__init__(lengths.k, lengths.replay_k, seed=0)

@@ -1,4 +1,4 @@
-"""The time of an engine iteration by what it does, fitted to recorded iterations, with their noise."""
+"""A model of the time of an engine iteration by what it does, fitted to recorded iterations, with their noise."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from scipy.optimize import nnls
 from specrl.bench.control.recording import RecordedIteration
 
 BENDS = (16, 64)
-"""Rows of a matrix product beyond which each further row may cost more."""
+"""The numbers of rows of a matrix product beyond which each further row may cost more."""
 LONGEST_PAUSE = 4.0
-"""Recorded iterations that took longer than so many times the fitted time count with this: the machine was away."""
+"""The most that a recorded time may exceed the fitted one, as a factor; beyond it the machine was doing something else,
+and this factor counts instead."""
 
 
 def features(batch: int, drafted: int, passes: int) -> list[float]:
-    """Return what the time of an iteration is a sum of, each with a coefficient that is not negative."""
+    """Return the quantities whose weighted sum is the time of an iteration; the weights are not negative.
+
+    The arguments are those of `Machine.seconds`.
+    """
     rows = batch + drafted
     bent = [max(0.0, rows - bend) for bend in BENDS]
     return [1.0, float(batch), float(rows), *bent, float(passes), float(passes * batch), float(passes > 0)]
@@ -28,21 +32,21 @@ def features(batch: int, drafted: int, passes: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of an iteration, and how much measured times differ from them."""
+    """The seconds of an iteration, and how much measured times differ from them."""
 
     coefficients: Sequence[float]
-    """Seconds per unit of each of `features`."""
+    """The seconds per unit of each of the `features`."""
     noise: Sequence[float] = field(default=(0.0,), repr=False)
-    """Logs of measured over fitted seconds, in the order in which they were measured: what is slow for a while stays
-    slow for a while in a replay, too."""
+    """The logs of measured over fitted seconds in the order of measurement, so that a machine that is slow for a while
+    is so in a replay, too."""
 
     def seconds(self, batch: int, drafted: int, passes: int) -> float:
         """Return the expected time of an iteration.
 
         Args:
-            batch: requests.
-            drafted: draft tokens that are verified, all requests together.
-            passes: passes of the drafter.
+            batch: The number of requests.
+            drafted: The number of draft tokens to verify and of prompt tokens to read, over all requests.
+            passes: The number of passes of the drafter.
         """
         return float(np.dot(self.coefficients, features(batch, drafted, passes)))
 
@@ -57,21 +61,21 @@ class Machine:
 
 @dataclass
 class Pauses:
-    """Walks along the recorded noise from a random place, and begins anew at its end."""
+    """Noise that follows the recorded noise from a given position on, and begins again at its end."""
 
     noise: Sequence[float]
     position: int
 
     def factor(self) -> float:
-        """Return measured over expected seconds of the next iteration."""
+        """Return the factor of measured over expected seconds for the next iteration."""
         self.position = (self.position + 1) % len(self.noise)
         return math.exp(self.noise[self.position])
 
 
 def fit(runs: Sequence[Sequence[RecordedIteration]]) -> Machine:
-    """Fit the times of recorded iterations; their relative errors count, those of medians over equal iterations.
+    """Fit the model to recorded iterations, by the relative errors of median times over iterations that are alike.
 
-    Iterations with drafts of both sources are left out: whether the drafter ran is not known of each.
+    Iterations with drafts of both sources are left out, because it is not known in which of them the drafter ran.
     """
     cells: dict[tuple[int, int, int], list[float]] = {}
     for run in runs:
@@ -94,17 +98,17 @@ def fit(runs: Sequence[Sequence[RecordedIteration]]) -> Machine:
 
 
 def error_on_both_sources(machine: Machine, runs: Sequence[Sequence[RecordedIteration]]) -> float:
-    """Return measured over fitted total seconds, minus 1, of the iterations that were left out of the fit."""
+    """Return measured over fitted seconds, minus 1, summed over the iterations that were left out of the fit."""
     items = [item for run in runs for item in run if item.k and item.replay_k]
     fitted = sum(machine.seconds(item.batch, item.drafted, item.k) for item in items)
     return sum(item.seconds for item in items) / fitted - 1 if items else 0.0
 
 
 def accelerator(noise: Sequence[float]) -> Machine:
-    """Return an accelerator with as noisy times: 10 ms to read the weights, hundreds of rows for next to nothing."""
+    """Return a model of an accelerator with this noise: 10 ms to read the weights, hundreds of rows at little cost."""
     return Machine([0.010, 0.0, 0.00002, 0.0, 0.0, 0.0008, 0.0, 0.0], noise)
 
 
 def mean_noise(machine: Machine) -> float:
-    """Return how much longer than expected an iteration takes on average."""
+    """Return by what fraction an iteration takes longer than expected on average."""
     return fmean(math.exp(value) for value in machine.noise) - 1

@@ -1,6 +1,6 @@
-"""`specrl bench control`: what each constant of the drafting control is worth, on a recorded run.
+"""`specrl bench control`: measure on a recorded run what each constant of the drafting control is worth.
 
-The engine runs once, to record; everything else is replayed without it, by the classes that control the engine.
+The engine runs once, to record. Everything else is replayed without it, by the very classes that steer the engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(job: BenchJob) -> None:
 
 
 def load_or_record(job: BenchJob, again: bool) -> Recording:
-    """Return what was recorded of the run before; record it now if there is nothing yet, or `again`."""
+    """Return the recording of the run; make it first if there is none yet, or if `again` is true."""
     path = job.run_dir / "bench" / "control" / RECORDING_FILE
     if again or not path.is_file():
         join()
@@ -64,6 +64,6 @@ def load_or_record(job: BenchJob, again: bool) -> Recording:
 
 
 def recorded_bubbles(job: BenchJob) -> list[BubbleStep]:
-    """Return the steps of the run's `bench bubbles` with both uses of idle time; none where it was not run."""
+    """Return the steps of the run's `bench bubbles` with both uses of idle time; none if that was not run."""
     directory = job.run_dir / "bench" / "bubbles" / "both" / "stage" / "steps"
     return bubble_steps(read_steps(directory)) if directory.is_dir() else []

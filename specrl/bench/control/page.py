@@ -34,15 +34,20 @@ class ControlFindings:
     recording: Recording
     machine: Machine
     efficiencies: Mapping[str, Efficiency]
-    """By workload."""
+    """The controller against fixed draft lengths, by workload."""
     controller: Sequence[Worth]
+    """The worth of other values of the controller's constants."""
     text: Sequence[Worth]
+    """The worth of other values of the constants of drafts from text."""
     shares: Sequence[Worth]
-    """The worth of accepted tokens instead of tokens per second; empty without recorded bubbles."""
+    """The worth of other values of the constants of sharing idle time, by accepted tokens instead of tokens per second;
+    empty without recorded bubbles."""
     num_steps: int
-    """Recorded steps with bubbles."""
+    """The number of recorded steps with bubbles."""
     num_seeds: int
+    """The number of seeds of each replay."""
     seconds: float
+    """The wall time of the benchmark."""
 
 
 def write_page(job: BenchJob, findings: ControlFindings) -> None:

@@ -23,10 +23,11 @@ from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.recorder import DraftObserver
 
 LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
-"""Tokens of the longest drafts that are recorded and timed, of the drafter and from text."""
+"""The longest drafts that are recorded and timed, in tokens: of the drafter and from text."""
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 16, 3
+"""The number of held-out prompts, and of recorded responses to each; as many others are stored text."""
 TIMED_REQUESTS = 24
-"""Requests that run at once when the times begin; they end one after another."""
+"""The number of requests that are running when timing begins; they end one after another."""
 TIMED_LENGTHS = (
     DraftLengths(0, 0),
     DraftLengths(3, 0),
@@ -40,10 +41,10 @@ TIMED_LENGTHS = (
 
 
 def record(subject: Subject) -> Recording:
-    """Generate responses to held-out prompts with the run's policy in every way that a replay needs.
+    """Generate responses to held-out prompts with the run's policy, and record all that a replay needs.
 
     Raises:
-        ValueError: the run has no EAGLE-3 drafter.
+        ValueError: The run has no drafter.
     """
     if subject.drafter_dir is None or subject.first_drafter_dir is None:
         raise ValueError("bench control replays drafts of an EAGLE-3 drafter; this run has none")
@@ -66,7 +67,7 @@ def record(subject: Subject) -> Recording:
 
 
 def engine_config(config: Config) -> Config:
-    """Return the run's configuration with drafts of all sources, as long as they are recorded."""
+    """Return the run's configuration with drafts from all sources, of the lengths that are recorded."""
     changes = {"method": "eagle3+replay", "k": LONGEST_DRAFT, "replay_k": LONGEST_REPLAY}
     return config.model_copy(update={"speculation": config.speculation.model_copy(update=changes)})
 
@@ -74,7 +75,7 @@ def engine_config(config: Config) -> Config:
 def observed_responses(
     engine: Engine, own: Sequence[tuple[int, Request]], before: Path, after: Path
 ) -> list[RecordedResponse]:
-    """Answer the requests with each of the two drafters watching."""
+    """Answer the requests twice, and record what the drafter before and the drafter after RL propose on the way."""
     requests = [request for _, request in own]
     observed: list[tuple[list[list[int]], DraftObserver]] = []
     for directory in (before, after):
@@ -92,16 +93,17 @@ def observed_responses(
             fates(same, observer_before.drafts[request.seed]),
         )
         for (prompt, request), tokens, same in zip(own, rows, earlier, strict=True)
-        if tokens == same  # BF16 near-ties may part the two
+        if tokens == same  # near-ties in BF16 may make the two differ
     ]
 
 
 def fates(tokens: Sequence[int], drafts: Mapping[int, list[int]]) -> list[int]:
-    """Return how many tokens of the draft after each token are the response's own."""
+    """Return, for each token of a response, how many tokens of the draft made after it are the response's own."""
     return [accepted_prefix(drafts.get(count, []), tokens[count:]) for count in range(1, len(tokens) + 1)]
 
 
 def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> list[RecordedText]:
+    """Answer requests, given with the index of their prompt, and return the responses as text to store."""
     print(f"text of {len(requests)} responses", flush=True)
     engine.set_replay({})
     engine.set_k(3)
@@ -113,13 +115,14 @@ def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> lis
 
 
 def prompts_of(requests: Sequence[tuple[int, Request]]) -> dict[int, tuple[int, ...]]:
+    """Return the tokens of each prompt by its index."""
     return {index: tuple(request.prompt_tokens) for index, request in requests}
 
 
 def timed_iterations(
     engine: Engine, requests: Sequence[Request], stored: Sequence[RecordedText], prompts: Mapping[int, tuple[int, ...]]
 ) -> list[list[RecordedIteration]]:
-    """Generate the same requests at each of `TIMED_LENGTHS`, in turn, from a full batch to the last request."""
+    """Time the same generation at each of `TIMED_LENGTHS` in turn, from a full batch down to the last request."""
     texts: dict[tuple[int, ...], list[list[int]]] = {}
     for text in stored:
         texts.setdefault(prompts[text.prompt], []).append(text.tokens)
@@ -136,13 +139,14 @@ def timed_iterations(
 
 
 def interpolated(directory: Path, other: Path, weight: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a policy, moved by `weight` towards another one's."""
+    """Yield the tensors of a policy, moved towards another one's by the share `weight` of the difference."""
     theirs = tensors(other)
     for name, tensor in tensors(directory).items():
         yield name, torch.lerp(tensor.float(), theirs[name].float(), weight).to(tensor.dtype)
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of a directory's safetensors files, by name."""
     return {
         name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
     }

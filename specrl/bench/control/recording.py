@@ -1,4 +1,4 @@
-"""What a replay of the drafting control needs of a run: responses with every draft's fate, and times of iterations."""
+"""The recording of a run for replays of the drafting control: responses with the outcome of drafts, and times."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ RECORDING_FILE = "recording.json"
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """One response of the run's policy, with the fate of a draft after each of its tokens."""
+    """One response of the run's policy, with the outcome of a draft after each of its tokens."""
 
     prompt: int
-    """Index of the prompt in `Recording.prompts`."""
+    """The index of the prompt in `Recording.prompts`."""
     seed: int
     tokens: list[int]
     accepted: list[int]
-    """accepted[i]: how many tokens of the drafter's draft after tokens[i] are the response's own; drafts have
-    `Recording.longest_draft` tokens, and a shorter draft gets the smaller of its length and this number accepted."""
+    """`accepted[i]` is how many tokens of the drafter's draft after `tokens[i]` are the response's own. Drafts have
+    `Recording.longest_draft` tokens; of a shorter draft as many are accepted, or all of it."""
     accepted_before: list[int]
-    """The same with the drafter as it was before RL."""
+    """The same numbers with the drafter as it was before RL."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RecordedText:
     """A response that is used as stored text."""
 
     prompt: int
+    """The index of the prompt in `Recording.prompts`."""
     seed: int
     tokens: list[int]
 
@@ -40,15 +41,15 @@ class RecordedIteration:
     """One engine iteration in which every request was decoding."""
 
     k: int
-    """Longest draft of the drafter, tokens."""
+    """The longest draft of the drafter, in tokens."""
     replay_k: int
-    """Longest draft from text, tokens."""
+    """The longest draft from text, in tokens."""
     batch: int
-    """Requests."""
+    """The number of requests."""
     drafted: int
-    """Draft tokens that were verified, all requests together."""
+    """The number of draft tokens that were verified, over all requests."""
     seconds: float
-    """From one proposal of drafts to the next."""
+    """The time from one proposal of drafts to the next."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,17 @@ class Recording:
     """Everything that is replayed."""
 
     longest_draft: int
-    """Tokens of the recorded drafts of the drafter."""
+    """The length of the recorded drafts of the drafter, in tokens."""
     threads: int
+    """The number of threads of the engine."""
     prompts: list[list[int]]
     responses: list[RecordedResponse]
     earlier: list[RecordedText]
-    """Responses to the same requests, seeds included, by a policy one training step before: pre-generated text."""
+    """Responses to the same requests, seeds included, by a policy one training step earlier: pre-generated text."""
     others: list[RecordedText]
     """Responses to the same prompts by the same policy with other seeds."""
     iterations: list[list[RecordedIteration]]
-    """Generations at fixed draft lengths, in the order in which they ran."""
+    """The iterations of each generation at fixed draft lengths, in the order in which these ran."""
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))

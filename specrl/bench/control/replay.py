@@ -1,7 +1,7 @@
-"""Recorded responses generated again without an engine, by the classes that draft in one.
+"""Replay recorded responses without an engine, with the classes that choose and judge drafts in one.
 
-A response does not depend on its drafts, so a recorded one shows, token by token, what any draft from text would have
-got accepted, and what drafts of the drafter did. Only times are a model's (`specrl.bench.control.machine`).
+A response does not depend on its drafts. So a recorded one shows, token by token, how much of any draft from text would
+have been accepted, and how much of the drafter's drafts was. Only times are modelled (`specrl.bench.control.machine`).
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from specrl.rollout.drafts.text_drafts import TextDrafts
 from specrl.rollout.drafts.text_sources import StoredTextSource, TextCursor, text_sources
 
 DrafterState = Literal["after", "before", "useless"]
-"""The drafter of the run after RL, as it was before, or one of whose drafts nothing is accepted."""
+"""The run's drafter after RL, the one before RL, or one whose drafts are never accepted."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Generations of recorded responses, one after another, with a refit before each."""
+    """Generations of recorded responses, one after another, with a refit after each."""
 
     name: str
     method: str
     """A draft method, `speculation.method`."""
     running: int
-    """Most requests that run at once."""
+    """The most requests that run at once."""
     requests: int
-    """Responses of each generation; the recorded ones take turns."""
+    """The number of responses in each generation; the recorded ones take turns."""
     drafters: tuple[DrafterState, ...]
     """The drafter of each generation."""
     k: int = 3
-    """Longest draft of the drafter; 0 without one."""
+    """The longest draft of the drafter, in tokens; 0 without a drafter."""
     replay_k: int = 0
-    """Longest draft from text; 0 without text."""
+    """The longest draft from text, in tokens; 0 without text."""
     stored: Literal["none", "earlier", "others"] = "none"
-    """Text stored for the prompts: that of the same seeds by the policy one step before, or of other seeds."""
+    """The text stored for the prompts: of the same seeds by the policy one step earlier, of other seeds, or none."""
     machine: Literal["recorded", "accelerator"] = "recorded"
+    """The machine whose times are modelled."""
     fixed: DraftLengths | None = None
-    """Draft lengths, where the controller is left out."""
+    """The draft lengths to use instead of the controller's; None for the controller."""
 
 
 @dataclass
 class Score:
-    """What a replay took."""
+    """What a replay generated, and the time that it took."""
 
     tokens: int = 0
     seconds: float = 0.0
-    """Expected seconds: the noise reaches the controller, but not the score."""
+    """The expected seconds; noise reaches the controller, but not the score."""
     decode_steps: int = 0
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """The tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -72,15 +73,16 @@ class Running:
 
     response: RecordedResponse
     fates: Sequence[int]
-    """How many tokens of the drafter's draft after each token would be accepted."""
+    """For each token of the response, how many tokens of the drafter's draft after it would be accepted."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
     count: int = 0
-    """Tokens so far."""
+    """The number of its tokens so far."""
     kind: Kind = NO_TEXT
+    """The kind of the draft that is verified next."""
     drafted: int = 0
-    """Tokens of the draft that is verified next."""
+    """The number of tokens of that draft."""
     accepted: int = 0
-    """How many of them will be."""
+    """How many of them will be accepted."""
 
 
 class Replay:
@@ -100,7 +102,7 @@ class Replay:
         self._longest = max(len(response.tokens) for response in recording.responses)
 
     def run(self) -> Score:
-        """Generate all responses."""
+        """Run all generations of the workload and return the score."""
         order: list[RecordedResponse] = []
         for drafter in self.workload.drafters:
             while len(order) < self.workload.requests:
@@ -154,7 +156,7 @@ class Replay:
             running = [item for item in running if item.count < len(item.response.tokens)]
 
     def _verify(self, running: Sequence[Running]) -> list[DraftOutcome]:
-        """Give every request its accepted draft tokens and one more; learn what became of the drafts."""
+        """Give every request its accepted draft tokens and one more; learn from the outcomes and return them."""
         outcomes = []
         for item in running:
             tokens = item.response.tokens
@@ -173,7 +175,7 @@ class Replay:
         return outcomes
 
     def _draft(self, running: Sequence[Running], lengths: DraftLengths) -> int:
-        """Give every request its next draft; return the passes of the drafter that it takes."""
+        """Give every request its next draft; return the number of passes of the drafter that this takes."""
         drafts = [self.texts.draft(item.cursors, lengths) for item in running]
         passes = 0 if all(text for _, text in drafts) else lengths.k
         for item, (kind, text) in zip(running, drafts, strict=True):

@@ -1,4 +1,4 @@
-"""What vLLM is told: the arguments it is started with, and the parameters of each request."""
+"""The arguments that vLLM is started with, and the parameters of each request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
-    # Native FP8 only. DeepGEMM would round the scales of blocks up to powers of two and quantise weights anew by them:
-    # other numbers than the trainer's.
+    # For native FP8. DeepGEMM would round the scales of blocks up to powers of two and quantise weights with these,
+    # which gives other numbers than the trainer's.
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
     # depend on how many share its batch.
@@ -36,9 +36,9 @@ ENVIRONMENT = {
 POSITIONS = "max_position_embeddings"
 NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-"""The words that vLLM looks for in the path of a draft model."""
+"""The words by which vLLM guesses a method from the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
-"""The methods that vLLM takes as they are given, whatever the path says."""
+"""The methods for which vLLM does not guess another one from the path."""
 
 
 def engine_arguments(
@@ -51,8 +51,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
-    The engine's context is longer than `model.max_length`: a sequence of full length must be scored, and where a draft
-    under verification and the next one do not fit, vLLM would stop drafting for the whole batch.
+    The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
+    and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
     """
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
@@ -87,7 +87,7 @@ def engine_arguments(
 
 
 def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
-    """Return what vLLM drafts with, as part of its `speculative_config`.
+    """Return the part of vLLM's `speculative_config` that says what drafts.
 
     Raises:
         ValueError: The method needs a drafter directory and there is none, or vLLM would misread its path.
@@ -97,7 +97,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
         return {"method": "custom_class", "model": NO_DRAFTER}
     if method.model is None:
         return dict(method.vllm)
-    # vLLM would look for the policy's own layer in the policy's directory too, but expect it in the policy's precision.
+    # Without `model` vLLM would find the policy's own layer too, but expect it in the policy's precision.
     directories = {
         "drafter": drafter_dir,
         "policy_layer": drafter_dir or policy_dir,
@@ -116,7 +116,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """Return vLLM's `SamplingParams` for a request; the seed travels to the project's sampler in them.
+    """Return vLLM's `SamplingParams` for a request; they carry its seed to `InvariantSampler`.
 
     Raises:
         ValueError: The prompt leaves no room for a token within `max_length`.
@@ -168,7 +168,7 @@ def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
 
 
 def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
-    """Return the context length that the engine can have, and what the model's configuration must say for it."""
+    """Return the context length that the engine can have, and what the model's configuration needs for it."""
     hf_config = json.loads((policy_dir / "config.json").read_text())
     longest = hf_config.get(POSITIONS, length)
     if length <= longest:
@@ -183,8 +183,8 @@ def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
 def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     """Update a configuration as vLLM does with a dictionary of overrides.
 
-    vLLM applies a function to the configuration of the multi-token-prediction layer too, which needs as many positions,
-    but nothing else that is said of the policy.
+    vLLM applies this function also to the configuration of a multi-token-prediction layer, which needs as many
+    positions as the policy, but none of the policy's other entries.
     """
     for_layer = hf_config.model_type.endswith("_mtp")
     hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
@@ -200,7 +200,7 @@ def _memory(config: Config) -> dict[str, Any]:
 def _refuse_misleading_path(directory: str) -> None:
     """Raise ValueError if vLLM would guess another method from the draft model's path, whatever it was told.
 
-    It does so in `SpeculativeConfig.__post_init__`.
+    vLLM guesses in `SpeculativeConfig.__post_init__`.
     """
     found = [word for word in MISLEADING if word in directory.lower()]
     if found:

@@ -1,8 +1,8 @@
-"""Deferred prefill of the drafter: while no drafts are wanted, its pass over new tokens waits.
+"""Deferred prefill of the drafter: while no drafts are wanted, it does not read new tokens yet.
 
 The drafter's KV cache must hold every token, or its drafts get worse. But while the controller does not draft, as in
-large batches, reading each token at once costs a few per cent of every iteration, for requests most of which end before
-they are drafted for. So the policy's features are kept, and read together when drafts are wanted again.
+large batches, reading each token at once costs a few per cent of every iteration, and most requests end before anything
+is drafted for them. So the policy's features are kept, and the drafter reads them together once drafts are wanted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from specrl.rollout.vllm.sampler import RequestRecord
 
 MOST_BYTES = 1 << 29
-"""The most bytes of features that are kept for all requests together; beyond that they are read at once."""
+"""The most bytes of features that are kept for all requests together; beyond that the drafter reads them."""
 
 
 class Unread(NamedTuple):
@@ -31,21 +31,21 @@ class Unread(NamedTuple):
 
 
 class DeferredPrefill:
-    """Keeps what the drafter has not read, and lets it read all of it at once when drafts are wanted.
+    """Keeps what the drafter has not read, and lets it read all of it together when drafts are wanted.
 
-    `arguments` are those of the runner's `propose_draft_token_ids`, less the first.
+    The `arguments` of its methods are those of the runner's `propose_draft_token_ids` without the first.
     """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
 
     def defer(self, records: list[RequestRecord], rows: list[list[int]], arguments: tuple[Any, ...]) -> None:
-        """Keep what the drafter would read of an iteration in which every request got tokens."""
+        """Keep what the drafter would read after an iteration in which every request was decoding."""
         _, _, hidden, _, auxiliary, _, common, _ = arguments
         features = torch.cat(auxiliary, dim=-1) if self.runner.use_aux_hidden_state_outputs else hidden.clone()
         starts = common.query_start_loc_cpu.tolist()
         for record, row, start in zip(records, rows, starts, strict=False):
-            # A row's features are of the last token before it and of its own but the last.
+            # A row's features belong to the token before the row and to its own tokens but the last.
             position = record.prompt_length + len(record.logprobs) - len(row) - 1
             self._drop_unless_adjoining(record, position)
             part = Unread(position, row, features[start : start + len(row)])
@@ -55,7 +55,7 @@ class DeferredPrefill:
             self.catch_up(records, arguments)
 
     def catch_up(self, records: list[RequestRecord], arguments: tuple[Any, ...]) -> None:
-        """Let the drafter read what it has not of these requests, which are the runner's batch."""
+        """Let the drafter read what it has not read of these requests, which are the runner's batch in order."""
         waiting = [(row, join(record.unread)) for row, record in enumerate(records) if record.unread]
         if not waiting:
             return
@@ -65,7 +65,7 @@ class DeferredPrefill:
             _clear(record)
 
     def forget_what_was_recomputed(self, records: list[RequestRecord], rows: list[list[int]]) -> None:
-        """Forget what was kept of preempted requests, which the policy reads anew: its place in the cache is lost."""
+        """Forget what was kept of preempted requests: their cache is lost, and the policy reads them anew."""
         for record, row in zip(records, rows, strict=True):
             if row:
                 self._drop_unless_adjoining(record, record.prompt_length + len(record.logprobs) - len(row) - 1)
@@ -94,7 +94,8 @@ class DeferredPrefill:
         following = torch.tensor([token for _, part in chunk for token in part.tokens], device=device)
         drafter.propose(
             num_speculative_tokens=0,
-            target_token_ids=following.roll(1).int(),  # the drafter shifts them back and takes the last of each request
+            # The drafter shifts these back, and takes the last of each request from `next_token_ids`.
+            target_token_ids=following.roll(1).int(),
             target_positions=positions,
             target_hidden_states=torch.cat([part.features for _, part in chunk]),
             next_token_ids=following[starts[1:].to(device).long() - 1].int(),
@@ -121,7 +122,7 @@ def _clear(record: RequestRecord) -> None:
 
 
 def join(parts: list[Unread]) -> Unread:
-    """Return adjoining parts as one."""
+    """Return adjoining parts as one part."""
     tokens = [token for part in parts for token in part.tokens]
     return Unread(parts[0].position, tokens, torch.cat([part.features for part in parts]))
 

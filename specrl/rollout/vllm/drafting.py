@@ -35,12 +35,12 @@ class NoDrafter:
 
 
 class Drafting:
-    """Takes the place of the runner's `propose_draft_token_ids`, which it asks for what the drafter proposes.
+    """Replaces the runner's `propose_draft_token_ids`, and calls the original for what vLLM's proposer drafts.
 
-    A request that agrees with some text gets that as its draft, any other what the drafter proposes, in one batch: vLLM
-    verifies drafts of different lengths, none included. A model-based drafter must read every token of every request,
-    now or later (`DeferredPrefill`), so that its KV cache has no holes; the passes that lengthen drafts are left out
-    when no request needs them. The controller learns from the time between one proposal and the next.
+    In one batch, a request that agrees with some text gets a draft from that text, and any other what the proposer
+    drafts; vLLM verifies drafts of different lengths, zero included. A model-based drafter must read every token of
+    every request, now or later (`DeferredPrefill`), so that its KV cache has no holes; the passes that lengthen drafts
+    are left out when no request needs them. The controller learns from the time between one proposal and the next.
     """
 
     def __init__(
@@ -59,21 +59,22 @@ class Drafting:
         self.deferred_prefill = DeferredPrefill(runner) if self.method.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while no drafts are wanted."""
         self.fixed: DraftLengths | None = None
-        """The draft lengths that are used instead of the controller's choice, if they are set."""
+        """The draft lengths to use instead of the controller's choice; None leaves the choice to the controller."""
         self._lengths = NO_DRAFTS
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
 
     def install(self) -> None:
+        """Take the place of the runner's method."""
         self.runner.propose_draft_token_ids = self
 
     def begin(self, recall: bool) -> None:
-        """Take note that a generation begins: the time since the last one belongs to no iteration."""
+        """Take note that a generation begins, so that the time since the last one counts for no iteration."""
         self._last_end = None
         self.texts.begin(recall)
 
     def remember(self, response: Sequence[int]) -> None:
-        """Show the text sources a response of this generation, whole or as far as it got."""
+        """Show the text sources a response of this generation, finished or stopped."""
         self.texts.remember(response)
 
     @property
@@ -106,17 +107,17 @@ class Drafting:
         drafts: list[list[int]] = []
         for record, (kind, text), proposal in zip(records, texts, own, strict=True):
             record.draft = kind if text else NO_TEXT
-            # Past the end of a response nothing is wanted; the last token comes without a draft.
+            # A draft must end before the last token of the response, which verification itself adds.
             drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
         return drafts
 
     def _text(
         self, request_id: str, record: RequestRecord, row: list[int], lengths: DraftLengths
     ) -> tuple[Kind, list[int]]:
-        """Draft from stored or recent text, whichever is likelier to be right. All cursors move on."""
+        """Return a draft from the text that is likeliest to be right; the cursors of all sources move on."""
         if not row:
             return NO_TEXT, []
-        if len(record.logprobs) == len(row):  # its first tokens
+        if len(record.logprobs) == len(row):  # these are its first tokens
             state = self.runner.requests[request_id]
             record.cursors = self.texts.cursors(state.prompt_token_ids, request_seed(state.sampling_params))
         for cursor in record.cursors.values():
@@ -140,7 +141,7 @@ class Drafting:
 
 
 def agreed(value: float) -> float:
-    """Return the `value` of the first rank of a tensor-parallel engine, whose ranks must take the same decisions."""
+    """Return the first rank's `value` on all ranks of a tensor-parallel engine: they must decide alike (collective)."""
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_tp_group()
@@ -152,19 +153,19 @@ def agreed(value: float) -> float:
 
 
 def pick_drafts_faster(runner: Any) -> None:
-    """Replace the way in which the runner's drafter, if it has one, picks its likeliest token.
+    """Make the runner's drafter, if it has one, pick its likeliest token in its own vocabulary.
 
-    vLLM writes the logits of a drafter with a vocabulary of its own into a row over the policy's whole vocabulary in
-    every pass, and looks for the largest there. On two cores that took 1.4 ms for one row and 23 ms for 32, of 2,048
-    and 49,152 tokens in BF16; in the drafter's vocabulary it took less than 1 ms. Both vocabularies ascend, and ties go
-    to the lowest id, so that the token is the same.
+    vLLM copies the logits of a drafter with a smaller vocabulary into rows over the policy's whole vocabulary in every
+    pass, and looks for the largest there. With 2,048 and 49,152 tokens, in BF16 on two cores, that took 1.4 ms for one
+    row and 23 ms for 32; in the drafter's vocabulary it took less than 1 ms. The token is the same, because both
+    vocabularies ascend and ties go to the lowest id.
     """
     drafter: Any = draft_model(runner)
     if drafter is None or not hasattr(runner.drafter, "_greedy_sample"):
         return
 
     def most_likely_draft(hidden: Tensor) -> Tensor:
-        """Return target ids int64 [n] for outputs [n, hidden size] of the drafter."""
+        """Return the policy's token ids, int64 [n], for the drafter's outputs [n, hidden size]."""
         offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
         if offsets is None:
             return most_likely(drafter.compute_logits(hidden))
@@ -177,11 +178,11 @@ def pick_drafts_faster(runner: Any) -> None:
 def refuse_shared_head(runner: Any, method: DraftMethod) -> None:
     """Raise ValueError if vLLM made the drafter share the policy's head: refitting one would overwrite the other.
 
-    It does when the two are equal at load time, which needs a draft vocabulary as large as the policy's. The policy's
-    own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
+    vLLM does so when the two are equal at load time, which needs a draft vocabulary as large as the policy's. The
+    policy's own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
     """
     drafter = draft_model(runner)
     if method.is_policy_layer or drafter is None or not hasattr(drafter, "lm_head"):
         return
     if drafter.lm_head is runner.model.lm_head:
-        raise ValueError("the drafter's head is the policy's; give it a draft vocabulary smaller than the policy's")
+        raise ValueError("the drafter shares the policy's head; give it a draft vocabulary smaller than the policy's")

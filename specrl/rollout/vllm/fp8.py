@@ -25,11 +25,11 @@ from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, e
 EMULATION = "specrl_fp8"
 NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
 NATIVE = "fp8_per_block"
-"""vLLM's online quantisation: 128x128 weight blocks, FP32 scales, at each load; 1x128 activation blocks."""
+"""vLLM's online quantisation, with FP32 scales: weights in blocks of 128x128 at each load, activations of 1x128."""
 
 
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return arguments of vLLM's `EngineArgs` by which the recipe's layers compute in FP8, as the device has it."""
+    """Return arguments of vLLM's `EngineArgs` for the recipe's layers to be in FP8, native on GPUs, else emulated."""
     if torch.cuda.is_available():
         kept = [engine_name(recipe.family, name) for name in recipe.kept_layers]
         return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "ignore": kept}}
@@ -37,7 +37,7 @@ def linear_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def hf_updates(recipe: Recipe) -> dict[str, Any]:
-    """Return entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
+    """Return the entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
     if torch.cuda.is_available():
         return {}
     settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
@@ -74,7 +74,7 @@ class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if not isinstance(layer, LinearBase):
-            return None  # head and embeddings; attention without scales of its own
+            return None  # head, embeddings and attention stay as vLLM has them
         return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
 
 
@@ -97,7 +97,7 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kw)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Round the weight before vLLM packs it; called at the start and at every refit."""
+        """Round the weight before vLLM packs it, at the start and at every refit."""
         weight: Any = layer.weight
         weight.data.copy_(self.quantise_weight(weight.data))
         self.num_weight_quantisations += 1
@@ -111,7 +111,7 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         return output
 
     def quantise_weight(self, weight: Tensor) -> Tensor:
-        """Round a weight [out, in] of this rank, whose fused matrices lie below each other."""
+        """Round a weight [out, in] of this rank, in which fused matrices follow each other along `out`."""
         return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
 
     def quantise_inputs(self, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
 
 
 def mode_of(model: nn.Module) -> Mode:
-    """Return how the policy's module inside the engine computes FP8."""
+    """Return how the policy's module inside the engine computes FP8; "off" if no layer does."""
     layers = list(model.modules())
     if any(isinstance(_method(layer), EmulatedFp8Linear) for layer in layers):
         return "emulated"
@@ -138,9 +138,9 @@ def _is_native(layer: nn.Module) -> bool:
 
 
 def _flaw(layer: nn.Module) -> str | None:
-    """Return what keeps a layer for which vLLM was asked for native FP8 from it; None if nothing does.
+    """Return why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
 
-    Kernels for older devices take only the weights in FP8.
+    Kernels for older devices keep only the weights in FP8.
     """
     weight: Any = layer.weight
     kernel = type(getattr(_method(layer), "fp8_linear", None)).__name__
@@ -155,11 +155,11 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
     Args:
         model: The policy's module inside the engine.
         recipe: Which layers are FP8.
-        num_loads: How often weights have been loaded, the start included; as often they must have been quantised.
+        num_loads: How often weights have been loaded, the start included; each time they must have been quantised.
         counts_activations: Whether quantised activations are counted; under torch.compile they are not.
 
     Raises:
-        NotQuantisedError: A layer computes in another precision; it names the first.
+        NotQuantisedError: A layer computes in another precision than the recipe says; the error names the first.
     """
     expected = set(recipe.engine_layers)
     for name, module in model.named_modules():
@@ -167,7 +167,7 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
         is_fp8 = isinstance(method, EmulatedFp8Linear) or _is_native(module)
         if is_fp8 != (name in expected) and (is_fp8 or name in expected):
             precision = "FP8" if is_fp8 else "BF16"
-            raise NotQuantisedError(f"{name} of the engine computes in {precision}, not as calibrated")
+            raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
         if _is_native(module) and (flaw := _flaw(module)):
             raise NotQuantisedError(f"{name} of the engine {flaw}")
         if not isinstance(method, EmulatedFp8Linear):
@@ -188,7 +188,7 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
 def set_kv_scales(model: nn.Module, scales: KvScales) -> None:
     """Give the policy's attention layers the scales that their FP8 queries, keys and values are stored with.
 
-    Whoever calls it drops cached prefixes: they were stored with the old ones.
+    The caller must drop cached prefixes, which were stored with the old scales.
     """
     for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
         attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")

@@ -1,4 +1,4 @@
-"""In-process vLLM engines: started and stopped without what vLLM does to the whole process, and used.
+"""In-process vLLM engines: how they are used, and started and stopped without side effects on the whole process.
 
 `VllmEngine` holds every plain call that the rollout engine makes; nothing outside of this package names an attribute of
 vLLM.
@@ -20,24 +20,26 @@ from specrl.rollout.vllm.load import Weights, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
-"""The level of vLLM's sleep that copies weights to the CPU. The other one drops them, and with them what no refit
-brings: buffers of the drafter, scales, whatever a later vLLM keeps beside the weights."""
+"""The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
+brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """What vLLM returns for a request, once it is done."""
+    """What vLLM returns for a request that is done."""
 
     name: str
+    """The name that `VllmEngine.add` gave it."""
     tokens: list[int]
     finish_reason: str
     prompt_logprobs: list[float]
-    """The log-probs of all prompt tokens but the first; empty unless they were asked for."""
+    """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
 
     @classmethod
     def of(cls, output: Any) -> FinishedRequest:
+        """Return what matters of vLLM's `RequestOutput`."""
         completion = output.outputs[0]
         logprobs = []
         if output.prompt_logprobs is not None:
@@ -47,10 +49,10 @@ class FinishedRequest:
 
 
 class VllmEngine:
-    """An in-process vLLM engine, with its V1 model runner for whoever replaces parts of it."""
+    """An in-process vLLM engine, and its V1 model runner, for the modules that replace parts of it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Start the engine with vLLM's `EngineArgs`; collective over its ranks."""
+        """Start the engine with these arguments of vLLM's `EngineArgs`; collective over its ranks."""
         self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.tokenizer: Any = self.llm.get_tokenizer()
@@ -69,10 +71,11 @@ class VllmEngine:
 
     @property
     def vocab_size(self) -> int:
+        """The number of tokens in the policy's vocabulary."""
         return int(self.llm.model_config.get_vocab_size())
 
     def add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
-        """Queue a request with vLLM's `SamplingParams`; return its name in `step` and the engine's own id of it."""
+        """Queue a request with vLLM's `SamplingParams`; return its name, as in `step`, and the engine's own id."""
         name = str(self._num_requests)
         self._num_requests += 1
         return name, self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
@@ -91,10 +94,11 @@ class VllmEngine:
             self.llm.abort_request(names, internal=True)
 
     def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
         self.llm.reset_prefix_cache()
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the policy in place; errors as of `load.refit_policy`."""
+        """Load the policy in place; errors are those of `load.refit_policy`."""
         assert not self.llm.has_unfinished_requests(), "refit while generating"
         tied = bool(self.llm.model_config.hf_config.tie_word_embeddings)
         refit_policy(self.llm.vllm_config, self.policy, weights, names, tied)
@@ -110,7 +114,7 @@ class VllmEngine:
         refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
 
     def sleep(self) -> None:
-        """Give the engine's GPU memory back; only `wake` may follow.
+        """Give the engine's GPU memory back; the next call must be `wake`.
 
         Raises:
             ValueError: The engine was started on a CPU or without `engine.sleep = true`.
@@ -121,9 +125,12 @@ class VllmEngine:
         self.llm.sleep(OFFLOAD)
 
     def wake(self) -> None:
-        """Take the memory again: weights, for a refit to replace, and an empty KV cache. An awake engine stays so."""
+        """Take the memory again, with the weights, for a refit to replace, and an empty KV cache.
+
+        On an engine that is awake or cannot sleep this does nothing.
+        """
         if self.llm.model_config.enable_sleep_mode and self.llm.is_sleeping():
-            torch.cuda.empty_cache()  # what the trainer has freed, but torch keeps
+            torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
 
     def stop(self) -> None:
@@ -143,10 +150,10 @@ def require_version() -> None:
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """Return an in-process `LLMEngine`.
+    """Start and return an in-process `LLMEngine`.
 
-    vLLM disables `torch.set_num_threads` for the whole process, and destroys the default process group, which is the
-    trainer's too, when an engine is garbage: both are taken back.
+    vLLM disables `torch.set_num_threads` for the whole process, and when an engine is garbage-collected it destroys the
+    default process group, which is the trainer's too. Both are prevented here.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -164,7 +171,7 @@ def start(arguments: dict[str, Any]) -> Any:
 
 
 def stop(llm_engine: Any) -> None:
-    """Free the engine, and with the last one vLLM's groups; the default process group stays."""
+    """Free the engine, and with the last one vLLM's process groups too; the default process group stays."""
     from vllm.distributed import parallel_state
 
     core = llm_engine.engine_core.engine_core
@@ -181,10 +188,10 @@ def stop(llm_engine: Any) -> None:
 
 
 def _fix_kernel_registration() -> None:
-    """Let engines start after llvmlite was imported (numba does, as vLLM itself), and more than one in a process.
+    """Let engines start after llvmlite was imported, as numba and so vLLM does, and more than one in a process.
 
     On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which
-    fails at llvmlite's library handle: its `__dict__` is a foreign function. Once registered is enough.
+    fails at llvmlite's library handle: its `__dict__` is a foreign function. One registration is enough.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
@@ -195,7 +202,7 @@ def _fix_kernel_registration() -> None:
 
 
 def _count_ranks_without_compiling() -> None:
-    """Spare CPUs a compilation of seconds, when prompts are first scored, for ranks of tokens that nobody asks for."""
+    """Keep CPUs from compiling, for seconds, a function that ranks prompt tokens; scoring does not use the ranks."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import sampler
 
@@ -205,7 +212,11 @@ def _count_ranks_without_compiling() -> None:
 
 
 def model_runner(llm_engine: Any) -> Any:
-    """Return the V1 model runner of an in-process engine."""
+    """Return the V1 model runner of an in-process engine.
+
+    Raises:
+        RuntimeError: The engine has another runner.
+    """
     runner = llm_engine.model_executor.driver_worker.worker.model_runner
     if not hasattr(runner, "_sample") or not hasattr(runner, "discard_request_mask"):
         raise RuntimeError(f"{type(runner).__module__} is not the V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")

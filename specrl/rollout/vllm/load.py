@@ -1,4 +1,4 @@
-"""New weights into a running engine, in place: every tensor arrives, none that does not belong, and it can be shown."""
+"""Load new weights into a running engine in place, without missing or unknown ones, and compare what it then holds."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ NOT_LOADED = frozenset({"t2d"})
 MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
 """The parts of a multi-token-prediction layer that the engine keeps one level deeper."""
 PROBE_ROWS = 4
+"""The number of random inputs on which a linear layer is compared."""
 READ_BACK_TOLERANCE = 0.02
-"""Of an output's own size and of its row's root mean square; BF16 rounds to 2^-9."""
+"""The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
+a relative 2^-9."""
 
 
 def policy_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of the policy's tensors in its directory; a multi-token-prediction layer is a drafter's."""
+    """Return the names of the policy's tensors in its directory; a multi-token-prediction layer is left out."""
     names = TensorReader(directory).names
     return names - _mtp_names(names)
 
 
 def drafter_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of the drafter's tensors: of a policy's multi-token-prediction layer, or all of an EAGLE-3's."""
+    """Return the names of a drafter's tensors: those of a multi-token-prediction layer if there is one, else all."""
     names = TensorReader(directory).names
     return _mtp_names(names) or names
 
@@ -54,9 +56,13 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
 def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: frozenset[str], tied: bool) -> None:
     """Load the policy. With tied embeddings an explicit head is compared with them and not loaded.
 
+    Args:
+        names: The names of the policy's tensors on disk; an explicit head is always known.
+        tied: Whether the head is tied to the embeddings.
+
     Raises:
-        RefitError: a tensor is missing or unknown.
-        PolicyParityError: the head of a tied policy differs from its embeddings.
+        RefitError: A tensor is missing or unknown.
+        PolicyParityError: The head of a tied policy differs from its embeddings.
     """
     delivery = Delivery(names - {HEAD} if tied else names | {HEAD}, names | {HEAD}, tied)
     reload_weights(vllm_config, model, delivery.through(weights))
@@ -64,10 +70,10 @@ def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: fr
 
 
 def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names: frozenset[str]) -> None:
-    """Load the drafter; embeddings are the policy's and never part of it.
+    """Load the drafter, whose tensors on disk have these names; its embeddings are the policy's.
 
     Raises:
-        RefitError: a tensor is missing or unknown.
+        RefitError: A tensor is missing or unknown.
     """
     delivery = Delivery(names - NOT_LOADED, names | NOT_LOADED, tied=False)
     reload_weights(vllm_config, drafter, delivery.through(weights))
@@ -88,6 +94,7 @@ class Delivery:
         self.heads: dict[str, Tensor] = {}
 
     def through(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that are to be loaded."""
         for name, tensor in weights:
             self.missing.discard(name)
             if self.tied and name in {HEAD, EMBEDDINGS}:
@@ -98,29 +105,30 @@ class Delivery:
                 yield name, tensor
 
     def check(self) -> None:
+        """Raise RefitError for missing or unknown tensors, PolicyParityError for a tied head that differs."""
         if self.unknown:
             raise RefitError(f"refit was sent {', '.join(self.unknown)}, which the model on disk does not have")
         if self.missing:
-            raise RefitError(f"refit was not sent {', '.join(sorted(self.missing))}; the engine lacks current values")
+            raise RefitError(f"refit was not sent {', '.join(sorted(self.missing))}; the engine keeps old values")
         if len(self.heads) == 2 and not torch.equal(self.heads[HEAD], self.heads[EMBEDDINGS]):
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
 def assert_policy_is(model: nn.Module, weights: Weights, family: Family) -> None:
-    """Check that the policy inside the engine is these tensors.
+    """Check that the policy inside the engine has these weights.
 
     Raises:
-        PolicyParityError: Some differ; the line names them.
+        PolicyParityError: Some tensors differ; the error names them.
     """
     if wrong := differing_tensors(model, weights, family, drafter=False):
         raise PolicyParityError(f"the engine's policy differs from the trainer's in {', '.join(wrong)}")
 
 
 def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, family: Family) -> None:
-    """Check that the drafter inside the engine is these tensors, on the embeddings of the policy there.
+    """Check that the drafter inside the engine has these weights and the embeddings of the policy there.
 
     Raises:
-        DrafterCollapseError: Some differ; the line names them.
+        DrafterCollapseError: Some tensors differ; the error names them.
     """
     wrong = differing_tensors(drafter, weights, family, drafter=True)
     own: Any = drafter.get_submodule("model.embed_tokens")
@@ -134,11 +142,11 @@ def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, f
 def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, drafter: bool) -> list[str]:
     """Return the names of those of `weights` that `model`, inside the engine, does not compute with.
 
-    Linear layers are compared by their output on a fixed random input, because CPU engines keep their weights packed
-    only; everything else is compared by value. It works for engines without tensor parallelism only.
+    Linear layers are compared by their outputs on fixed random inputs, because CPU engines keep only packed weights;
+    everything else is compared by value. This works only for engines without tensor parallelism.
 
     Args:
-        family: The policy's row, which says what the engine holds fused. An EAGLE-3 drafter is a Llama beside any.
+        family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any policy.
         drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
     """
     prefix = family.mtp.prefix if family.mtp is not None else None
@@ -197,9 +205,9 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
-    """Whether the layer's output on a fixed random input is that of `weight` [out, in], element by element.
+    """Return whether the layer's outputs on fixed random inputs are those of `weight` [out, in], element by element.
 
-    A layer in emulated FP8 must compute with both quantised: rounding changes its output by more than the tolerance.
+    For a layer in emulated FP8 the expected outputs are quantised too: rounding moves them by more than the tolerance.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
@@ -216,9 +224,10 @@ def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
 
 
 def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights with on-disk names in place. On CPUs linear weights are packed after loading: each is packed anew.
+    """Load weights with on-disk names in place. CPU engines pack linear weights, and each is packed anew.
 
-    A head tied to the embeddings keeps its own packed copy, which a reload leaves as it was: it is packed again too.
+    A head tied to the embeddings has a packed copy of its own, which vLLM's reload leaves as it was; it is packed anew
+    here.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
@@ -233,7 +242,7 @@ def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[s
 
 
 def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What a linear layer or head of the engine computes with its packed weight, no bias: [n, in] -> [n, out]."""
+    """Return what a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
     method: Any = layer.quant_method
     with torch.inference_mode():
         output: Tensor = method.apply(layer, inputs, None)

@@ -1,4 +1,4 @@
-"""The precision of a rollout engine: what its recipe means inside vLLM, and whether it is so."""
+"""The precision of a rollout engine: what its recipe means inside vLLM, and checks that vLLM follows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrl.precision import native
 from specrl.precision.recipe import KvScales, Mode, Recipe
 
 FIRST_FP8_CAPABILITY = (8, 9)
-"""The compute capability of the first NVIDIA devices with FP8: Ada."""
+"""The compute capability of the first NVIDIA devices with FP8 (Ada)."""
 
 
 class EnginePrecision:
@@ -27,10 +27,13 @@ class EnginePrecision:
         if self.has_fp8_kv_cache:
             _check_kv_cache()
         self.num_loads = 0
-        """How often the engine was given weights."""
+        """How often the engine was given weights, the start included."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments of vLLM's `EngineArgs`. A drafter's own layer keeps its KV cache in the compute type."""
+        """Return the arguments of vLLM's `EngineArgs` for this precision.
+
+        The layer of a drafter keeps its KV cache in the compute type.
+        """
         found: dict[str, Any] = {}
         if self.recipe is not None and self.has_fp8_linears:
             from specrl.rollout.vllm import fp8
@@ -41,7 +44,7 @@ class EnginePrecision:
         return found
 
     def hf_updates(self) -> dict[str, Any]:
-        """Return what the model's configuration must say for it."""
+        """Return the entries that the model's configuration needs for this precision."""
         if self.recipe is None or not self.has_fp8_linears:
             return {}
         from specrl.rollout.vllm import fp8
@@ -50,16 +53,16 @@ class EnginePrecision:
 
     @property
     def kv_scales(self) -> KvScales | None:
-        """The scales of the FP8 KV cache, as they came with the last weights; None with a BF16 cache."""
+        """The scales of the FP8 KV cache that are in use; None with a BF16 cache."""
         return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
 
     def restore(self, kv_scales: KvScales | None) -> None:
-        """Take the scales of a resumed run, for the next weights to come with; None keeps the calibration's."""
+        """Take the KV scales of a resumed run, which the next weights put in place; None keeps the calibration's."""
         if self.recipe is not None:
             self.recipe = self.recipe.with_kv_scales(kv_scales)
 
     def mode(self, model: nn.Module) -> Mode:
-        """Return how the policy's module computes FP8."""
+        """Return how the policy's module computes FP8; "off" if no layer does."""
         if not self.has_fp8_linears:
             return "off"
         from specrl.rollout.vllm import fp8
@@ -67,10 +70,10 @@ class EnginePrecision:
         return fp8.mode_of(model)
 
     def loaded(self, model: nn.Module, kv_scales: KvScales | None) -> None:
-        """Put the KV scales in place after weights were loaded, which has put vLLM's own there.
+        """Put the KV scales in place after weights were loaded, because loading resets them to vLLM's own.
 
         Args:
-            model: The policy's module.
+            model: The policy's module inside the engine.
             kv_scales: New scales; None keeps the old ones.
 
         Raises:
@@ -87,7 +90,7 @@ class EnginePrecision:
         fp8.set_kv_scales(model, self.recipe.kv_scales)
 
     def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
-        """Check, after a generation, that all weights that the engine was given are quantised, and activations are.
+        """Check, after a generation, that the engine has quantised activations and all weights that it was given.
 
         Raises:
             NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
@@ -102,7 +105,7 @@ def _check_linears(config: PrecisionConfig) -> None:
     """Check that this device has the FP8 layers that are asked for, or may emulate them.
 
     Raises:
-        ValueError: It has not, and may not.
+        ValueError: The device has no such layers, and may not emulate them.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -117,7 +120,7 @@ def _check_kv_cache() -> None:
     """Check that this device can store keys and values in FP8.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The device cannot.
     """
     if torch.cuda.is_available():
         able = torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY

@@ -20,7 +20,7 @@ LIKELY = 1e-3
 
 @dataclass
 class Recorder:
-    """A context manager that stands before the sampler installed in `runner` and changes nothing.
+    """A context manager that records what the sampler installed in `runner` picks, and changes nothing.
 
     It is for engines without tensor parallelism. Requests are told apart by their seeds, which must differ within one
     recording.
@@ -28,9 +28,9 @@ class Recorder:
 
     runner: Any
     traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
-    """What was picked, by seed and then by position in the sequence."""
+    """The picks, by seed and then by position in the sequence, prompt included."""
     likely: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The distribution of each first token, by seed: probabilities of at least `LIKELY`, by token."""
+    """The distribution of each response's first token, by seed: the probabilities of at least `LIKELY`, by token."""
 
     def __enter__(self) -> Recorder:
         self.installed = self.runner._sample
@@ -45,7 +45,7 @@ class Recorder:
         counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
         states = [self.runner.requests[request_id] for request_id in ids]
         starts = [(state.num_tokens, state.num_prompt_tokens) for state in states]
-        # Samplers may work in place.
+        # Samplers may change the logits in place.
         output = self.installed(logits.clone(), metadata)
         first = 0
         discarded = self.runner.discard_request_mask.np
@@ -82,8 +82,9 @@ class Recorder:
 class DraftObserver:
     """Asks the drafter for a draft of `k` tokens after every token, while the engine decodes without drafts.
 
-    A response does not depend on its drafts, so comparing the two shows what drafts of every length up to `k` would
-    have got accepted at every token. Use it as a context manager around generations of requests with distinct seeds.
+    A response does not depend on its drafts. So comparing the two shows how much of drafts of any length up to `k`
+    would have been accepted after every token. Use it as a context manager around generations of requests with distinct
+    seeds.
     """
 
     drafting: Drafting

@@ -1,4 +1,4 @@
-"""The drafter-invariant sampler in the place of vLLM's own."""
+"""The drafter-invariant sampler, which replaces vLLM's own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from specrl.rollout.drafts.text_sources import TextCursor
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
 
 SEED = "specrl_seed"
+"""The key of a request's seed in the `extra_args` of its `SamplingParams`."""
 
 
 def seed_argument(seed: int) -> dict[str, Any]:
     """Return the keyword argument of `SamplingParams` that carries a request's seed to the sampler.
 
-    Not vLLM's own `seed`: that makes a torch generator per request, which nobody draws from, and which on CPUs cannot
+    vLLM's own `seed` would make a torch generator for each request, which is never used here and which on CPUs cannot
     be rewound, so that a prompt prefilled in chunks would end in an error.
     """
     return {"extra_args": {SEED: seed}}
@@ -41,15 +42,16 @@ def request_seed(params: Any) -> int:
 
 @dataclass
 class RequestRecord:
-    """What the sampler keeps of one running request."""
+    """What the sampler and the drafting keep of one running request."""
 
     prompt_length: int
     uniforms: np.ndarray[Any, np.dtype[np.float64]]
-    """u(seed, position), from position `prompt_length` on."""
+    """u(seed, position) for the positions from `prompt_length` on."""
     temperature: float
     top_k: int
     top_p: float
     started_at: float
+    """The end of the first iteration that worked on the prompt, in Unix seconds."""
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     logprobs: list[float] = field(default_factory=list)
@@ -57,41 +59,44 @@ class RequestRecord:
     draft: Kind = NO_TEXT
     """The source of the draft that is verified next and, if that is text, its agreement with the response before it."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
-    """Its place in the text of each source, by the source's name."""
+    """The place of the response in the text of each source, by the source's name."""
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
+    """Counters of its drafts, by the name of their source."""
     unread: list[Any] = field(default_factory=list)
-    """What the drafter has yet to read of it; see `DeferredPrefill`."""
+    """What the drafter has yet to read of this request; see `DeferredPrefill`."""
     unread_bytes: int = 0
 
     def verified(self, drafted: int, accepted: int) -> DraftOutcome:
-        """Count its draft and return what became of it."""
+        """Count the draft that was verified, with the numbers of its tokens, and return its outcome."""
         source, agreement = self.draft
         self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
         return DraftOutcome(source, drafted, accepted, agreement)
 
     @property
     def counts(self) -> SourceCounts:
-        """What became of all its drafts."""
+        """The counters of all its drafts together."""
         return SourceCounts(*(sum(column) for column in zip(SourceCounts(), *self.by_source.values(), strict=True)))
 
 
 @dataclass
 class Iteration:
-    """What the sampler did in the engine's last iteration; lists are in the order of the runner's batch."""
+    """What the sampler did in the engine's last iteration; `ids` and `rows` are in the order of the runner's batch."""
 
     ids: list[str] = field(default_factory=list)
+    """The engine's ids of the requests."""
     rows: list[list[int]] = field(default_factory=list)
-    """The tokens that were picked; none for a request that is still working on its prompt."""
+    """The tokens that each request got; none while it is still reading its prompt."""
     outcomes: list[DraftOutcome] = field(default_factory=list)
+    """The outcomes of the drafts that were verified."""
     all_decoding: bool = False
-    """Whether no request was working on its prompt."""
+    """Whether no request was reading its prompt, or its output again after a preemption."""
 
 
 class InvariantSampler:
-    """Takes the place of the runner's `_sample`: picks every token, drafted or not; a draft is accepted when picked.
+    """Replaces the runner's `_sample`: it picks every token, drafted or not, and accepts a draft token that it picks.
 
-    Keeps, per request, the log-probs of what it picked and what became of its drafts. `records` is keyed by the
-    engine's request id; whoever finishes a request takes its record out.
+    It keeps the log-probs of the picked tokens and the outcomes of the drafts of each request. `records` is keyed by
+    the engine's request id; the engine removes the record of a request that ends.
     """
 
     def __init__(self, runner: Any, longest_draft: int) -> None:
@@ -102,10 +107,11 @@ class InvariantSampler:
         self.last = Iteration()
 
     def install(self) -> None:
+        """Take the place of the runner's `_sample`."""
         self.runner._sample = self
 
     def __call__(self, logits: Tensor, metadata: Any) -> Any:
-        """Do what `GPUModelRunner._sample` does, for logits [sum of (drafts + 1) over requests, vocabulary]."""
+        """Do what `GPUModelRunner._sample` does, for logits [sum of (draft tokens + 1) over requests, vocabulary]."""
         from vllm.v1.outputs import SamplerOutput
 
         batch = self.runner.input_batch
@@ -114,7 +120,7 @@ class InvariantSampler:
         assert logits.shape[0] == sum(counts) + len(ids), (logits.shape, counts)
         self._admit(ids)
         states = [self.runner.requests[request_id] for request_id in ids]
-        # Output lengths before this iteration: a picked token's index in its response.
+        # The length of each response before this iteration, and so the index in it of the first picked token.
         starts = [state.num_tokens - state.num_prompt_tokens for state in states]
         tokens, logprobs = self._pick(logits, [self.records[request_id] for request_id in ids], starts, counts)
         drafts = [] if metadata is None else metadata.draft_token_ids.tolist()
@@ -125,7 +131,7 @@ class InvariantSampler:
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
 
     def _admit(self, ids: list[str]) -> None:
-        """Make records of requests seen for the first time; their uniforms are computed once, for all positions."""
+        """Make records of requests seen for the first time, with the uniforms of all their positions."""
         new = [request_id for request_id in ids if request_id not in self.records]
         if not new:
             return
@@ -170,7 +176,7 @@ class InvariantSampler:
         logprobs: list[float],
         drafts: list[int],
     ) -> list[list[int]]:
-        """Return the tokens that each request gets, its accepted drafts and one more; write log-probs and counters.
+        """Return the tokens that each request gets, its accepted draft and one more; record log-probs and counters.
 
         Rows of a prompt's earlier chunks, and of outputs recomputed after a preemption, are thrown away by the runner.
         """
@@ -186,7 +192,7 @@ class InvariantSampler:
             kept = slice(first, first + accepted + 1)
             rows.append(tokens[kept])
             first, first_draft = first + count + 1, first_draft + count
-            # A request that was preempted reads its own output again before it goes on: that is a prefill.
+            # A request that was preempted reads its own output again before it goes on, which counts as a prefill.
             read = int(self.runner.input_batch.num_computed_tokens_cpu[index])
             decoding.append(start > 0 and not discarded[index] and read == record.prompt_length + start - 1)
             if discarded[index]:

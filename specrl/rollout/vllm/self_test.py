@@ -1,8 +1,8 @@
-"""The start-up test of whatever samples inside the engine: crafted logits and drafts in, and every token judged.
+"""The start-up test of the sampler inside an engine: it gets crafted logits and drafts, and every token is checked.
 
-vLLM 0.32.0's own CPU sampler verifies drafts with uninitialised memory, and nothing tells. So an engine does not start
-before every token that its installed sampler gives has been compared with a reference (`sampling.self_test`): plain
-rows, accepted and rejected drafts, greedy, top-k, top-p and temperatures mixed in one batch.
+vLLM 0.32.0's own CPU sampler verifies drafts with uninitialised memory, without any error. So an engine starts only
+after every token that the installed sampler gives has been compared with a reference (`sampling.self_test`): plain
+rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specrl.rollout.vllm.sampler import request_seed
 
 
 class CraftedInputs:
-    """A context manager that stands before the sampler installed in `runner` and judges what it returns."""
+    """A context manager that gives the sampler installed in `runner` crafted inputs and checks what it returns."""
 
     def __init__(self, runner: Any, vocab_size: int, stop_tokens: list[int]) -> None:
         self.runner = runner
@@ -40,10 +40,11 @@ class CraftedInputs:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
 
     def requests(self) -> list[CraftedRequest]:
+        """Return the requests of the test."""
         return crafted_requests(self.support)
 
     def every_pair(self) -> list[int]:
-        """Return text in which every two tokens of the support follow each other: any response is found again in it."""
+        """Return text with every pair of tokens of the support, so that something in it agrees with any response."""
         return [token for first in self.support for second in self.support for token in (first, second)]
 
     def __enter__(self) -> CraftedInputs:
@@ -103,7 +104,7 @@ class CraftedInputs:
         return sorted(self.support[pick] for pick in picks)
 
     def _draft(self, right: list[int], position: int) -> int:
-        """Return the right token two times of three, and a wrong one else."""
+        """Return a right token at two of three positions, and a wrong one at the third."""
         return right[0] if position % 3 else next(token for token in self.support if token not in right)
 
     def check_logprobs(self, request: CraftedRequest, tokens: list[int], logprobs: list[float]) -> None:
@@ -115,7 +116,8 @@ class CraftedInputs:
         counted = (stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
         if counted != (self.num_accepted, self.num_rejected):
             raise SamplerError(
-                f"counters say {counted} drafts accepted and rejected, not {self.num_accepted, self.num_rejected}"
+                f"the sampler counted {counted[0]} accepted and {counted[1]} rejected draft tokens, but there were "
+                f"{self.num_accepted} and {self.num_rejected}"
             )
         if speculates and (not self.num_accepted or not self.num_rejected):
             raise SamplerError(

@@ -1,6 +1,6 @@
-"""Where the time of an engine's iterations goes, by timers around the parts of vLLM's V1 runner and scheduler.
+"""Measure where the time of an engine's iterations goes, with timers around parts of vLLM's V1 runner and scheduler.
 
-The timers are there only while the context is open; an engine that is not profiled runs nothing of this.
+The timers exist only while the context is open; without it an engine runs none of this.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from specrl.rollout.vllm.lifecycle import VllmEngine
 
 PARTS = ("policy", "drafter", "sampler", "scheduler")
-"""The parts: `policy` is the forward pass and the head, `drafter` everything that proposes, and what is left is vLLM's
-Python around them."""
+"""The parts that are timed: `policy` is the forward pass and the head, `drafter` everything that proposes. The rest of
+an iteration is vLLM's Python around them."""
 
 
 @dataclass
 class IterationTimes:
-    """Seconds spent in each part, summed over `iterations` engine iterations."""
+    """The seconds spent in each part and in `total`, summed over `iterations` engine iterations."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     total: float = 0.0
@@ -38,7 +38,7 @@ class IterationTimes:
 
 @contextmanager
 def iteration_times(engine: VllmEngine) -> Iterator[IterationTimes]:
-    """Measure the iterations that run inside the context; only those that ran the model count."""
+    """Measure the iterations that run inside the context; every step of the engine counts as one."""
     runner, llm_engine = engine.runner, engine.llm
     scheduler = llm_engine.engine_core.engine_core.scheduler
     times = IterationTimes()
@@ -82,9 +82,9 @@ def _counted(step: Callable[[], Any], times: IterationTimes) -> Callable[[], Any
 
 
 def _now() -> float:
-    """Return the time in seconds, once the GPU has caught up with the Python that feeds it.
+    """Return the time in seconds, once the GPU has finished what Python has queued.
 
-    Otherwise its time would fall to whichever part waits for it.
+    Otherwise the GPU's time would be counted for whichever part waits for it.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
