@@ -134,7 +134,8 @@ class ParityCounts(Artifact):
     num_differences: int
     """The number of responses that differ. Only the first difference of each counts: later ones follow from it."""
     num_unexplained: int
-    """The number of differences that are not near-ties. Validation fails unless it is 0."""
+    """The number of differences that are not near-ties, and of tokens that are not what their own distribution gives.
+    Validation fails unless it is 0."""
     cdf_noise: float
     """The largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float

@@ -64,7 +64,7 @@ class Exactness:
     first_tokens: ChiSquared | None
     """The chi-squared test of the first tokens; None for greedy runs, which leave nothing to chance."""
     drafts: SpeculationStats
-    """What became of the drafts while first tokens were sampled: the test says nothing about drafts unless some were
+    """The counters of the drafts for these tokens; the test says nothing about drafts unless some were
     accepted and some rejected."""
     sampled: Parity
     """Responses at the run's own sampling settings; these are greedy too if its temperature is 0."""

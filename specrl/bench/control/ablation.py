@@ -130,9 +130,9 @@ class Efficiency:
     best: DraftLengths
     """The best fixed lengths in hindsight."""
     against_best: Spread
-    """Tokens per second over those with the best fixed lengths; the spread is over the seeds."""
+    """The tokens per second over those with the best fixed lengths; the spread is over the seeds."""
     against_none: Spread
-    """Tokens per second over those without drafts; the spread is over the seeds."""
+    """The tokens per second over those without drafts; the spread is over the seeds."""
 
 
 class Bench:

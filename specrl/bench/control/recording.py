@@ -23,7 +23,7 @@ class RecordedResponse:
     """`accepted[i]` is how many tokens of the drafter's draft after `tokens[i]` are the response's own. Drafts have
     `Recording.longest_draft` tokens; of a shorter draft as many are accepted, or all of it."""
     accepted_before: list[int]
-    """The same numbers with the drafter as it was before RL."""
+    """The numbers as in `accepted`, with the drafter as it was before RL."""
 
 
 @dataclass(frozen=True)

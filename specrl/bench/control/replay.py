@@ -82,7 +82,7 @@ class Running:
     drafted: int = 0
     """The number of tokens of that draft."""
     accepted: int = 0
-    """How many of them will be accepted."""
+    """The number of these that will be accepted."""
 
 
 class Replay:

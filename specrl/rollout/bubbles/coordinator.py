@@ -1,4 +1,4 @@
-"""How ranks tell each other through the process group's store that they are done or alive, and divide up work."""
+"""The bubble coordinator: ranks say through the process group's store that they are done or alive, and share work."""
 
 from __future__ import annotations
 

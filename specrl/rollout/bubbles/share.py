@@ -1,4 +1,4 @@
-"""How idle time is shared out between pre-generation and training of the drafter."""
+"""The bubble share: how idle time is divided between pre-generation and training of the drafter."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class DraftOutcome(NamedTuple):
     drafted: int
     """The number of tokens of the draft."""
     accepted: int
-    """How many of them were accepted."""
+    """The number of these tokens that were accepted."""
     agreement: int = 0
     """How well text agreed with the response before the draft (`TextCursor.agreement`); 0 for the drafter."""
 

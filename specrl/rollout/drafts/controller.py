@@ -30,17 +30,18 @@ def bucket_of(batch: int) -> int:
 
 @dataclass
 class Bucket:
-    """What is known about one range of batch sizes."""
+    """What the controller knows about one range of batch sizes."""
 
     chosen: DraftLengths
+    """The lengths that are used except in trials."""
     tokens: TokensPerIteration
-    """Tokens per request and iteration at these batch sizes."""
+    """The estimate of tokens per request and iteration at these batch sizes."""
     log_costs: dict[DraftLengths, deque[float]] = field(default_factory=dict)
     """The log of an iteration's time relative to that with the first chosen lengths, one value for each trial."""
     recent: list[float] = field(default_factory=list)
-    """Seconds of iterations with the chosen lengths since this batch size was entered or a trial was considered."""
+    """The seconds of iterations with the chosen lengths since this batch size was entered or a trial was considered."""
     measured: dict[DraftLengths, deque[tuple[int, int, float]]] = field(default_factory=dict)
-    """(requests, tokens, seconds) of the latest iterations of each choice."""
+    """(requests, tokens, seconds) of each of the latest iterations, by the lengths that they used."""
 
     def log_cost(self, lengths: DraftLengths) -> float | None:
         """Return the mean log cost over the latest trials of the lengths, or None if they were never tried."""
@@ -54,7 +55,7 @@ class Trial:
     bucket: int
     lengths: DraftLengths
     before: list[float]
-    """Seconds of iterations with the chosen lengths; `during` and `after` hold seconds as well."""
+    """The seconds of the iterations before it; `during` and `after` hold seconds as well."""
     size: int
     """The number of iterations to measure with the other lengths, and then with the chosen ones."""
     uses: int = 0
@@ -171,7 +172,7 @@ class Controller:
         return not any(self._is_untried(key, lengths, gap) for lengths, gap in self._gaps(key).items())
 
     def chosen(self) -> dict[int, DraftLengths]:
-        """Return the lengths that each bucket has settled on, by its largest batch size."""
+        """Return the lengths chosen in each bucket, by its largest batch size."""
         return {key: self._buckets[key].chosen for key in sorted(self._buckets)}
 
     def take_mean_length(self) -> float | None:

@@ -27,13 +27,13 @@ class CurvePoint(Artifact):
     batch_mean: float
     """The mean number of requests in these iterations."""
     acceptance_length: float
-    """Tokens per request and iteration, bonus token included; requests without a draft count with 1."""
+    """The tokens per request and iteration, bonus token included; a request without a draft counts as 1."""
     seconds: float
     """The median time of an iteration."""
     tokens_per_s: float
     """The tokens of all requests per second."""
     chosen: bool
-    """Whether the controller had settled on these lengths."""
+    """Whether these were the lengths that the controller had chosen."""
 
     @classmethod
     def of(

@@ -53,7 +53,7 @@ class RefitReport:
 
 @dataclass(frozen=True)
 class RefitCounts:
-    """How many refits a stage has checked so far, those before a restart included."""
+    """The counts of checks after refits that a stage has made so far, those before a restart included."""
 
     checks: int = 0
     """The number of checks: one for each refit, and one more if the drafter was loaded again after a collapse."""

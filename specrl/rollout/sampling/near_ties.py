@@ -16,7 +16,7 @@ FLOOR = 1e-6
 BF16_CDF, BF16_GAP = 2.0**-6, 2.0**-3
 """The smallest noise that is assumed where logits are BF16, of the CDF and in nats: BF16 numbers from 16 to 32 are 1/8
 apart, and one step of one logit moves the CDF by up to p (1 - p) / 8, at most 1/32. Two batch shapes may round alike
-wherever they are compared, and a third one differently."""
+wherever they are compared, and a third one differently. `ALLOWANCE` doubles both numbers."""
 HOLDS = 1e-5
 """How far u may lie outside of the recorded step of its token; the sampler sums in another order than the recorder."""
 ALLOWANCE = 2.0

@@ -29,7 +29,7 @@ SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8,
 
 
 class SamplerError(RuntimeError):
-    """What samples inside the engine is not the drafter-invariant sampler; its rollouts would not be the policy's."""
+    """The engine does not sample as the drafter-invariant sampler does; its rollouts would not be the policy's."""
 
 
 @dataclass(frozen=True)
