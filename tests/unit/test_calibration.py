@@ -331,7 +331,7 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
     with (other / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x7f")
-    with pytest.raises(ValueError, match="calibrated for another model"):
+    with pytest.raises(ValueError, match="made for another policy"):
         load_recipe(path, other)
 
 
