@@ -225,7 +225,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
     uri = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
+        for _ in range(900):  # its imports take a minute on a busy machine
             try:
                 urlopen(f"{uri}/health", timeout=1)
                 break
