@@ -216,7 +216,8 @@ def read_steps(steps_dir: Path) -> list[StepRecord]:
 
 
 def _record(data: dict[str, Any]) -> StepRecord:
-    return StepRecord(**{**data, "ranks": [timeline_from(rank) for rank in data["ranks"]]})
+    by_source = {source: SourceCounts(*counts) for source, counts in data["by_source"].items()}
+    return StepRecord(**{**data, "by_source": by_source, "ranks": [timeline_from(rank) for rank in data["ranks"]]})
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
@@ -248,7 +249,7 @@ def total_stats(records: list[StepRecord]) -> SpeculationStats:
             accepted_per_pos=tuple(record.accepted_per_pos),
             decode_steps=int(record.metrics["spec/decode_steps"]),
             drafted_per_pos=tuple(record.drafted_per_pos),
-            by_source={source: SourceCounts(*counts) for source, counts in record.by_source.items()},
+            by_source=record.by_source,
         )
         for record in records
     )

@@ -12,6 +12,7 @@ import torch
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.loop import Trainer
+from specrl.rollout.drafts.acceptance import SourceCounts
 from specrl.stages.train import precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
@@ -39,6 +40,17 @@ def test_a_step_has_its_record_before_its_checkpoint(
     record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
     Trainer.store(cast(Any, trainer), record, [])
     assert found == ([step] if is_due else [])
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
+    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
+    timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
+    record = StepRecord(0, {"timing/step_s": 1.0}, 2, [1], [2], {"replay": SourceCounts(2, 9, 4)}, timelines)
+    recorder.write(record)
+    assert read_steps(recorder.steps_dir) == [record]
+    assert isinstance(read_steps(recorder.steps_dir)[0].by_source["replay"], SourceCounts)
 
 
 def test_a_timer_knows_the_parts_under_way() -> None:

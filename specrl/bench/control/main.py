@@ -29,6 +29,9 @@ from specrl.bench.subject import find_subject
 from specrl.distributed import join, leave
 from specrl.step_record import read_steps
 
+MIN_BUBBLE_STEPS = 10
+"""The number of recorded steps with both uses of idle time from which on their constants are compared."""
+
 
 def main(job: BenchJob) -> None:
     """Record, unless that was done before, replay every alternative, and write the page."""
@@ -64,6 +67,7 @@ def load_or_record(job: BenchJob, again: bool) -> Recording:
 
 
 def recorded_bubbles(job: BenchJob) -> list[BubbleStep]:
-    """Return the steps of the run's `bench bubbles` with both uses of idle time; none if that was not run."""
+    """Return the steps of the run's `bench bubbles` with both uses of idle time; none if there are too few to tell."""
     directory = job.run_dir / "bench" / "bubbles" / "both" / "stage" / "steps"
-    return bubble_steps(read_steps(directory)) if directory.is_dir() else []
+    steps = bubble_steps(read_steps(directory)) if directory.is_dir() else []
+    return steps if len(steps) >= MIN_BUBBLE_STEPS else []
