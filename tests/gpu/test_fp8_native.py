@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specrl.precision import native
-from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, dequantise, fake_quantise, quantise
+from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, fake_quantise, quantise
+from tests.dequantise import dequantise
 
 pytestmark = [
     pytest.mark.gpu,

@@ -43,6 +43,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
+from tests.dequantise import dequantise
 
 BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
 E4M3_EPSILON = 2.0**-4
@@ -54,13 +55,6 @@ def spread(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float3
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.exp(4 * torch.randn(rows, columns, generator=generator))
     return (torch.randn(rows, columns, generator=generator) * magnitudes).to(dtype)
-
-
-def dequantise(quantised: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the values [rows, columns] that `quantise` rounded."""
-    rows, columns = quantised.shape
-    per_element = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
-    return (quantised.float() * per_element).to(dtype)
 
 
 @given(
