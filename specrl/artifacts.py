@@ -246,6 +246,14 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
         ) from error
 
 
+def point_to(link: Path, folder: Path) -> None:
+    """Make the symbolic link `link` lead to `folder`, which lies below the link's own folder, whatever it led to."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.relative_to(link.parent))
+    temporary.replace(link)
+
+
 def digest(value: Any) -> str:
     """Return the first 12 hex digits of the SHA-256 of `value` as canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

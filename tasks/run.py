@@ -12,7 +12,7 @@ from slurm.backend import Job, JobKey, Record, State
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import wait
-from specrl.artifacts import RESULT_FILE
+from specrl.artifacts import RESULT_FILE, point_to
 from specrl.config import Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, run_keys
@@ -110,6 +110,9 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
     """
     assert {done.stage for done in inputs} == set(INPUTS[stage])
     folder = run.folder(stage)
+    if stage == "train":  # its rollouts can be read while it runs
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        point_to(run.config.run_dir / "rollouts", folder / "rollouts")
     cached = (folder / RESULT_FILE).exists()
     if not cached:
         context = StageContext(
@@ -121,6 +124,8 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
             mlflow_run_id=run.mlflow_run_id,
         )
         _work(run, context, entry or f"specrl.stages.{stage}:main")
+    if stage == "export":
+        point_to(run.config.run_dir / "export", folder)
     done = _finished(run, stage, cached)
     run.reporter.finished(stage, done)
     return done

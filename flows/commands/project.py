@@ -54,7 +54,8 @@ def project(
     if "train" not in stages:
         raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
     try:
-        run = read_run(stages["train"].stage_dir / "steps", run_dir / "rollouts")
+        train_dir = stages["train"].stage_dir
+        run = read_run(train_dir / "steps", train_dir / "rollouts")
     except ValueError as error:
         raise ConfigError(str(error)) from error
     most_running, console = config.engine.max_num_seqs, Console()

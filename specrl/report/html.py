@@ -58,7 +58,10 @@ def _charts(run_dir: Path) -> list[Chart]:
 
 
 def _rollout_charts(run_dir: Path) -> list[Chart]:
-    steps, rewards, lengths = read_columns(run_dir / "rollouts")
+    stages = find_stages(run_dir)
+    if "train" not in stages:
+        return []
+    steps, rewards, lengths = read_columns(stages["train"].stage_dir / "rollouts")
     if not len(steps):
         return []
     numbers = np.unique(steps)

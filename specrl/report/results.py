@@ -72,6 +72,8 @@ def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
     return None if job_id is None else str(job_id)
 
 
-def finished_steps(run_dir: Path) -> int:
+def finished_steps(stages: Mapping[str, StageRecord]) -> int:
     """Return the number of RL steps whose rollouts are written."""
-    return sum(1 for _ in (run_dir / "rollouts").glob("step=*"))
+    if "train" not in stages:
+        return 0
+    return sum(1 for _ in (stages["train"].stage_dir / "rollouts").glob("step=*"))

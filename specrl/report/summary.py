@@ -104,7 +104,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
         stages = find_stages(run_dir)
         summary = build_summary(run_dir, stages, None)
     config = read_config(run_dir)
-    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(run_dir, config, summary, stages))
+    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages))
     print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
     if summary["train"]:
         shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
@@ -116,13 +116,11 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
         print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k))
 
 
-def _results(
-    run_dir: Path, config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]
-) -> list[tuple[str, str]]:
+def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
     unfinished = [stage for stage in STAGES if not (summary["stages"].get(stage) or {}).get("seconds")]
     rows = _train_rows(summary)
-    if "train" in unfinished and finished_steps(run_dir):
-        rows = [("training", f"{finished_steps(run_dir)} of {config.train.num_steps} steps")]
+    if "train" in unfinished and (steps := finished_steps(stages)):
+        rows = [("training", f"{steps} of {config.train.num_steps} steps")]
     rows = [*_accuracy_rows(summary), *rows, *_speculation_rows(summary, finished(stages, "validate", ValidateResult))]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
         rows.append(("acceptance length, exported drafter", f"{summary['export']['vllm_acceptance_length']:.2f}"))

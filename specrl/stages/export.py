@@ -53,7 +53,6 @@ def main(context: StageContext) -> None:
                 seconds=time.monotonic() - started,
             )
             write_result(context.stage_dir, result)
-            point_to(context.run_dir / "export", context.stage_dir)
     leave()
 
 
@@ -122,11 +121,3 @@ def publish(
         "specrl.acceptance_length": f"{acceptance_length:.3f}",
     }
     return tracker.register_model_version(f"{config.name}-drafter", drafter_dir, tags)
-
-
-def point_to(link: Path, folder: Path) -> None:
-    """Let the symbolic link `link` lead to `folder`, a finished export, in place of an older one."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.relative_to(link.parent))
-    temporary.replace(link)

@@ -97,8 +97,8 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             verify_every=config.engine.verify_every,
             counts_path=context.stage_dir / REFITS_FILE,
         ),
-        recorder=StepRecorder(ranks, tracker, context.run_dir / "rollouts", context.stage_dir / "steps"),
-        checkpoint_dir=context.run_dir / "checkpoints" / context.key,
+        recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
+        checkpoint_dir=context.stage_dir / "checkpoints",
     )
 
 

@@ -109,7 +109,7 @@ def prepare(config: Config, policy_dir: Path, folder: Path, ranks: Ranks) -> Tra
     }
     for stage, result in results.items():
         write_result(folder / stage, result)
-    context = StageContext(config, "train", "train-0", folder / "train", {s: folder / s for s in results}, "")
+    context = StageContext(config, "train", "train-0", config.run_dir / "train", {s: folder / s for s in results}, "")
     return build(context, ranks, Silent())
 
 

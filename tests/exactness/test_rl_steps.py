@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollouts(folder: Path, method: str) -> list[Rollout]:
-    paths = sorted((folder / method / "rollouts").glob("step=*/rank-*.arrow"))
+    paths = sorted((folder / method / "train" / "rollouts").glob("step=*/rank-*.arrow"))
     return [rollout for path in paths for rollout in read_rollouts(path)]
 
 

@@ -149,7 +149,7 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     context = make_context(folder, run)
     if run.resumes:
         shutil.copytree(folder / run.resumes, context.run_dir)
-        shutil.rmtree(sorted(context.run_dir.glob("checkpoints/*/step=*"))[-1])
+        shutil.rmtree(sorted(context.run_dir.glob("train-toy/checkpoints/step=*"))[-1])
     context.run_dir.mkdir(parents=True, exist_ok=True)
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []

@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollouts(run_dir: Path) -> list[dict[str, Any]]:
-    table = pyarrow.dataset.dataset(run_dir / "rollouts", format="ipc").to_table(columns=COLUMNS)
+    table = pyarrow.dataset.dataset(run_dir / "train-toy" / "rollouts", format="ipc").to_table(columns=COLUMNS)
     return sorted(table.to_pylist(), key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
 
 
@@ -135,7 +135,7 @@ def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs
 def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -> None:
     columns = ["response_tokens", "own_stored_tokens", "num_draft_tokens", "num_accepted_tokens"]
     tables = (
-        pyarrow.dataset.dataset(runs / name / "rollouts", format="ipc").to_table(columns=columns)
+        pyarrow.dataset.dataset(runs / name / "train-toy" / "rollouts", format="ipc").to_table(columns=columns)
         for name in ("pregenerate", "both", "both-long-killed")
     )
     rows = [row for table in tables for row in table.to_pylist()]
@@ -145,7 +145,7 @@ def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -
 
 
 def test_the_simulator_needs_as_many_decoding_steps(runs: Path) -> None:
-    run = read_run(runs / "none" / "train-toy" / "steps", runs / "none" / "rollouts")
+    run = read_run(runs / "none" / "train-toy" / "steps", runs / "none" / "train-toy" / "rollouts")
     found = agreement(run, "none", most_running=16)
     assert found.iterations[0] == pytest.approx(found.iterations[1], rel=0.1)
 

@@ -41,11 +41,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollouts(run_dir: Path, step: int) -> list[Rollout]:
-    return read_rollouts(run_dir / "rollouts" / f"step={step:06d}" / "rank-0000.arrow")
+    return read_rollouts(run_dir / "train-toy" / "rollouts" / f"step={step:06d}" / "rank-0000.arrow")
 
 
 def kv_scales(run_dir: Path, step: int) -> dict[str, list[float]]:
-    manifest = json.loads((run_dir / "checkpoints" / "train-toy" / f"step={step:06d}" / "manifest.json").read_text())
+    manifest = json.loads((run_dir / "train-toy" / "checkpoints" / f"step={step:06d}" / "manifest.json").read_text())
     scales: dict[str, list[float]] = manifest["kv_scales"]
     return scales
 

@@ -99,7 +99,7 @@ def test_a_finished_run_runs_nothing_again(undisturbed: Path) -> None:
 def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: Path) -> None:
     run_dir = copy_without_train(undisturbed, tmp_path)
     process = specrl("resume", str(run_dir))
-    wait_for(run_dir, "checkpoints/train-*/step=000001/manifest.json")
+    wait_for(run_dir, "stages/train-*/checkpoints/step=000001/manifest.json")
     os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
     process.communicate(timeout=300)
     assert process.returncode == 1
@@ -130,7 +130,7 @@ def copy_without_train(source: Path, target: Path) -> Path:
     run_dir = target / source.name
     shutil.copytree(source, run_dir, symlinks=True)
     shutil.copy(source.parent / "mlflow.db", target)
-    for pattern in ("stages/train-*", "stages/validate-*", "stages/export-*", "checkpoints", "rollouts", "export"):
+    for pattern in ("stages/train-*", "stages/validate-*", "stages/export-*", "rollouts", "export"):
         for path in run_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for path in run_dir.glob("jobs/*.json"):

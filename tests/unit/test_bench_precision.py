@@ -135,7 +135,7 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
         context.save(folder / runs.CONTEXT_FILE)
         write_step(context.stage_dir / "steps", record(0, 1.1))
         write_json(context.stage_dir / runs.END_RESULT_FILE, asdict(EndResult(0.5, 2.1, 20, "off", "off", None)))
-        write_text(context.run_dir / "checkpoints" / "large", "")
+        write_text(context.stage_dir / "checkpoints" / "large", "")
 
     monkeypatch.setattr(runs, "run", run)
     settings = PrecisionSettings(seeds=(1,), num_steps=2)
@@ -143,7 +143,7 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
     with pytest.raises(RuntimeError, match="FP8 both, seed 1 failed"):
         precision.main(job)
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 2
-    assert not list(run_dir.glob("bench/precision/*/checkpoints"))
+    assert not list(run_dir.glob("bench/precision/*/stage/checkpoints"))
     precision.main(job)
     names = [f"{setting.name}, seed 1" for setting in PRECISION_SETTINGS]
     assert started[3:] == names[2:]

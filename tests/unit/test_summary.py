@@ -46,6 +46,9 @@ SPEED = [
 ]
 
 
+TRAIN_KEY = "train-0123456789ab"
+
+
 def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, dict[str, StageRecord]]:
     """A run's folder as the stages leave it, with the given stages finished."""
     config = parse_config({"name": "demo", "runs_dir": str(tmp_path)})
@@ -217,7 +220,7 @@ def test_the_serve_command_is_one_line_that_a_shell_reads_back(tmp_path: Path) -
 def test_a_run_in_progress_is_shown_as_far_as_it_got(tmp_path: Path, count: int) -> None:
     run_dir, stages = make_run(tmp_path, STAGES[:count])
     for step in range(3):
-        write_rollouts(rollout_path(run_dir / "rollouts", step, 0), [])
+        write_rollouts(rollout_path(run_dir / "stages" / TRAIN_KEY / "rollouts", step, 0), [])
     text = shown(run_dir)
     assert ", ".join(STAGES[count:]) in text
     assert ("3 of 8 steps" in text) == (count <= STAGES.index("train"))
@@ -267,8 +270,8 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     run_dir, _ = make_run(tmp_path)
     for step in range(3):
         rows = [rollout(step, step / 4, 5 + step), rollout(step, step / 2, 9)]
-        write_rollouts(rollout_path(run_dir / "rollouts", step, 0), rows)
-    steps, rewards, lengths = read_columns(run_dir / "rollouts")
+        write_rollouts(rollout_path(run_dir / "stages" / TRAIN_KEY / "rollouts", step, 0), rows)
+    steps, rewards, lengths = read_columns(run_dir / "stages" / TRAIN_KEY / "rollouts")
     assert steps.tolist() == [0, 0, 1, 1, 2, 2]
     assert rewards.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5, 1.0]
     assert lengths.tolist() == [5, 9, 6, 9, 7, 9]

@@ -107,13 +107,12 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
             f"bench bubbles, setting {name}: rank {failed[0]} failed; log: {folder}/rank-{failed[0]}.log"
         )
     print(f"{name}: {settings.num_steps} steps in {time.monotonic() - started:.0f} s", flush=True)
-    config = context.config
     return SettingRun(
         name,
         read_steps(context.stage_dir / "steps"),
         context.stage_dir / "steps",
-        config.run_dir / "rollouts",
-        config.engine.max_num_seqs,
+        context.stage_dir / "rollouts",
+        context.config.engine.max_num_seqs,
     )
 
 

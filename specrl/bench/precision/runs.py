@@ -145,7 +145,7 @@ def measure(
         EndResult(**json.loads((context.stage_dir / END_RESULT_FILE).read_text())),
         is_earlier=known,
     )
-    shutil.rmtree(context.run_dir / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads again
+    shutil.rmtree(context.stage_dir / "checkpoints", ignore_errors=True)  # gigabytes that nothing reads again
     row, spent = measured.row(), "measured before" if known else f"{time.monotonic() - started:.0f} s"
     print(
         f"{setting.name}, seed {seed}: token_mult_prob_error {row['token_mult_prob_error']:.4f}, accuracy "
