@@ -150,14 +150,14 @@ class ParityCounts(Artifact):
 class ExactnessResult(Artifact):
     """Speculative and plain decoding, compared on held-out prompts."""
 
-    chi_squared: float | None
+    chi_squared: float
     degrees_of_freedom: int
     num_cells: int | None = None
     """The number of cells of the chi-squared test among which samples could fall; those of prompts with a single cell
     are not counted. None in results of earlier versions."""
     num_samples: int
-    p_value: float | None
-    """The p-value of the first tokens under their exact probabilities; None for greedy runs."""
+    p_value: float
+    """The p-value of the first tokens under their exact probabilities."""
     num_draft_tokens: int
     num_accepted_tokens: int
     """The number of drafted tokens that were accepted in these samples. Without drafts the test says nothing."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from specrl.artifacts import atomic_path
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -25,6 +25,7 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("generation_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("log_kept_mass", pa.list_(pa.float32())),
         pa.field("policy_logprobs", pa.list_(pa.float32())),
         pa.field("response", pa.string(), nullable=False),
         pa.field("answer", pa.string(), nullable=False),
@@ -45,7 +46,11 @@ ROLLOUT_SCHEMA = pa.schema(
 
 @dataclass
 class Rollout:
-    """One response. Log-probs are natural, under the distribution sampled from; times are Unix seconds."""
+    """One response. Log-probs are natural; times are Unix seconds.
+
+    With `sampling.top_p` or `top_k` the engine samples from a truncated distribution: the whole one at the sampling
+    temperature, without the tokens that are dropped, divided by the mass of those that are kept.
+    """
 
     step: int
     rank: int
@@ -60,7 +65,7 @@ class Rollout:
     prompt_tokens: list[int]
     response_tokens: list[int]
     generation_logprobs: list[float]
-    """The engine's log-prob of each response token."""
+    """The engine's log-prob of each response token, under the truncated distribution that it was sampled from."""
     response: str
     """The text of the response."""
     answer: str
@@ -79,7 +84,17 @@ class Rollout:
     reward: float = 0.0
     advantage: float = 0.0
     policy_logprobs: list[float] | None = None
-    """The trainer's log-prob of each response token under the policy that sampled it; None where none was computed."""
+    """The trainer's log-prob of each response token under the policy that sampled it, of the whole distribution at the
+    sampling temperature; None where none was computed."""
+    log_kept_mass: list[float] | None = None
+    """The logarithm of the mass that truncation kept at each response token; None where nothing can be dropped."""
+
+    @property
+    def whole_generation_logprobs(self) -> list[float]:
+        """The engine's log-prob of each response token under the whole distribution, as `policy_logprobs` are."""
+        if self.log_kept_mass is None:
+            return self.generation_logprobs
+        return [a + b for a, b in zip(self.generation_logprobs, self.log_kept_mass, strict=True)]
 
 
 def to_table(rollouts: list[Rollout]) -> pa.Table:

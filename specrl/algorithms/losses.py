@@ -16,7 +16,8 @@ class LossInputs:
     """One micro-batch. Every tensor is [batch, seq] with one response in each row; only tokens in the mask count."""
 
     logprobs: Tensor
-    """Log-probs under the policy being trained, float32, in nats; they carry the gradient."""
+    """Log-probs under the policy being trained, float32, in nats; they carry the gradient. They are of the whole
+    distribution at the sampling temperature, see `specrl.algorithms.objective`."""
     old_logprobs: Tensor
     """Log-probs under the policy before the step's first update, detached, in nats. With `train.updates_per_step = 1`
     they equal `logprobs`."""

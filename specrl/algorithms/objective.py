@@ -1,4 +1,19 @@
-"""The objective that a policy update minimises: the chosen loss, weighted by the correction, plus a KL penalty."""
+"""The objective that a policy update minimises: the chosen loss, weighted by the correction, plus a KL penalty.
+
+All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
+`sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It
+returns log q and log Z of every token, and their sum, the engine's log p, is what the corrections compare.
+
+- The ratio p_trainer / p_engine is then about numerics alone. The ratio p_trainer / q_engine is Z on top of that: below
+  1 wherever anything is dropped. It would scale down the loss where the policy is unsure, and be taken for a mismatch.
+- The trainer's own q is no alternative: rounding moves the edge of its nucleus, and a sampled token that falls outside
+  has no log-prob. Keeping the engine's set of tokens, as DeepSeek-V3.2 does (arXiv:2512.02556), means storing it for
+  every token.
+- With the kept set held fixed, the gradients of log p and log q differ by that of log Z, times the advantage. At a
+  position where advantages are 0 on average the difference is 0 in expectation: log Z does not depend on the token that
+  was sampled. What is left raises the mass of the kept tokens in responses that are better than their group, and lowers
+  it in worse ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +36,7 @@ class TokenTargets:
     advantages: Tensor
     """The advantage of the response, at each of its tokens."""
     generation_logprobs: Tensor
-    """Log-probs under the engine, from when the tokens were sampled."""
+    """Log-probs under the engine, from when the tokens were sampled, of the whole distribution as the trainer's are."""
     old_logprobs: Tensor | None
     """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
     reference_logprobs: Tensor | None
@@ -34,7 +49,7 @@ def policy_loss(
     """Return the objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
     The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
-    k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference).
+    k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference) over the tokens that are kept.
 
     Args:
         logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.

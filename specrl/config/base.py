@@ -25,4 +25,4 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

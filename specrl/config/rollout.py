@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from specrl.config.methods import METHODS, DraftMethod, check_method
@@ -20,17 +20,43 @@ CANNOT_BE_HONOURED = {
     "seed": "every response has a seed of its own, derived from the run's `seed`",
 }
 """Sampling settings that other libraries have, and why exact speculation cannot support them."""
+MIN_TEMPERATURE = 0.01
+"""The lowest temperature of sampling; vLLM would raise lower ones to this."""
+MAX_TEMPERATURE = 2.0
+"""The highest temperature; vLLM takes no higher one."""
+
+
+def _check_temperature(temperature: float) -> float:
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature = {temperature:g}: it must be from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}; "
+            "at 0, all responses to a prompt would be the same and nothing could be learned from their rewards"
+        )
+    return temperature
+
+
+def _check_top_k(top_k: int) -> int:
+    if top_k == 1:
+        raise ValueError(
+            "sampling.top_k = 1: it must be 0 (all tokens) or at least 2; with 1, all responses to a prompt would be "
+            "the same and nothing could be learned from their rewards"
+        )
+    return top_k
 
 
 class SamplingConfig(Section):
-    """How responses are sampled."""
+    """How responses are sampled.
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """The temperature by which logits are divided; 0 is greedy decoding."""
+    The trainer's log-probs are of the whole distribution at this temperature, whatever `top_p` and `top_k` drop; see
+    `specrl/algorithms/objective.py`.
+    """
+
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
+    """The temperature by which logits are divided, from 0.01 to 2."""
     top_p: Fraction = 1.0
     """Probability mass of the smallest set of most likely tokens that is sampled from; 1 keeps all tokens."""
-    top_k: NonNegativeInt = 0
-    """Number of most likely tokens that are sampled from; 0 keeps all tokens."""
+    top_k: Annotated[NonNegativeInt, AfterValidator(_check_top_k)] = 0
+    """Number of most likely tokens that are sampled from, at least 2; 0 keeps all tokens."""
     max_response_tokens: PositiveInt = 160
     """The longest response, in tokens."""
 

@@ -1,9 +1,10 @@
 """Measures of how far training and generation disagree about the tokens that were sampled.
 
 The functions of `training` and `generation` take flat float tensors of equal length: the natural log-probs that the
-trainer and the engine give to the response tokens that the engine sampled, under the distribution sampled from.
+trainer and the engine give to the response tokens that the engine sampled. Both are of the whole distribution at the
+sampling temperature, whatever `sampling.top_p` and `top_k` drop, so that the measures show numerics alone.
 Below, p is the engine's probability of a token, q the trainer's, and r = q / p its importance ratio; expectations over
-p are means over the tokens.
+p are means over the tokens. Where `top_p` or `top_k` drop tokens, they are expectations over those that are kept.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def mismatch_metrics(training: Tensor, generation: Tensor) -> dict[str, float]:
 
 def rollout_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the `mismatch/...` metrics over all tokens of the rollouts that were trained on; empty without any."""
-    pairs = [(r.policy_logprobs, r.generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
+    pairs = [(r.policy_logprobs, r.whole_generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
     if not pairs:
         return {}
     trained = torch.tensor([value for row, _ in pairs for value in row])

@@ -142,18 +142,16 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
     """Return what the exactness tests found: speculation may change nothing but near-ties."""
     if not exactness:
         return []
-    rows = []
-    if exactness["p_value"] is not None:
-        cells = exactness.get("num_cells")  # results of earlier versions have none
-        details = (
-            f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
-            f"{exactness['degrees_of_freedom']} degree{_plural(exactness['degrees_of_freedom'])} of freedom, "
-            f"{exactness['num_samples']} samples, "
-            f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
-        )
-        rows.append(("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})"))
-    unit = {"sampled": "nats" if exactness["p_value"] is None else "of the CDF", "greedy": "nats"}
-    return [*rows, *((f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit)]
+    cells = exactness.get("num_cells")  # results of earlier versions have none
+    details = (
+        f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
+        f"{exactness['degrees_of_freedom']} degree{_plural(exactness['degrees_of_freedom'])} of freedom, "
+        f"{exactness['num_samples']} samples, "
+        f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
+    )
+    first = ("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})")
+    unit = {"sampled": "of the CDF", "greedy": "nats"}
+    return [first, *((f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit)]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:

@@ -87,6 +87,7 @@ def _rollout(
         prompt_tokens=request.prompt_tokens,
         response_tokens=list(response.tokens),
         generation_logprobs=list(response.logprobs),
+        log_kept_mass=response.log_kept_mass,
         response=response.text,
         answer=prompt.answer,
         finish_reason=response.finish_reason,

@@ -411,7 +411,7 @@ class Engine:
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self._vllm.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
-            crafted.check_logprobs(case, response.tokens, response.logprobs)
+            crafted.check_logprobs(case, response.tokens, response.logprobs, response.log_kept_mass)
         crafted.check_counters(generation.stats, speculates=self.speculates)
 
     def sleep(self) -> None:
@@ -444,12 +444,13 @@ class Engine:
         now = time.time()
         if record is None:
             assert not tokens
-            return Response([], [], "", finish_reason, 0, 0, 0, started_at=now, finished_at=now)
+            return Response([], [], None, "", finish_reason, 0, 0, 0, started_at=now, finished_at=now)
         # Tokens that were accepted past the end of the response have log-probs as well, which are cut off.
         assert len(record.logprobs) >= len(tokens)
         return Response(
             tokens,
             record.logprobs[: len(tokens)],
+            record.log_kept_mass[: len(tokens)] if record.is_truncated else None,
             self._vllm.tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason,
             num_drafts=record.counts.num_drafts,

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specrl.artifacts import ExactnessResult, ParityCounts
+from specrl.config.rollout import MAX_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
-HIGH_TEMPERATURE = 2.0
-"""The factor on the temperature of every second prompt of the chi-squared test. A trained policy may be so sure of its
-first tokens that at the run's own temperature the test has nothing to tell apart."""
+HIGH_TEMPERATURE = MAX_TEMPERATURE
+"""The temperature of every second prompt of the chi-squared test. A trained policy may be so sure of its first tokens
+that at the run's own temperature the test has nothing to tell apart."""
 HIGH_TEMPERATURE_TOP_P = 0.95
 """The `top_p` of these prompts."""
 P_VALUE = 1e-6
@@ -61,13 +62,13 @@ class Parity:
 class Exactness:
     """What was measured, and the gates that it must pass."""
 
-    first_tokens: ChiSquared | None
-    """The chi-squared test of the first tokens; None for greedy runs, which leave nothing to chance."""
+    first_tokens: ChiSquared
+    """The chi-squared test of the first tokens."""
     drafts: SpeculationStats
     """The counters of the drafts for these tokens; the test says nothing about drafts unless some were
     accepted and some rejected."""
     sampled: Parity
-    """Responses at the run's own sampling settings; these are greedy too if its temperature is 0."""
+    """Responses at the run's own sampling settings."""
     greedy: Parity
     """Greedy responses to the same prompts."""
 
@@ -75,33 +76,33 @@ class Exactness:
         """Return the figures for the result file of `validate`."""
         test = self.first_tokens
         return ExactnessResult(
-            chi_squared=test.statistic if test else None,
-            degrees_of_freedom=test.degrees_of_freedom if test else 0,
-            num_cells=test.num_cells if test else 0,
-            num_samples=test.num_samples if test else 0,
-            p_value=test.p_value if test else None,
+            chi_squared=test.statistic,
+            degrees_of_freedom=test.degrees_of_freedom,
+            num_cells=test.num_cells,
+            num_samples=test.num_samples,
+            p_value=test.p_value,
             num_draft_tokens=self.drafts.num_draft_tokens,
             num_accepted_tokens=self.drafts.num_accepted_tokens,
-            sampled=self.sampled.counts(greedy=test is None),
+            sampled=self.sampled.counts(greedy=False),
             greedy=self.greedy.counts(greedy=True),
         )
 
     def metrics(self) -> dict[str, float]:
         """Return the figures under their names in MLflow, which `specrl/metrics.py` defines."""
         parities = (self.sampled.comparison, self.greedy.comparison)
-        metrics = {
+        return {
+            "validate/chi_squared_p_value": self.first_tokens.p_value,
             "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
             "validate/greedy_differences_per_1000_tokens": parities[1].per_1000_tokens,
             "validate/unexplained_differences": float(sum(parity.num_unexplained for parity in parities)),
             "validate/cdf_noise": self.sampled.noise.cdf,
             "validate/exactness_accepted_tokens": float(self.drafts.num_accepted_tokens),
         }
-        return metrics | ({"validate/chi_squared_p_value": self.first_tokens.p_value} if self.first_tokens else {})
 
     def check(self) -> None:
         """Raise ExactnessError if a gate fails, naming the gate, the figure and its limit."""
-        if self.first_tokens is not None and self.first_tokens.p_value < P_VALUE:
-            test = self.first_tokens
+        test = self.first_tokens
+        if test.p_value < P_VALUE:
             raise ExactnessError(
                 f"speculative samples of first tokens do not follow the policy: chi-squared {test.statistic:.1f} on "
                 f"{test.degrees_of_freedom} degrees of freedom, p = {test.p_value:.1e} below {P_VALUE:g}, "
@@ -125,14 +126,11 @@ def measure_exactness(engine: Engine, requests: list[Request], first: list[Reque
         k: The longest draft, in tokens.
     """
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
-    stochastic = any(request.temperature > 0 for request in first)
     plain = traces(engine, requests, len(requests), 0)
     noise = noise_of_shapes(engine, requests, plain, k)
     if engine.replays:
         engine.set_replay(texts_to_replay(engine, requests, plain, first))
-    test, drafts = (
-        first_tokens_test(engine, at_high_temperature(first), k) if stochastic else (None, SpeculationStats())
-    )
+    test, drafts = first_tokens_test(engine, at_high_temperature(first), k)
     measured = Exactness(
         first_tokens=test,
         drafts=drafts,
@@ -190,10 +188,10 @@ def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise
 
 
 def at_high_temperature(requests: list[Request]) -> list[Request]:
-    """Return the requests, with a higher temperature for those of every second prompt."""
+    """Return the requests, with the highest temperature for those of every second prompt."""
     prompts = list(dict.fromkeys(tuple(request.prompt_tokens) for request in requests))
     return [
-        replace(request, temperature=HIGH_TEMPERATURE * request.temperature, top_p=HIGH_TEMPERATURE_TOP_P)
+        replace(request, temperature=HIGH_TEMPERATURE, top_p=HIGH_TEMPERATURE_TOP_P)
         if prompts.index(tuple(request.prompt_tokens)) % 2
         else request
         for request in requests

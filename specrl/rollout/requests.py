@@ -6,10 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
-
-MIN_TEMPERATURE = 0.01
-"""The lowest temperature above 0; vLLM would raise lower ones to this."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Request:
     """A number in [0, 2^63); together with the position it decides the random number of each token."""
     max_tokens: int
     temperature: float
-    """The temperature, 0 for greedy decoding, otherwise at least `MIN_TEMPERATURE`."""
+    """The temperature, 0 for greedy decoding, otherwise from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`."""
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
@@ -33,8 +31,10 @@ class Request:
             raise ValueError(f"seed = {self.seed} is outside [0, 2^63)")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
-        if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
-            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {self.temperature} must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+            )
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError(f"top_p = {self.top_p} must be in (0, 1], and top_k = {self.top_k} must not be negative")
 
@@ -46,6 +46,9 @@ class Response:
     tokens: list[int]
     logprobs: list[float]
     """The log-prob of each token, in nats, under the distribution that it was sampled from; 0 for greedy decoding."""
+    log_kept_mass: list[float] | None
+    """The logarithm of the probability that top-k and top-p left at each token, in nats; added to `logprobs`, it gives
+    the log-probs under the whole distribution at the request's temperature. None where nothing can be dropped."""
     text: str
     finish_reason: str
     """`stop` after a stop token, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""

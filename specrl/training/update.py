@@ -60,7 +60,8 @@ def update_policy(
         recorded: dict[int, list[float]] = {}
         loss = _loss(rollouts, reference, num_tokens, config, recorded, several=len(parts) > 1)
         keep = budget - len(features)  # the same on all shards of a data-parallel rank, as their micro-batches are
-        result, kept = policy.train_step(batches, loss, features=spec, keep=keep, temperature=_temperature(config))
+        temperature = config.sampling.temperature
+        result, kept = policy.train_step(batches, loss, features=spec, keep=keep, temperature=temperature)
         features += kept
         if len(parts) == 1:
             _store_logprobs(policy, rollouts, recorded)
@@ -79,10 +80,6 @@ def align(rows: list[list[float]], mask: Tensor) -> Tensor:
 
 def _has_signal(rollout: Rollout, config: Config) -> bool:
     return rollout.advantage != 0.0 or not config.train.drop_zero_signal_groups
-
-
-def _temperature(config: Config) -> float:
-    return config.sampling.temperature or 1.0
 
 
 def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> list[list[int]]:
@@ -124,7 +121,7 @@ def _loss(
             recorded.update(_rows(logprobs.detach(), batch))
         targets = TokenTargets(
             advantages=align([[row.advantage] * len(row.response_tokens) for row in rows], batch.mask),
-            generation_logprobs=align([row.generation_logprobs for row in rows], batch.mask),
+            generation_logprobs=align([row.whole_generation_logprobs for row in rows], batch.mask),
             old_logprobs=align([row.policy_logprobs or [] for row in rows], batch.mask) if several else None,
             reference_logprobs=align([reference[i] for i in batch.indices], batch.mask) if reference else None,
         )
@@ -146,7 +143,7 @@ def _fill_logprobs(policy: Policy, rollouts: list[Rollout], chosen: list[int], c
 
 def _logprob_pass(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> dict[int, list[float]]:
     batches = _own_micro_batches(policy, rollouts, chosen, config)
-    found = policy.logprobs(batches, temperature=_temperature(config))
+    found = policy.logprobs(batches, temperature=config.sampling.temperature)
     return {i: row for batch, logprobs in zip(batches, found, strict=True) for i, row in _rows(logprobs, batch).items()}
 
 

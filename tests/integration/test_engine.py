@@ -43,6 +43,7 @@ def engine(directories: tuple[Path, Path]) -> Iterator[Engine]:
         ("max_tokens", 0),
         ("temperature", -0.5),
         ("temperature", 0.001),
+        ("temperature", 2.1),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -1),
@@ -106,6 +107,21 @@ def test_generation_logprobs_are_those_of_scoring_at_temperature_one(engine: Eng
     scores = engine.sequence_logprobs([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
     for response, score in zip(responses, scores, strict=True):
         assert response.logprobs == pytest.approx(score[-len(response.tokens) :], abs=1e-3)
+        assert response.log_kept_mass is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (1.0, 5), (0.5, 5)])
+def test_truncated_logprobs_and_the_kept_mass_give_those_of_scoring(engine: Engine, top_p: float, top_k: int) -> None:
+    prompts = [request.prompt_tokens for request in mixed_requests(8, seed=3)]
+    requests = [Request(prompt, response_seed(0, 1, i, 0), 20, 1.0, top_p, top_k) for i, prompt in enumerate(prompts)]
+    responses = engine.generate(requests).responses
+    scores = engine.sequence_logprobs([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
+    for response, score in zip(responses, scores, strict=True):
+        assert response.log_kept_mass is not None
+        whole = [a + b for a, b in zip(response.logprobs, response.log_kept_mass, strict=True)]
+        assert whole == pytest.approx(score[-len(response.tokens) :], abs=1e-3)
+    assert min(mass for response in responses for mass in response.log_kept_mass or []) < -0.1
 
 
 @pytest.mark.engine

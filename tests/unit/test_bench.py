@@ -66,7 +66,7 @@ def test_every_side_runs_once_in_every_round_and_none_is_always_first() -> None:
 def test_a_fixed_batch_takes_requests_that_last_and_other_ones_in_each_round() -> None:
     requests = [Request([1], seed, 50, 1.0) for seed in range(64)]
     lengths = [50 if index % 4 == 0 else 3 for index in range(64)]
-    responses = [Response([1] * length, [0.0] * length, "", "stop", 0, 0, 0, 0.0, 0.0) for length in lengths]
+    responses = [Response([1] * length, [0.0] * length, None, "", "stop", 0, 0, 0, 0.0, 0.0) for length in lengths]
     one, large, tail = workloads(requests, responses, [1, 32, "tail64"], 3, 20)
     lasting = list(range(0, 64, 4))
     assert [[request.seed for request in asked] for asked in one.rounds] == [lasting[:8], lasting[8:], lasting[:8]]

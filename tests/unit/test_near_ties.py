@@ -102,7 +102,7 @@ def test_a_failed_gate_is_an_error_with_its_figures(broken: dict[str, object], m
 def test_every_second_prompt_is_tested_at_a_higher_temperature() -> None:
     requests = [Request([prompt], seed, 4, 0.7) for prompt in (5, 6) for seed in (1, 2)]
     assert [(request.temperature, request.top_p) for request in at_high_temperature(requests)] == [(0.7, 1.0)] * 2 + [
-        (1.4, 0.95)
+        (2.0, 0.95)
     ] * 2
 
 

@@ -67,7 +67,7 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     expected = reference(logits, temperature, top_k, top_p)
     assert torch.equal(weights(logits, temperature, top_k, top_p), expected)
     u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    tokens, logprobs = pick(logits, temperature, top_k, top_p, u)
+    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, u)
     drawn = temperature > 0
     cdf = expected.double().cumsum(-1)
     upper, mass = cdf.gather(-1, tokens[:, None])[:, 0], expected.double().gather(-1, tokens[:, None])[:, 0]
@@ -77,6 +77,10 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     torch.testing.assert_close(logprobs[drawn].double(), (mass / total).log()[drawn], atol=1e-4, rtol=0)
     assert torch.equal(tokens[~drawn], logits.argmax(-1)[~drawn])
     assert bool((logprobs[~drawn] == 0).all())
+    whole = (logits.double() / torch.where(drawn, temperature, 1.0).double()[:, None]).softmax(-1)
+    kept = (whole * (expected > 0)).sum(-1)
+    torch.testing.assert_close(log_kept_mass[drawn].double(), kept.log()[drawn], atol=1e-4, rtol=0)
+    assert bool((log_kept_mass[~drawn | (top_k == 0) & (top_p == 1)] == 0).all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 4.0, 9.0])

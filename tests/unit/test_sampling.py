@@ -55,13 +55,14 @@ def test_pick_inverts_the_cumulative_distribution(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(300, vocab, generator=generator) * 3
     u = torch.rand(300, generator=generator, dtype=torch.float64)
-    tokens, logprobs = pick(logits, *rows(300, temperature=0.7), u)
+    tokens, logprobs, log_kept_mass = pick(logits, *rows(300, temperature=0.7), u)
     probs = torch.softmax(logits.double() / np.float64(np.float32(0.7)), -1)
     cdf = probs.cumsum(-1)
     upper = cdf.gather(-1, tokens[:, None])[:, 0]
     lower = upper - probs.gather(-1, tokens[:, None])[:, 0]
     assert bool(((lower - 1e-6 <= u) & (u < upper + 1e-6)).all())
     torch.testing.assert_close(logprobs.double(), (upper - lower).log(), atol=1e-4, rtol=0)
+    assert bool((log_kept_mass == 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,7 +73,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     u = torch.rand(count, generator=generator, dtype=torch.float64)
     temperature = torch.tensor([1.0, 0.6, 0.0, 1.3])[torch.arange(count) % 4]
     top_k, top_p = torch.tensor([0, 20, 0])[torch.arange(count) % 3], torch.tensor([1.0, 0.9])[torch.arange(count) % 2]
-    tokens, logprobs = pick(logits, temperature, top_k, top_p, u)
+    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, u)
     threads = torch.get_num_threads()
     try:
         for size in (1, 5, 16):
@@ -82,6 +83,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
                 alone = pick(logits[part], temperature[part], top_k[part], top_p[part], u[part])
                 assert torch.equal(alone[0], tokens[part])
                 assert torch.equal(alone[1], logprobs[part])
+                assert torch.equal(alone[2], log_kept_mass[part])
     finally:
         torch.set_num_threads(threads)
 
@@ -90,9 +92,11 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
 def test_temperature_zero_is_greedy_with_certainty(vocab: int) -> None:
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(3))
     logits[2, 77:] = logits[2].max() + 1  # the first of equals
-    tokens, logprobs = pick(logits, *rows(8, temperature=0.0), torch.full((8,), 0.99, dtype=torch.float64))
+    tokens, logprobs, log_kept_mass = pick(
+        logits, *rows(8, temperature=0.0), torch.full((8,), 0.99, dtype=torch.float64)
+    )
     assert torch.equal(tokens, logits.argmax(-1)) and tokens[2] == 77
-    assert bool((logprobs == 0).all())
+    assert bool((logprobs == 0).all() and (log_kept_mass == 0).all())
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (5, 1.0), (40, 0.8), (700, 0.95), (1, 1.0)])
@@ -117,9 +121,9 @@ def test_extreme_uniforms_never_pick_an_impossible_token() -> None:
     logits = torch.full((4, 300), -torch.inf)
     logits[:, [70, 71, 290]] = torch.tensor([0.0, 1.0, -20.0])
     u = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 1 - 1e-12], dtype=torch.float64)
-    tokens, logprobs = pick(logits, *rows(4), u)
+    tokens, logprobs, log_kept_mass = pick(logits, *rows(4), u)
     assert tokens.tolist() == [70, 290, 71, 290]
-    assert bool(logprobs.isfinite().all())
+    assert bool(logprobs.isfinite().all() and (log_kept_mass == 0).all())
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
@@ -128,7 +132,7 @@ def test_picks_follow_the_processed_distribution(temperature: float, top_p: floa
     logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(5)) * 1.5).expand(draws, vocab)
     u = uniforms(torch.arange(draws), torch.tensor(9))
     settings = rows(draws, temperature=temperature, top_p=top_p)
-    tokens, _ = pick(logits, *settings, u)
+    tokens = pick(logits, *settings, u).tokens
     expected = weights(logits[:1], *(value[:1] for value in settings))[0].double()
     expected = expected / expected.sum() * draws
     counts = torch.bincount(tokens, minlength=vocab).double()
@@ -163,8 +167,9 @@ def test_logits_of_any_size_are_sampled_as_if_they_were_around_zero(offset: floa
     logits = (torch.randn(40, 1000, generator=generator) * 3 * 64).round() / 64  # exact in FP32 with any offset
     u = torch.rand(40, generator=generator, dtype=torch.float64)
     for settings in (rows(40), rows(40, top_p=0.9), rows(40, temperature=0.5, top_k=30)):
-        tokens, logprobs = pick(logits, *settings, u)
+        tokens, logprobs, log_kept_mass = pick(logits, *settings, u)
         far = torch.arange(40)[:, None] % 3 == 0  # beside rows that stay where they are
         moved = pick(torch.where(far, logits + offset, logits), *settings, u)
         assert torch.equal(moved[0], tokens)
         torch.testing.assert_close(moved[1], logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(moved[2], log_kept_mass, atol=1e-5, rtol=0)

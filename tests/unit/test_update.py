@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.config import Config
+from specrl.config import Config, parse_config
+from specrl.precision.mismatch import rollout_mismatch
 from specrl.schemas import Rollout
-from specrl.training.update import _own_micro_batches, align
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.update import _loss, _own_micro_batches, align
 
 
 def test_align_puts_values_where_the_mask_is_true() -> None:
@@ -31,3 +33,27 @@ def test_micro_batches_are_padded_as_the_policy_needs() -> None:
 def test_align_refuses_another_number_of_values() -> None:
     with pytest.raises(AssertionError):
         align([[1.0]], torch.tensor([[True, True]]))
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask"])
+def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
+    """The engine's log-probs are of the nucleus, the trainer's of the whole distribution: only numerics may differ."""
+    whole, mass = [-2.0, -1.5, -3.0], [-0.7, 0.0, -2.5]
+    sampled = [a - b for a, b in zip(whole, mass, strict=True)]
+    rollout = Rollout(
+        *(0, 0, 0, 0, 0, 0, 0, [5], [6, 7, 8], sampled, "", "", "stop"), advantage=1.0, policy_logprobs=whole
+    )
+    batch = pack([TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, 0)], 64)[0]
+    config = parse_config({"name": "truncated", "train": {"correction": correction}})
+
+    def loss() -> float:
+        logprobs = align([whole], batch.mask)
+        return float(_loss([rollout], {}, 3, config, {}, several=False)(logprobs, logprobs, batch)[0])
+
+    rollout.log_kept_mass = mass
+    assert loss() == pytest.approx(-1.0, abs=1e-6)  # a weight of 1 and an advantage of 1 at each token
+    assert rollout_mismatch([rollout])["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-6)
+    assert rollout_mismatch([rollout])["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-6)
+    rollout.log_kept_mass = None  # as if nothing had been dropped
+    assert loss() > -0.6
+    assert rollout_mismatch([rollout])["mismatch/token_mult_prob_error"] > 4

@@ -94,7 +94,7 @@ def compare(
     for generation, by_seed in sampled.items():
         for seed, rollouts in by_seed.items():
             trained = score(policy, rollouts, config)
-            generated = torch.tensor([value for rollout in rollouts for value in rollout.generation_logprobs])
+            generated = torch.tensor([value for rollout in rollouts for value in rollout.whole_generation_logprobs])
             metrics = mismatch_metrics(trained, generated)
             pairs.append(EnginePair(generation, precision, seed, len(generated), metrics))
             say(f"{NAMES[generation, precision]}, seed {seed}: error {metrics[ERROR]:.4f}, {len(generated)} tokens")

@@ -9,6 +9,7 @@ time, so that a row's token does not depend on what else is in the batch.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,19 @@ vocabulary that finds the largest logit is saved."""
 
 JUST_BELOW = 1 - 2.0**-52
 """The factor that makes an FP64 number smaller by one or two units in its last place."""
+
+
+class Picked(NamedTuple):
+    """The tokens that were picked, one for each row of logits, and their probabilities."""
+
+    tokens: Tensor
+    """[rows] int64."""
+    logprobs: Tensor
+    """[rows] FP32, in nats, under the distribution that was sampled from; 0 where greedy."""
+    log_kept_mass: Tensor
+    """[rows] FP32, in nats: the logarithm of the probability that the tokens kept by top-k and top-p have together
+    before the others are dropped. Added to `logprobs`, it gives the log-probs under the whole distribution at the
+    row's temperature. It is exactly 0 where nothing is dropped by rule, and 0 where greedy."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -64,7 +78,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
-def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Picked:
     """Pick one token per row by inverse CDF at `u`.
 
     Args:
@@ -75,25 +89,25 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         u: [rows] FP64 in [0, 1), on the logits' device.
 
     Returns:
-        Tokens [rows] int64 and their log-probs [rows] FP32 under the distribution that was sampled from (0 where
-            greedy), on the logits' device.
+        The tokens and their log-probs, on the logits' device.
     """
     is_greedy = temperature.numpy() == 0
+    zeros = torch.zeros(logits.shape[0], device=logits.device)
     if is_greedy.all():
-        return most_likely(logits), torch.zeros(logits.shape[0], device=logits.device)
-    tokens, logprobs, totals = _draw(logits, temperature, top_k, top_p, u, None)
+        return Picked(most_likely(logits), zeros, zeros)
+    (tokens, logprobs, masses), totals = _draw(logits, temperature, top_k, top_p, u, None)
     least, most = torch.aminmax(totals)  # both are NaN if any of them is
     if not (least.item() > COMMON_TOTAL[0] and most.item() < COMMON_TOTAL[1]):
         rows = ((totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])).logical_not_().nonzero()[:, 0]
         own = rows.to(temperature.device)
         settings = temperature[own], top_k[own], top_p[own]
         largest = _largest(logits[rows], _divisors(settings[0], logits.device))
-        tokens[rows], logprobs[rows], _ = _draw(logits[rows], *settings, u[rows], largest)
+        (tokens[rows], logprobs[rows], masses[rows]), _ = _draw(logits[rows], *settings, u[rows], largest)
     if is_greedy.any():
         greedy = torch.from_numpy(is_greedy).to(logits.device)
         tokens = torch.where(greedy, most_likely(logits), tokens)
-        logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
-    return tokens, logprobs
+        logprobs, masses = torch.where(greedy, zeros, logprobs), torch.where(greedy, zeros, masses)
+    return Picked(tokens, logprobs, masses)
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -122,8 +136,10 @@ def most_likely(logits: Tensor) -> Tensor:
 
 def _draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, shift: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, log-probs and sums of exp(logit - shift), each [rows]; greedy rows are sampled at temperature 1.
+) -> tuple[Picked, Tensor]:
+    """Return what was picked and, of the kept tokens, the sums of exp(logit - shift) [rows] FP64.
+
+    Greedy rows are sampled at temperature 1.
 
     Instead of a cumulative sum over the vocabulary there are two levels: first the block, then the token in it. Block
     sums are FP32 over 64 values (relative error below 2^-21), everything after them is FP64. No token of probability 0
@@ -132,6 +148,7 @@ def _draw(
     rows, vocab = logits.shape
     divisors, limited = _divisors(temperature, logits.device), _are_limited(top_k, top_p)
     sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
+    whole = torch.empty_like(sums) if limited else sums  # block sums before anything is dropped
     least = torch.zeros(rows if limited else 0, device=logits.device)
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
     workspace = _workspace(logits.device, size * vocab)
@@ -140,6 +157,7 @@ def _draw(
         out = workspace[: min(size, rows - start) * vocab].view(-1, vocab)
         found = _exponentials(logits[part], _rows(divisors, part), _rows(shift, part), out)
         if limited:
+            torch.sum(blocks(found), -1, out=whole[part])
             found, least[part] = most_probable(found, top_k[part], top_p[part])
         torch.sum(blocks(found), -1, out=sums[part])
     across = sums.cumsum(-1, dtype=torch.float64)
@@ -152,7 +170,8 @@ def _draw(
         chosen = chosen.masked_fill_(chosen < least[:, None], 0)
     token = _first_above(chosen.cumsum(-1, dtype=torch.float64), target - before)
     logprobs = (chosen.gather(-1, token)[:, 0] / totals).log().float()
-    return (block * BLOCK + token)[:, 0], logprobs, totals
+    log_kept_mass = (totals / whole.cumsum(-1, dtype=torch.float64)[:, -1]).log().float()
+    return Picked((block * BLOCK + token)[:, 0], logprobs, log_kept_mass), totals
 
 
 def _exponentials(logits: Tensor, divisors: Tensor | None, shift: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -65,21 +65,26 @@ def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p:
     return sorted({kept[min(index, len(kept) - 1)] for index in around})
 
 
-def check_logprobs(request: CraftedRequest, picks: list[int], logprobs: list[float]) -> None:
-    """Compare the log-probs of a response with the reference.
+def check_logprobs(
+    request: CraftedRequest, picks: list[int], logprobs: list[float], log_kept_mass: list[float] | None
+) -> None:
+    """Compare the log-probs of a response, and the logarithms of the mass that truncation kept, with the reference.
 
     Args:
         picks: The tokens of the response, as indices into the support.
+        log_kept_mass: One value per token; None where nothing can be dropped.
 
     Raises:
-        SamplerError: A log-prob is off by more than `LOGPROB_TOLERANCE`.
+        SamplerError: A value is off by more than `LOGPROB_TOLERANCE`.
     """
-    for index, (pick, logprob) in enumerate(zip(picks, logprobs, strict=True)):
+    masses = log_kept_mass if log_kept_mass is not None else [0.0] * len(picks)
+    for index, (pick, logprob, mass) in enumerate(zip(picks, logprobs, masses, strict=True)):
         position = len(request.prompt_tokens) + index
         kept, _, probs = reference_distribution(position, request.temperature, request.top_k, request.top_p)
-        right = math.log(probs[kept.index(pick)])
-        if not abs(logprob - right) <= LOGPROB_TOLERANCE:
-            raise SamplerError(f"the sampler gave token {index} of a response a log-prob of {logprob}, not {right}")
+        right = math.log(probs[kept.index(pick)]), reference_log_kept_mass(position, request.temperature, kept)
+        for name, given, wanted in zip(("log-prob", "log kept mass"), (logprob, mass), right, strict=True):
+            if not abs(given - wanted) <= LOGPROB_TOLERANCE:
+                raise SamplerError(f"the sampler gave token {index} of a response a {name} of {given}, not {wanted}")
 
 
 def reference_uniform(seed: int, position: int) -> float:
@@ -108,3 +113,12 @@ def reference_distribution(
     last = int(np.searchsorted(mass, top_p * mass[-1])) if top_p < 1 else len(order) - 1
     kept = [token for token in range(SUPPORT) if token in order and probs[token] >= probs[order[last]]]
     return kept, np.cumsum(probs[kept]) / probs[kept].sum(), probs[kept] / probs[kept].sum()
+
+
+def reference_log_kept_mass(position: int, temperature: float, kept: list[int]) -> float:
+    """Return the logarithm of the probability that the tokens `kept` have together; 0 for greedy decoding."""
+    if temperature == 0:
+        return 0.0
+    values = np.array(crafted_logits(position))
+    probs = np.exp((values - values.max()) / temperature)
+    return math.log(probs[kept].sum() / probs.sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,9 @@ class RequestRecord:
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     logprobs: list[float] = field(default_factory=list)
-    """The log-probs of the response's tokens so far."""
+    """The log-probs of the response's tokens so far, under the distribution that they were sampled from."""
+    log_kept_mass: list[float] = field(default_factory=list)
+    """The logarithm of the probability that top-k and top-p left at each of them; see `Picked`."""
     draft: Kind = NO_TEXT
     """The source of the draft that is verified next and, if that is text, its agreement with the response before it."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
@@ -73,9 +75,22 @@ class RequestRecord:
         return DraftOutcome(source, drafted, accepted, agreement)
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether top-k or top-p may drop tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    @property
     def counts(self) -> SourceCounts:
         """The counters of all its drafts together."""
         return SourceCounts(*(sum(column) for column in zip(SourceCounts(), *self.by_source.values(), strict=True)))
+
+
+class PickedRows(NamedTuple):
+    """`Picked` as lists, with one value for each row of logits."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    log_kept_mass: list[float]
 
 
 @dataclass
@@ -122,9 +137,9 @@ class InvariantSampler:
         states = [self.runner.requests[request_id] for request_id in ids]
         # The length of each response before this iteration, and so the index in it of the first picked token.
         starts = [state.num_tokens - state.num_prompt_tokens for state in states]
-        tokens, logprobs = self._pick(logits, [self.records[request_id] for request_id in ids], starts, counts)
+        picked = self._pick(logits, [self.records[request_id] for request_id in ids], starts, counts)
         drafts = [] if metadata is None else metadata.draft_token_ids.tolist()
-        rows = self._verify(ids, starts, counts, tokens, logprobs, drafts)
+        rows = self._verify(ids, starts, counts, picked, drafts)
         width = max(counts) + 1
         padded = [row + [-1] * (width - len(row)) for row in rows]
         sampled = torch.tensor(padded, dtype=torch.int32, device=logits.device)
@@ -153,9 +168,7 @@ class InvariantSampler:
                 stop_tokens=frozenset(params.stop_token_ids or ()),
             )
 
-    def _pick(
-        self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]
-    ) -> tuple[list[int], list[float]]:
+    def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
         repeats = np.array(counts) + 1
         u = np.concatenate([r.uniforms[s : s + n + 1] for r, s, n in zip(records, starts, counts, strict=True)])
         settings = (
@@ -164,16 +177,15 @@ class InvariantSampler:
             np.array([record.top_p for record in records], dtype=np.float32),
         )
         temperature, top_k, top_p = (torch.from_numpy(setting.repeat(repeats)) for setting in settings)
-        tokens, logprobs = pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))
-        return tokens.tolist(), logprobs.tolist()
+        picked = pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))
+        return PickedRows(*(values.tolist() for values in picked))
 
     def _verify(
         self,
         ids: list[str],
         starts: list[int],
         counts: list[int],
-        tokens: list[int],
-        logprobs: list[float],
+        picked: PickedRows,
         drafts: list[int],
     ) -> list[list[int]]:
         """Return the tokens that each request gets, its accepted draft and one more; record log-probs and counters.
@@ -187,17 +199,18 @@ class InvariantSampler:
         first = first_draft = 0
         for index, (request_id, start, count) in enumerate(zip(ids, starts, counts, strict=True)):
             record = self.records[request_id]
-            picked, drafted = tokens[first : first + count], drafts[first_draft : first_draft + count]
-            accepted = accepted_prefix(drafted, picked, record.stop_tokens)
+            drafted = drafts[first_draft : first_draft + count]
+            accepted = accepted_prefix(drafted, picked.tokens[first : first + count], record.stop_tokens)
             kept = slice(first, first + accepted + 1)
-            rows.append(tokens[kept])
+            rows.append(picked.tokens[kept])
             first, first_draft = first + count + 1, first_draft + count
             # A request that was preempted reads its own output again before it goes on, which counts as a prefill.
             read = int(self.runner.input_batch.num_computed_tokens_cpu[index])
             decoding.append(start > 0 and not discarded[index] and read == record.prompt_length + start - 1)
             if discarded[index]:
                 continue
-            record.logprobs[start:] = logprobs[kept]
+            record.logprobs[start:] = picked.logprobs[kept]
+            record.log_kept_mass[start:] = picked.log_kept_mass[kept]
             if count:
                 outcomes.append(record.verified(count, accepted))
         kept_rows = [[] if discarded[index] else row for index, row in enumerate(rows)]

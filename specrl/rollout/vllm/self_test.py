@@ -107,9 +107,11 @@ class CraftedInputs:
         """Return a right token at two of three positions, and a wrong one at the third."""
         return right[0] if position % 3 else next(token for token in self.support if token not in right)
 
-    def check_logprobs(self, request: CraftedRequest, tokens: list[int], logprobs: list[float]) -> None:
-        """Raise SamplerError if a log-prob of a response is not that of its token."""
-        check_logprobs(request, [self.support.index(token) for token in tokens], logprobs)
+    def check_logprobs(
+        self, request: CraftedRequest, tokens: list[int], logprobs: list[float], log_kept_mass: list[float] | None
+    ) -> None:
+        """Raise SamplerError if a log-prob of a response, or the mass that truncation kept, is not its token's."""
+        check_logprobs(request, [self.support.index(token) for token in tokens], logprobs, log_kept_mass)
 
     def check_counters(self, stats: SpeculationStats, *, speculates: bool) -> None:
         """Raise SamplerError if the counters are wrong, or drafts were not both accepted and rejected."""
