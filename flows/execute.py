@@ -32,17 +32,17 @@ def execute(config: Config) -> None:
         from specrl.tracking import finish_parent_run, start_parent_run
 
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
-        run_id = start_parent_run(config)
+        start_parent_run(config)
         server.wait()
         try:
             _run_flow(config.run_dir)
         except KeyboardInterrupt:
-            finish_parent_run(config, run_id, "KILLED")
+            finish_parent_run(config, "KILLED")
             raise
         except Exception:  # A signal that ends the flow is not an Exception: the jobs go on, and so does the run.
-            finish_parent_run(config, run_id, "FAILED")
+            finish_parent_run(config, "FAILED")
             raise
-        finish_parent_run(config, run_id, "FINISHED")
+        finish_parent_run(config, "FINISHED")
     from specrl.report.summary import render_summary
 
     render_summary(config.run_dir, console)

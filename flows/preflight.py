@@ -17,6 +17,7 @@ from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import plan
+from specrl.tracking import RUN_ID_FILE
 
 GIB = 2**30
 ANSWER_SECONDS = 10
@@ -131,9 +132,12 @@ def disk_bytes(config: Config) -> int:
 
 
 def check_tracking(config: Config) -> list[str]:
-    """Check that an MLflow server answers at `/health`. Other stores (files, databases) are left to MLflow."""
+    """Check that an MLflow server answers at `/health`. Other stores (files, databases) are left to MLflow.
+
+    A run that it knows already goes on without it: what the run logs waits on disk.
+    """
     uri = config.tracking.uri
-    if uri is None or urlsplit(uri).scheme not in ("http", "https"):
+    if uri is None or urlsplit(uri).scheme not in ("http", "https") or (config.run_dir / RUN_ID_FILE).exists():
         return []
     try:
         with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ANSWER_SECONDS):

@@ -191,8 +191,6 @@ class ExportResult(Artifact):
     """The drafter's folder; for `mtp`, `policy_dir`; None without a drafter."""
     vllm_acceptance_length: float | None
     """The acceptance length in a fresh vLLM that loaded the exported folders; None without a drafter."""
-    model_version: str | None
-    """The drafter's version in MLflow's model registry; None without a drafter."""
     seconds: float
 
 

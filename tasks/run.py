@@ -18,8 +18,7 @@ from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, run_keys
 from specrl.progress import ProgressState
 from specrl.report.results import CONFIG_FILE
-
-MLFLOW_RUN_FILE = "mlflow_run_id"
+from specrl.tracking import RUN_ID_FILE
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     """Read a run's folder, copy the code, compute the stages' keys, and cancel running jobs that have other keys."""
     config = read_run_config(run_dir)
     code = snapshot_code(run_dir)
-    run_id = run_dir / MLFLOW_RUN_FILE
+    run_id = run_dir / RUN_ID_FILE
     run = Run(
         config=config,
         code=code,

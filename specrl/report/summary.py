@@ -24,6 +24,7 @@ from specrl.report.results import (
     seconds_of,
 )
 from specrl.report.tables import print_line, print_table
+from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
 
@@ -65,7 +66,11 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
             "max_abs_logprob_diff": train.refit_max_abs_logprob_diff,
             "drafter_events": train.drafter_events,
         },
-        "export": export and _pick(export, "drafter_dir", "vllm_acceptance_length", "model_version"),
+        "export": export
+        and {
+            **_pick(export, "drafter_dir", "vllm_acceptance_length"),
+            "model_version": registered_version(stages["export"].stage_dir, f"{config.name}-drafter"),
+        },
     }
 
 

@@ -38,18 +38,17 @@ def main(context: StageContext) -> None:
                 if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
                     copy_directory(trained.drafter_dir, drafter_dir)
             ranks.barrier()
-        acceptance_length = version = None
+        acceptance_length = None
         if drafter_dir is not None:
             acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
         if ranks.is_first:
             if drafter_dir is not None and acceptance_length is not None:
                 with logs.phase("registration of the drafter"):
-                    version = publish(context, trained, drafter_dir, acceptance_length, tracker)
+                    publish(context, trained, drafter_dir, acceptance_length, tracker)
             result = ExportResult(
                 policy_dir=policy_dir,
                 drafter_dir=drafter_dir,
                 vllm_acceptance_length=acceptance_length,
-                model_version=version,
                 seconds=time.monotonic() - started,
             )
             write_result(context.stage_dir, result)
@@ -99,12 +98,8 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
 
 def publish(
     context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float, tracker: Tracker
-) -> str | None:
-    """Write the model card and, for EAGLE-3, the `speculators` format; register the drafter with its policy's version.
-
-    Returns:
-        The version's number; None on ranks that do not log.
-    """
+) -> None:
+    """Write the model card and, for EAGLE-3, the `speculators` format; register the drafter with its policy version."""
     config, stage_dir = context.config, context.stage_dir
     policy_dir, k = stage_dir / "policy", config.speculation.k
     validated = context.input("validate", ValidateResult)
@@ -120,4 +115,4 @@ def publish(
         "specrl.policy_dir": str(policy_dir),
         "specrl.acceptance_length": f"{acceptance_length:.3f}",
     }
-    return tracker.register_model_version(f"{config.name}-drafter", drafter_dir, tags)
+    tracker.register_model_version(f"{config.name}-drafter", drafter_dir, tags)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -23,7 +23,7 @@ from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.processes import free_port
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.tracking import finish_parent_run, stage_run, start_parent_run, tracking_uri
+from specrl.tracking import finish_parent_run, registered_version, stage_run, start_parent_run, tracking_uri
 
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
@@ -56,6 +56,19 @@ def only_child(config: Config, parent: str) -> Any:
     return child
 
 
+def statuses(config: Config, parent: str) -> list[str]:
+    client = client_of(config)
+    experiment = client.get_run(parent).info.experiment_id
+    return [run.info.status for run in client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_the_parent_run_is_made_once_with_its_configuration(runs_dir: Path) -> None:
     config = make_config(runs_dir, "parent")
     run_id = start_parent_run(config)
@@ -67,7 +80,7 @@ def test_the_parent_run_is_made_once_with_its_configuration(runs_dir: Path) -> N
     artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
     assert artifacts.is_relative_to(runs_dir / "mlartifacts")
     assert (artifacts / "config.json").is_file()
-    finish_parent_run(config, run_id, "FINISHED")
+    finish_parent_run(config, "FINISHED")
     run = client_of(config).get_run(run_id)
     assert run.info.status == "FINISHED"
 
@@ -90,12 +103,12 @@ def test_a_killed_stage_continues_its_child(runs_dir: Path) -> None:
     tracker = killed.__enter__()
     tracker.log_metrics({"reward/mean": 0.25}, step=0)
     tracker.flush()
-    assert only_child(config, parent).info.status == "RUNNING"
-    finish_parent_run(config, parent, "FAILED")
+    wait_until(lambda: statuses(config, parent) == ["RUNNING"])
+    finish_parent_run(config, "FAILED")
     assert only_child(config, parent).info.status == "KILLED"
 
     with stage_run(context, FIRST) as tracker:
-        assert only_child(config, parent).info.status == "RUNNING"
+        wait_until(lambda: statuses(config, parent) == ["RUNNING"])
         tracker.log_metrics({"reward/mean": 0.5}, step=1)
         tracker.log_metrics({"reward/mean": 0.75}, step=2)
         tracker.log_run_metrics({"validate/accuracy_after": 0.9})
@@ -103,7 +116,8 @@ def test_a_killed_stage_continues_its_child(runs_dir: Path) -> None:
     assert (child.info.status, child.info.run_name) == ("FINISHED", "train")
     history = client_of(config).get_metric_history(child.info.run_id, "reward/mean")
     assert [(point.step, point.value) for point in history] == [(0, 0.25), (1, 0.5), (2, 0.75)]
-    assert client_of(config).get_run(parent).data.metrics == {"validate/accuracy_after": 0.9}
+    headlines = client_of(config).get_run(parent).data.metrics
+    assert headlines == {"validate/accuracy_after": 0.9, "reward/mean": 0.75}
 
 
 def test_a_stage_that_raises_is_failed_and_has_logged_what_it_had(runs_dir: Path) -> None:
@@ -123,10 +137,10 @@ def test_only_the_first_rank_logs(runs_dir: Path) -> None:
     parent = start_parent_run(config)
     with stage_run(stage_of(config, parent), SECOND) as tracker:
         tracker.log_metrics({"reward/mean": 1.0})
-        assert tracker.register_model_version("drafter", runs_dir, {}) is None
+        tracker.register_model_version("drafter", runs_dir, {})
         with pytest.raises(AssertionError, match="no/such_metric"):
             tracker.log_metrics({"no/such_metric": 1.0})
-    assert not (stage_of(config, parent).stage_dir / "mlflow_run_id").exists()
+    assert not stage_of(config, parent).stage_dir.exists()
 
 
 def test_a_metric_that_is_not_defined_is_refused(runs_dir: Path) -> None:
@@ -166,8 +180,8 @@ def log_everything(config: Config) -> None:
         figure.subplots().plot([1, 2])
         tracker.log_figure(figure, "plots/line.png")
         tracker.log_rollouts(rollout_path(config.run_dir / "rollouts", 0, 0).parent, "step-0")
-        first = tracker.register_model_version("drafter", drafter, {"policy_version": "8"})
-        assert tracker.register_model_version("drafter", drafter, {"policy_version": "8"}) == first
+        for _ in range(2):
+            tracker.register_model_version("drafter", drafter, {"policy_version": "8", "specrl.score": "0.5"})
 
 
 def check_everything(config: Config, parent: str) -> None:
@@ -183,7 +197,10 @@ def check_everything(config: Config, parent: str) -> None:
     assert re.fullmatch("[0-9a-f]{12}", data.digest)
     assert str(config.run_dir / "rollouts") in data.source
     (version,) = client.search_model_versions(f"run_id = '{child.info.run_id}'")
-    assert (version.name, version.tags) == ("drafter", {"policy_version": "8"})
+    assert (version.name, version.tags) == ("drafter", {"policy_version": "8", "specrl.score": "0.5"})
+    assert registered_version(stage_of(config, parent).stage_dir, "drafter") == str(version.version)
+    for alias in ("latest", "best"):
+        assert client.get_model_version_by_alias("drafter", alias).version == version.version
     assert child.data.params == {"k": "3"}
 
 
@@ -193,12 +210,18 @@ def test_another_run_of_the_experiment_finds_it_made(runs_dir: Path) -> None:
     assert client.get_run(first).info.experiment_id == client.get_run(second).info.experiment_id
 
 
-def test_a_run_the_database_does_not_know_gives_a_new_run_and_a_clear_line_in_a_stage(runs_dir: Path) -> None:
+def test_a_run_the_database_does_not_know_stops_no_stage_and_is_made_anew(
+    runs_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config(runs_dir, "forgotten")
     known = start_parent_run(config)
     (config.run_dir / "mlflow_run_id").write_text("0" * 32)
-    with pytest.raises(ValueError, match=r"0{32} of forgotten is not in"), stage_run(stage_of(config, "0" * 32), FIRST):
-        pass
+    with stage_run(stage_of(config, "0" * 32), FIRST) as tracker:
+        tracker.log_metrics({"reward/mean": 0.5, "reward/std": 0.25})
+    (refusal,) = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert "0" * 32 in refusal
+    child = client_of(config).get_run((stage_of(config, "").stage_dir / "mlflow_run_id").read_text().strip())
+    assert child.data.metrics == {"reward/mean": 0.5, "reward/std": 0.25}
     assert start_parent_run(config) not in (known, "0" * 32)
 
 

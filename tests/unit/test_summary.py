@@ -98,7 +98,6 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
             policy_dir=run_dir / "export" / "a policy",
             drafter_dir=run_dir / "export" / "drafter",
             vllm_acceptance_length=2.68,
-            model_version="1",
             seconds=15.0,
         ),
     }

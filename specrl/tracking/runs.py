@@ -1,0 +1,121 @@
+"""The MLflow runs of a pipeline run: one parent, and a child for each stage, which a resubmitted stage continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from specrl.config import Config, ConfigError, dump_config
+from specrl.context import StageContext
+from specrl.tracking.sender import RUN_ID_FILE
+from specrl.tracking.spool import Spool
+from specrl.tracking.store import check_server, import_mlflow
+from specrl.tracking.tracker import Silent, SpoolTracker, Tracker
+from specrl.tracking.uploader import Uploader, send
+
+if TYPE_CHECKING:
+    from specrl.distributed import Ranks
+
+logger = logging.getLogger(__name__)
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
+"""For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
+
+
+def start_parent_run(config: Config, tags: Mapping[str, str] | None = None) -> str:
+    """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
+
+    Database, experiment and artifact folder are made where they do not exist yet. Parameters are those of the first
+    call. A run that has an id already goes on although its store is away; a new one does not begin, as its address is
+    probably wrong.
+
+    Raises:
+        ConfigError: The tracking server of a new run does not answer.
+    """
+    path = config.run_dir / RUN_ID_FILE
+    import_mlflow()
+    if not path.exists():
+        check_server(config)
+    tracker = SpoolTracker(Spool(config.run_dir), None)
+    tracker.start(config.name, tags or {})
+    tracker.log_params(flatten(json.loads(dump_config(config))))
+    tracker.log_text(dump_config(config), "config.json")
+    send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
+    if not path.exists():
+        raise ConfigError(f"MLflow does not create a run of {config.name}; the log says why")
+    return path.read_text().strip()
+
+
+def finish_parent_run(config: Config, status: Status) -> None:
+    """End the parent run, and mark as killed those children that could not say how they ended.
+
+    What the stages could not send is sent now, with a bounded patience.
+    """
+    import_mlflow()
+    for folder in stage_folders(config.run_dir):
+        spool = Spool(folder)
+        if last_of(spool) == "start":
+            SpoolTracker(spool, None).end("KILLED")
+    SpoolTracker(Spool(config.run_dir), None).end(status)
+    unsent = send(config, [config.run_dir, *stage_folders(config.run_dir)], FLOW_PATIENCE_SECONDS)
+    if unsent:
+        names = ", ".join(folder.name for folder in unsent)
+        logger.warning("MLflow is still away; what %s logged waits on disk: specrl sync %s", names, config.name)
+
+
+def sync_run(config: Config, patience_s: float = RESUME_PATIENCE_SECONDS) -> list[Path]:
+    """Send everything that a run and its stages have logged; return the folders of which something still waits."""
+    import_mlflow()
+    return send(config, [config.run_dir, *stage_folders(config.run_dir)], patience_s)
+
+
+def stage_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of a run's stages."""
+    return sorted((run_dir / "stages").glob("*"))
+
+
+def last_of(spool: Spool) -> str | None:
+    """Return whether the last thing that a spool says of its run is its `start` or its `end`; None without either."""
+    kinds = [entry.kind for entry in spool.everything() if entry.kind in ("start", "end")]
+    return kinds[-1] if kinds else None
+
+
+@contextmanager
+def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
+    """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
+
+    A stage that was killed continues its child, whose id lies in the stage's folder. The stage never waits for MLflow
+    except, for a short time, after the block.
+    """
+    if not ranks.is_first:
+        yield Silent()
+        return
+    import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
+    spool = Spool(context.stage_dir)
+    tracker = SpoolTracker(spool, context.mlflow_run_id)
+    tracker.start(context.stage, {"specrl.key": context.key})
+    uploader = Uploader(context.config, spool)
+    status: Status = "FAILED"
+    try:
+        yield tracker
+        status = "FINISHED"
+    finally:
+        tracker.end(status)
+        if not uploader.close(STAGE_PATIENCE_SECONDS):
+            logger.warning("MLflow is still away; the flow sends what %s logged, or specrl sync does", context.key)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted names, such as `train.num_steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

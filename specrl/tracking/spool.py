@@ -1,0 +1,160 @@
+"""What is to be sent to MLflow, on disk: entries that are appended, and the position up to which they have arrived.
+
+A stage writes here and nowhere else, so that logging needs no server. A run and each of its stages have a spool of
+their own, in the folder `tracking`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.artifacts import write_text
+
+FOLDER = "tracking"
+ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "spool.jsonl", "sent", "files"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing to be sent."""
+
+    kind: str
+    """What it is: a name in `specrl.tracking.sender.SENDERS`."""
+    time_ms: int
+    """When it was logged, in milliseconds since the epoch. MLflow gets this time, however late it gets the entry."""
+    values: Mapping[str, Any]
+    end: int
+    """The position in bytes at which the next entry begins."""
+
+
+class Spool:
+    """The entries of one MLflow run. One process appends and one process sends; they may be the same."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the spool of a run's or a stage's folder, which need not exist yet."""
+        self.owner = folder
+        self.folder = folder / FOLDER
+        self.path = self.folder / ENTRIES_FILE
+        self._lock = threading.Lock()
+        self._repaired = False
+
+    def append(self, kind: str, **values: Any) -> None:
+        """Append an entry.
+
+        Raises:
+            OSError: The disk is full or away. The spool is as it was before.
+        """
+        line = json.dumps({"kind": kind, "time_ms": int(time.time() * 1000), **values}, default=str) + "\n"
+        data = line.encode()
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                self._write(file, data)
+            finally:
+                os.close(file)
+
+    def _write(self, file: int, data: bytes) -> None:
+        size = os.fstat(file).st_size
+        if not self._repaired and size and os.pread(file, 1, size - 1) != b"\n":
+            os.write(file, b"\n")  # ends the line that a killed process has left incomplete, which nobody will read
+            size += 1
+        self._repaired = True
+        written = os.write(file, data)
+        if written < len(data):
+            os.ftruncate(file, size)
+            raise OSError(f"only {written} of {len(data)} bytes were written")
+
+    def keep(self, path: Path) -> str:
+        """Keep a file or a folder as it is now, by hard links where the file system has them.
+
+        Files of this project are replaced and never changed in place, so a link keeps the contents.
+
+        Returns:
+            The path of what is kept, below the folder of the spool.
+
+        Raises:
+            OSError: The disk is full, or there is no such file.
+        """
+        name = f"{FILES_FOLDER}/{uuid.uuid4().hex[:12]}/{path.name}"
+        target = self.folder / name
+        target.parent.mkdir(parents=True)
+        if path.is_dir():
+            shutil.copytree(path, target, copy_function=_link)
+        else:
+            _link(str(path), str(target))
+        return name
+
+    def new_file(self, name: str) -> Path:
+        """Return the path of a new file of this name in the spool, for the caller to write; `relative` names it."""
+        path = self.folder / FILES_FOLDER / uuid.uuid4().hex[:12] / name
+        path.parent.mkdir(parents=True)
+        return path
+
+    def relative(self, path: Path) -> str:
+        """Return a path below the folder of the spool as entries name it."""
+        return str(path.relative_to(self.folder))
+
+    def sync(self) -> None:
+        """Flush the entries to disk: what is sent must be on disk, or the position would be beyond the end."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def position(self) -> int:
+        """Return the position in bytes up to which everything has been sent."""
+        try:
+            return int((self.folder / SENT_FILE).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def acknowledge(self, entries: list[Entry]) -> None:
+        """Note that everything up to the last of these entries has arrived, and remove the files that they kept."""
+        write_text(self.folder / SENT_FILE, str(entries[-1].end))
+        for entry in entries:
+            path = str(entry.values.get("path", ""))
+            if path.startswith(f"{FILES_FOLDER}/"):
+                shutil.rmtree(self.folder / Path(path).parent, ignore_errors=True)
+
+    def waiting(self) -> Iterator[Entry]:
+        """Yield the complete entries after the position; a line that is no entry is skipped."""
+        yield from self._entries(self.position())
+
+    def everything(self) -> Iterator[Entry]:
+        """Yield all complete entries from the first one on, sent or not."""
+        yield from self._entries(0)
+
+    def has_waiting(self) -> bool:
+        """Return whether an entry has not been sent."""
+        return next(self.waiting(), None) is not None
+
+    def _entries(self, position: int) -> Iterator[Entry]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                position += len(line)
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    values = json.loads(line)
+                    yield Entry(values.pop("kind"), values.pop("time_ms"), values, position)
+
+
+def _link(source: str, target: str) -> None:
+    """Make a hard link, or a copy where the file system has none."""
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:
+        shutil.copy2(source, target)

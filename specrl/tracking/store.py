@@ -1,0 +1,131 @@
+"""The MLflow store of a run: where it is, how it is reached, and the experiment in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+from urllib.request import urlopen
+
+from specrl.config import Config, ConfigError
+
+EXPERIMENT_KIND = "mlflow.experimentKind"
+VIEW_NAME = "specrl"
+"""The name of the saved view of the run table, as in `...?viewStateShareKey=specrl`."""
+SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
+SERVER_SECONDS = 5.0
+"""The time within which a tracking server must answer before anything starts."""
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+}
+"""The environment's defaults for MLflow: no telemetry, no progress bar; a spool's sender does the retries."""
+HEADLINES = (
+    "reward/mean",
+    "spec/acceptance_length",
+    "speedup/generation",
+    "validate/accuracy_after",
+    "validate/accuracy_before",
+)
+"""The metrics that a run is judged by: those of the parent run, and the columns of the saved view."""
+
+
+def tracking_uri(config: Config) -> str:
+    """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder."""
+    return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
+
+
+def connect(config: Config) -> Any:
+    """Return a client of the run's store; a sqlite database is created or migrated.
+
+    Raises:
+        MlflowException: The database cannot be opened. A server is not asked anything.
+    """
+    config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
+    import_mlflow()
+    from mlflow import MlflowClient
+
+    uri = tracking_uri(config)
+    return MlflowClient(uri, uri)
+
+
+def import_mlflow() -> None:
+    """Import MLflow with this project's defaults, which takes seconds. Not for two threads at a time."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # A client would import these when it first needs them.
+    import mlflow.data.meta_dataset
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+    # A database that is away is one line of the sender's, and not a traceback at every attempt.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+
+
+def check_server(config: Config) -> None:
+    """Check that the configured tracking server answers.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    uri = tracking_uri(config)
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri to record in "
+            "a sqlite file in the runs folder"
+        ) from error
+
+
+def experiment_id(client: Any, config: Config) -> str:
+    """Return the id of the experiment `tracking.experiment`, which is created where it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    name = config.tracking.experiment
+    # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
+    folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            client.create_experiment(name, artifact_location=folder)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        found = client.get_experiment_by_name(name)  # also where another run has just made it
+    _describe(client, found)
+    return str(found.experiment_id)
+
+
+def _describe(client: Any, experiment: Any) -> None:
+    """Say what the experiment is, where nobody has: MLflow's pages otherwise show it as one of prompts and traces."""
+    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
+    for name, value in wanted.items():
+        if name not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, name, value)
+
+
+def saved_view() -> dict[str, Any]:
+    """Return the run table's state with the columns that matter, as MLflow's "Share" button would save it."""
+    columns = ["attributes.`Source`", "attributes.`Version`", *(f"metrics.`{name}`" for name in HEADLINES)]
+    return {"selectedColumns": columns}
+
+
+def exists(client: Any, run_id: str) -> bool:
+    """Return whether the store has this run and nobody has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False

@@ -1,0 +1,54 @@
+"""The spool of what is to be sent to MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specrl.tracking.spool import Spool
+
+
+def kinds(spool: Spool) -> list[str]:
+    return [entry.kind for entry in spool.waiting()]
+
+
+def test_entries_wait_in_their_order_until_they_are_acknowledged(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for kind in ("start", "metrics", "end"):
+        spool.append(kind, value=1)
+    first, second, _ = list(spool.waiting())
+    assert (first.kind, first.values) == ("start", {"value": 1})
+    spool.acknowledge([first, second])
+    assert kinds(Spool(tmp_path)) == ["end"]
+    assert [entry.kind for entry in spool.everything()] == ["start", "metrics", "end"]
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "me', '{"kind": "metrics", "time_ms": 1}', "{}\n", "\0\0\0"])
+def test_an_entry_that_a_kill_cut_off_is_ignored_and_hides_none_after_it(tmp_path: Path, torn: str) -> None:
+    Spool(tmp_path).append("start")
+    with Spool(tmp_path).path.open("a") as file:
+        file.write(torn)
+    assert kinds(Spool(tmp_path)) == ["start"]
+    again = Spool(tmp_path)
+    again.append("end")
+    assert kinds(again)[-1] == "end"
+    spool = Spool(tmp_path)
+    spool.acknowledge(list(spool.waiting()))
+    assert not spool.has_waiting()
+
+
+def test_a_kept_file_stays_as_it_was_until_it_is_sent(tmp_path: Path) -> None:
+    source = tmp_path / "rollouts.svg"
+    source.write_text("first")
+    spool = Spool(tmp_path / "stage")
+    spool.append("artifact", path=spool.keep(source))
+    replacement = tmp_path / "new"
+    replacement.write_text("second")
+    replacement.replace(source)
+    (entry,) = spool.waiting()
+    kept = spool.folder / entry.values["path"]
+    assert (kept.name, kept.read_text()) == ("rollouts.svg", "first")
+    spool.acknowledge([entry])
+    assert not kept.exists()
+    assert source.read_text() == "second"
