@@ -9,7 +9,7 @@ from rich.console import Console
 from flows.folder import only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
-from slurm.registry import backend_of
+from slurm.registry import backends_of
 from specrl.config import Config
 
 
@@ -23,7 +23,8 @@ def execute(config: Config) -> None:
         ConfigError: The run cannot start; nothing has been written.
         JobError: A stage failed.
     """
-    backend_of(config.cluster).connect()
+    for backend in backends_of(config):
+        backend.connect()
     check(config)
     console = Console(soft_wrap=True)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:

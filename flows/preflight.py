@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slurm.registry import backend_of
+from slurm.registry import backends_of
 from specrl.config import Config, ConfigError
 from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
@@ -151,8 +151,8 @@ def check_tracking(config: Config) -> list[str]:
 
 
 def check_cluster(config: Config) -> list[str]:
-    """Return why the scheduler that is asked for cannot be used from here."""
-    return backend_of(config.cluster).problems(config)
+    """Return why the schedulers that are asked for cannot be used from here."""
+    return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
 CHECKS: tuple[Callable[[Config], list[str]], ...] = (

@@ -10,10 +10,10 @@ import importlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from specrl.artifacts import RESULT_FILE, digest, write_json
-from specrl.config import ClusterConfig, Config, Resources
+from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
 
 Phase = Literal["pending", "running", "ended"]
@@ -60,6 +60,16 @@ class JobKey:
     config: Config
     key: str
     """The stage's content key."""
+
+    @property
+    def stage(self) -> StageName:
+        """The stage, with whose name the key begins."""
+        return cast(StageName, self.key.partition("-")[0])
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The cluster's section of the configuration, with the stage's own overrides."""
+        return self.config.cluster_of(self.stage)
 
     @property
     def job_name(self) -> str:
@@ -196,6 +206,9 @@ class Backend(Protocol):
 
     def queue(self, cluster: ClusterConfig) -> str:
         """Return where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
+
+    def options(self, config: Config, stage: StageName) -> str:
+        """Return how a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
 
     def find(self, key: JobKey) -> Job | None:
         """Return the stage's job if it is pending or running, whoever submitted it, or None.

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     """
     context = StageContext.load(Path(arguments[0]))
     request = StageRequest(context, entry=arguments[1])
-    backend = backend_of(context.config.cluster)
+    backend = backend_of(request.key.cluster)
     prepare_rank(request, backend)
     logs.set_up(context.config.cluster.log_level)
     backend.run_rank(request)

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from slurm.backend import Backend, StageRequest
-from specrl.config import ClusterConfig
+from specrl.config import Resources
 from specrl.keys import files_digest
 
+CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+}
+"""The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
 PACKAGES = ("specrl", "slurm")
 """The packages that run in a job. They lie in one folder, as in a checkout."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -71,17 +84,100 @@ def job_environment(code: Path) -> dict[str, str]:
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
     """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either.
 
-    Every rank sees all GPUs of its node and takes the one of its LOCAL_RANK, as NCCL wants it.
+    Raises:
+        ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
     """
     resources = request.resources
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), TOKENIZERS_PARALLELISM="false")
-    if not resources.gpus_per_rank:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(backend.rank_environment(request))
+    os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    for name, folder in cache_folders(request.key.cluster.cache_dir).items():
+        os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
 
 
-def named_interface(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use `cluster.interface`; none where they may choose one."""
-    if cluster.interface is None:
+def device_variables(resources: Resources, visible: str | None) -> dict[str, str]:
+    """Return the variables that give a rank its GPU.
+
+    A rank that sees all GPUs of its node takes the one of its LOCAL_RANK. Where the scheduler binds GPUs to tasks, each
+    rank sees only its own, which is number 0 for torch and vLLM.
+
+    Args:
+        visible: The value of CUDA_VISIBLE_DEVICES, or None where it is not set.
+
+    Raises:
+        ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
+    """
+    if not resources.gpus_per_rank:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if not visible:
         return {}
-    return {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface}
+    count = len(visible.split(","))
+    if count == 1:
+        return {"LOCAL_RANK": "0"}
+    if count < resources.ranks_per_node:
+        raise ValueError(
+            f"this rank sees {count} GPUs (CUDA_VISIBLE_DEVICES = {visible!r}) on a node with "
+            f"{resources.ranks_per_node} ranks: it must see the GPUs of all of them, or its own alone "
+            '(cluster.sbatch.gpus-per-task = 1, or cluster.sbatch.gpu-bind = "none")'
+        )
+    return {}
+
+
+def cache_folders(place: str | None) -> dict[str, str]:
+    """Return the variables that say where compiled code is kept, with folders that exist.
+
+    Args:
+        place: The folder for all of them, in which variables are expanded; by default one that the node has for itself.
+
+    Raises:
+        ValueError: A variable in `place` is not set on this node.
+    """
+    root = _expanded(place) if place else _node_folder()
+    folders = {name: root / folder for name, folder in CACHES.items()}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def _expanded(place: str) -> Path:
+    path = os.path.expandvars(place)
+    if "$" in path:
+        raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
+    return Path(path).expanduser().absolute()
+
+
+def _node_folder() -> Path:
+    """Return a folder on this node that only this user can write, as compiled code in it will be run."""
+    job = os.environ.get("SLURM_TMPDIR")
+    if job:
+        return Path(job) / "specrl"
+    folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        return Path(tempfile.mkdtemp(prefix="specrl-"))  # somebody else made it, or may write to it
+    return folder
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL use a network interface."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def interface_towards(host: str) -> str:
+    """Return the network interface from which this machine's packets to a host leave.
+
+    Raises:
+        ValueError: The host has no address, or there is no route to it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: the kernel chooses the route, and with it this end's address
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError as error:
+        raise ValueError(f"no network interface leads to {host} ({error}); name one: cluster.interface") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
+            return str(name)
+    raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")

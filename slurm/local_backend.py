@@ -21,7 +21,7 @@ from slurm.backend import Failure, JobError, JobKey, Record, StageRequest, State
 from slurm.environment import LOOPBACK
 from slurm.local_controller import lock_path, outcome_path
 from slurm.walltime import MAX_TIMEOUTS
-from specrl.config import ClusterConfig, Config, Resources
+from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
 
 START_SECONDS = 60
@@ -100,10 +100,15 @@ class LocalBackend:
         return
 
     def problems(self, config: Config) -> list[str]:
+        if config.cluster.backend == self.name and config.cluster.container is not None:
+            return ["cluster.container: --cluster local starts ranks outside of containers; remove the section"]
         return []
 
     def queue(self, cluster: ClusterConfig) -> str:
         return "local"
+
+    def options(self, config: Config, stage: StageName) -> str:
+        return ""
 
     def find(self, key: JobKey) -> LocalJob | None:
         """Return the running job of a stage, or None.

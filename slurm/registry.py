@@ -10,7 +10,7 @@ from pathlib import Path
 from slurm.backend import Backend
 from slurm.local_backend import LocalBackend
 from slurm.slurm_backend import SlurmBackend
-from specrl.config import ClusterConfig, ConfigError
+from specrl.config import STAGES, ClusterConfig, Config, ConfigError
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBackend(), SlurmBackend())}
 
@@ -22,6 +22,16 @@ def backend_of(cluster: ClusterConfig) -> Backend:
         ConfigError: There is no such backend.
     """
     return BACKENDS.get(cluster.backend) or _imported(cluster.backend)
+
+
+def backends_of(config: Config) -> list[Backend]:
+    """Return the backends on which the stages of a run take place, each once.
+
+    Raises:
+        ConfigError: There is no such backend.
+    """
+    backends = [backend_of(config.cluster_of(stage)) for stage in STAGES]
+    return list({backend.name: backend for backend in backends}.values())
 
 
 @functools.cache

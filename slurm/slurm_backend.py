@@ -10,11 +10,9 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError
@@ -22,9 +20,10 @@ from submitit.core.utils import FailedJobError
 from slurm import submitit_jobs
 from slurm.backend import Cause, Failure, JobError, JobKey, Record, SilentSchedulerError, StageRequest, State
 from slurm.devcluster import DevCluster
-from slurm.environment import LOOPBACK, named_interface
+from slurm.environment import LOOPBACK, interface_towards, interface_variables
+from slurm.sbatch import describe, parameters, python_command
 from slurm.walltime import MAX_TIMEOUTS
-from specrl.config import ClusterConfig, Config
+from specrl.config import ClusterConfig, Config, StageName
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
@@ -110,6 +109,9 @@ class SlurmBackend:
     def queue(self, cluster: ClusterConfig) -> str:
         return cluster.partition or "default"
 
+    def options(self, config: Config, stage: StageName) -> str:
+        return describe(config, stage)
+
     def find(self, key: JobKey) -> SlurmJob | None:
         """Return the job with this name in Slurm's queue, or None.
 
@@ -144,42 +146,13 @@ class SlurmBackend:
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
-        network = LOOPBACK if one_host else named_interface(request.context.config.cluster)
-        return submitit_jobs.rank_environment() | network
+        if one_host:
+            return submitit_jobs.rank_environment() | LOOPBACK
+        interface = request.key.cluster.interface or interface_towards(submitit_jobs.other_host())
+        return submitit_jobs.rank_environment() | interface_variables(interface)
 
     def run_rank(self, request: StageRequest) -> None:
         submitit_jobs.run_rank(request)
-
-
-def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, Any]:
-    """Return the parameters of submitit's SlurmExecutor.
-
-    Args:
-        environment: The variables that the job exports after `cluster.setup`, which may load modules that set the same
-            variables.
-    """
-    resources, cluster = request.resources, request.context.config.cluster
-    optional = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "gpus_per_node": resources.ranks_per_node * resources.gpus_per_rank or None,
-    }
-    return {
-        "job_name": request.key.job_name,
-        "time": resources.minutes,
-        "nodes": resources.nodes,
-        "ntasks_per_node": resources.ranks_per_node,
-        "cpus_per_task": resources.cpus_per_rank,
-        "mem": f"{round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)}M",
-        "setup": [*cluster.setup, *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())],
-        # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
-        "srun_args": [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"],
-        "additional_parameters": {"requeue": True},
-        **submitit_jobs.common_parameters(resources),
-        **{key: value for key, value in optional.items() if value is not None},
-    }
 
 
 class _StageExecutor(submitit.SlurmExecutor):
@@ -189,7 +162,8 @@ class _StageExecutor(submitit.SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, *self.request.arguments])
+        command = python_command(self.request.context.config, self.request.context.stage)
+        return shlex.join([*command, *self.request.arguments])
 
 
 @contextlib.contextmanager

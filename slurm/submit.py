@@ -48,7 +48,7 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
     context.stage_dir.mkdir(parents=True, exist_ok=True)
     request.key.folder.mkdir(parents=True, exist_ok=True)
     context.save(request.key.context_path)
-    return backend_of(context.config.cluster).submit(request, job_environment(code))
+    return backend_of(request.key.cluster).submit(request, job_environment(code))
 
 
 def find(key: JobKey) -> Job | None:
@@ -58,7 +58,7 @@ def find(key: JobKey) -> Job | None:
         JobError: The scheduler cannot be used from here.
         SilentSchedulerError: The scheduler has not answered for `SILENCE_SECONDS`.
     """
-    backend = backend_of(key.config.cluster)
+    backend = backend_of(key.cluster)
     return _patiently(lambda: backend.find(key))
 
 

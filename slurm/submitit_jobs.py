@@ -54,6 +54,12 @@ def rank_environment() -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+def other_host() -> str:
+    """Return the name of the job's first node or, on that node, of its second one."""
+    job = JobEnvironment()
+    return str(job.hostnames[1 if job.node == 0 else 0])
+
+
 def run_rank(request: StageRequest) -> None:
     """Call the stage's function through submitit, which pickles errors, and end the process."""
     _write_missing_pickle(request)

@@ -11,6 +11,7 @@ from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, Runs
 from flows.execute import execute
 from flows.folder import find_run
 from slurm.registry import backend_of
+from specrl.config import STAGES
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +35,10 @@ def run(
     if dry_run:
         from specrl.projection.plan import plan, print_plan
 
-        print_plan(plan(config, backend_of(config.cluster).queue(config.cluster)))
+        clusters = {stage: config.cluster_of(stage) for stage in STAGES}
+        queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
+        options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
+        print_plan(plan(config, queues, options))
         return
     execute(config)
 

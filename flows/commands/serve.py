@@ -12,7 +12,7 @@ from rich.console import Console
 from flows.commands.options import Cluster, ConfigPath, Overrides, load
 from flows.preflight import check
 from flows.server import PrefectServer
-from slurm.registry import backend_of
+from slurm.registry import backends_of
 from specrl.config import Config, ConfigError, dump_config
 
 
@@ -35,7 +35,8 @@ def serve(
     """
     check_cron(cron)
     config = load(config_path, cluster, overrides)
-    backend_of(config.cluster).connect()
+    for backend in backends_of(config):
+        backend.connect()
     check(config)
     with PrefectServer(config.runs_dir) as server:
         server.wait()

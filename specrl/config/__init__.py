@@ -20,6 +20,7 @@ from specrl.config.errors import explain
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
+from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig, ValidateConfig
 
 __all__ = [
@@ -87,8 +88,26 @@ class Config(Section):
 
     def resources_of(self, stage: StageName) -> Resources:
         """Return `[resources]` with the stage's own overrides applied."""
-        own = self.stage_resources.get(stage, StageResources()).model_dump(exclude_none=True)
-        return self.resources.model_copy(update=own)
+        return self.resources.model_copy(update=self._own(stage, Resources))
+
+    def cluster_of(self, stage: StageName) -> ClusterConfig:
+        """Return `[cluster]` with the stage's own overrides applied.
+
+        The options of sbatch that ask for GPUs, and those that are `false`, are left out where they do not apply.
+        """
+        own = self._own(stage, ClusterConfig)
+        has_gpus = bool(self.resources_of(stage).gpus_per_rank)
+        shared = {
+            name: value for name, value in self.cluster.sbatch.items() if has_gpus or not asks_for_gpus(name, value)
+        }
+        merged = {**shared, **own.pop("sbatch", {})}
+        sbatch = {name: value for name, value in merged.items() if value is not False}
+        return self.cluster.model_copy(update={**own, "sbatch": sbatch})
+
+    def _own(self, stage: StageName, section: type[Section]) -> dict[str, Any]:
+        """Return what `stage_resources` overrides of a section's keys."""
+        own = self.stage_resources.get(stage, StageResources())
+        return own.model_dump(include=set(section.model_fields), exclude_none=True)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -99,6 +118,7 @@ class Config(Section):
             )
         self._check_bubbles()
         self._check_ranks()
+        self._check_gpu_options()
         if self.engine.sleep and not self.resources_of("train").gpus_per_rank:
             raise ValueError(
                 "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
@@ -154,6 +174,23 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} must divide "
                 f"train.prompts_per_step = {self.train.prompts_per_step}"
             )
+
+    def _check_gpu_options(self) -> None:
+        """Check that the options of sbatch ask for as many GPUs as the ranks of a node need."""
+        for stage in STAGES:
+            resources = self.resources_of(stage)
+            needed = resources.ranks_per_node * resources.gpus_per_rank
+            for name, value in self.cluster_of(stage).sbatch.items():
+                given = gpus_per_node(name, value, resources.nodes, resources.ranks_per_node)
+                own = self.stage_resources.get(stage, StageResources()).sbatch
+                key = f"{f'stage_resources.{stage}' if name in own else 'cluster'}.sbatch.{name} = {value!r}"
+                if not needed and asks_for_gpus(name, value):
+                    raise ValueError(f"{key} asks for GPUs, and the {stage} stage has gpus_per_rank = 0")
+                if given is not None and given < needed:
+                    raise ValueError(
+                        f"{key} gives {given} GPUs on each node, and the {stage} stage has {needed} ranks there with a "
+                        "GPU each (ranks_per_node, in resources or stage_resources)"
+                    )
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
+from specrl.config.sbatch import SbatchOptions
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class StageResources(Section):
-    """Overrides of `[resources]` for one stage; `Resources` describes the keys, and what is not given is inherited."""
+def _mount(text: str) -> str:
+    parts = text.split(":")
+    if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
+        raise ValueError(f"{text!r} must be /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:FLAGS, without commas")
+    return text
 
+
+class ContainerConfig(Section):
+    """The container in which each rank of a Slurm job runs. `cluster.setup` runs before it, on the node itself."""
+
+    kind: Literal["pyxis", "apptainer"]
+    """`pyxis` uses `srun --container-image`, for which Slurm needs the plugin of that name; `apptainer` starts each
+    rank with `apptainer exec`."""
+    image: Annotated[str, Field(min_length=1)]
+    """The image, as the runtime names it: a file on a shared file system, or an address such as `docker://...`."""
+    mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = ()
+    """Folders of the node that the ranks see, as `/SOURCE:/TARGET`. The runs folder and the folder that specrl is
+    called from are always there, under their own names."""
+
+
+class StageResources(Section):
+    """Overrides of `[resources]` and `[cluster]` for one stage.
+
+    `Resources` and `ClusterConfig` describe the keys, and what is not given is inherited.
+    """
+
+    backend: str | None = None
+    """The scheduler of this stage's job. With `stage_resources.prepare.backend = "local"`, the model is downloaded
+    where the flow runs, since compute nodes may have no network."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """Options of sbatch beside those of `cluster.sbatch`; `false` takes one of those away."""
     nodes: PositiveInt | None = None
     ranks_per_node: PositiveInt | None = None
     gpus_per_rank: Literal[0, 1] | None = None
@@ -59,10 +94,23 @@ class ClusterConfig(Section):
     """Slurm's quality of service."""
     constraint: str | None = None
     """The features that Slurm's nodes must have."""
+    sbatch: SbatchOptions = Field(default_factory=dict)
+    """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
+    `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
     setup: tuple[str, ...] = ()
     """Shell lines that the job runs before Python starts, such as module loads and exports."""
+    python: str | None = None
+    """The Python interpreter of a Slurm job's ranks; that of the flow if it is not given, and `python3` in a
+    container."""
+    container: ContainerConfig | None = None
+    """The container in which a Slurm job's ranks run; none by default."""
+    cache_dir: str | None = None
+    """The folder for what vLLM, Triton, Inductor and the like compile, such as `$SCRATCH/cache`, with variables of the
+    node's environment. By default it lies in `$SLURM_TMPDIR` or, where a node has none, in `/tmp`: hundreds of ranks
+    that compile into a shared home folder would block each other."""
     interface: str | None = None
-    """The network interface for gloo and NCCL, such as `ib0`; they choose one if it is not given."""
+    """The network interface for gloo and NCCL, such as `ib0`; if it is not given, the interface of the route to the
+    job's other nodes."""
     log_level: LogLevel = "info"
     """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
     and how many seconds it took."""

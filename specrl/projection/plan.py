@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -31,6 +32,8 @@ class PlannedJob:
     """The wall-clock limit, in minutes."""
     partition: str
     """Where the job waits, in the scheduler's words."""
+    options: str
+    """The options with which the job is submitted, in the scheduler's words; empty without any."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,14 @@ class Plan:
     """Lines about what will run, but perhaps more slowly than intended."""
 
 
-def plan(config: Config, queue: str | None = None) -> Plan:
+def plan(
+    config: Config, queues: Mapping[StageName, str] | None = None, options: Mapping[StageName, str] | None = None
+) -> Plan:
     """Return the jobs and the memory of a run.
 
     Args:
-        queue: Where the jobs wait, in the scheduler's words; `cluster.partition` by default.
+        queues: Where the job of each stage waits, in the scheduler's words; the partitions by default.
+        options: The options with which the job of each stage is submitted, in the scheduler's words.
 
     Raises:
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
@@ -72,7 +78,7 @@ def plan(config: Config, queue: str | None = None) -> Plan:
     problems += [overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib]
     if problems:
         raise ConfigError("\n".join(problems))
-    jobs = tuple(_job(config, stage, queue) for stage in STAGES)
+    jobs = tuple(_job(config, stage, (queues or {}).get(stage), (options or {}).get(stage, "")) for stage in STAGES)
     return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), _algorithms(config), tuple(notes))
 
 
@@ -82,7 +88,7 @@ def _algorithms(config: Config) -> tuple[str, ...]:
     return (f"data.reward = {config.data.reward}", *chosen)
 
 
-def _job(config: Config, stage: StageName, queue: str | None) -> PlannedJob:
+def _job(config: Config, stage: StageName, queue: str | None, options: str) -> PlannedJob:
     asked = config.resources_of(stage)
     return PlannedJob(
         stage=stage,
@@ -92,7 +98,8 @@ def _job(config: Config, stage: StageName, queue: str | None) -> PlannedJob:
         cpus=asked.ranks * asked.cpus_per_rank,
         memory_gib=asked.ranks * asked.memory_gib_per_rank,
         minutes=asked.minutes,
-        partition=queue or config.cluster.partition or "default",
+        partition=queue or config.cluster_of(stage).partition or "default",
+        options=options,
     )
 
 
@@ -141,6 +148,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_line(console, "\n".join(plan.algorithms) + "\n")
     columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
     print_table(console, "Jobs", columns, [_job_row(job) for job in plan.jobs])
+    for job in plan.jobs:
+        if job.options:
+            print_line(console, f"{job.stage}: {job.options}")
     for place in dict.fromkeys(budget.place for budget in plan.budgets):
         _render_place(console, place, [budget for budget in plan.budgets if budget.place == place])
     for note in plan.notes:

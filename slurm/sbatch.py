@@ -1,0 +1,98 @@
+"""What a stage's job on Slurm is submitted with: the options of sbatch and of srun, and the command of a rank."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from slurm import submitit_jobs
+from slurm.backend import StageRequest
+from specrl.config import ClusterConfig, Config, StageName
+from specrl.config.sbatch import names_gpus
+
+OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
+"""The options that submitit reads itself, and writes."""
+CONTAINER_PYTHON = "python3"
+
+
+def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
+    """Return the options of sbatch for a stage's job, without those for its name, its logs and its signals."""
+    resources, cluster = config.resources_of(stage), config.cluster_of(stage)
+    gpus = resources.ranks_per_node * resources.gpus_per_rank
+    chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
+    options = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "nodes": resources.nodes,
+        "ntasks-per-node": resources.ranks_per_node,
+        "cpus-per-task": resources.cpus_per_rank,
+        "mem": f"{round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)}M",
+        "gpus-per-node": gpus if gpus and not chosen else None,
+        "time": resources.minutes,
+        "requeue": True,
+        **cluster.sbatch,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def srun_options(config: Config, stage: StageName) -> list[str]:
+    """Return the options of srun, which starts the ranks of the job."""
+    resources, cluster = config.resources_of(stage), config.cluster_of(stage)
+    # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
+    options = [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"]
+    if cluster.container is not None and cluster.container.kind == "pyxis":
+        options += [f"--container-image={cluster.container.image}", f"--container-mounts={_mounts(config, cluster)}"]
+        options.append(f"--container-workdir={Path.cwd()}")
+    return options
+
+
+def python_command(config: Config, stage: StageName) -> list[str]:
+    """Return the words that start Python in a rank, in its container where there is one."""
+    cluster = config.cluster_of(stage)
+    python = cluster.python or (sys.executable if cluster.container is None else CONTAINER_PYTHON)
+    if cluster.container is None or cluster.container.kind == "pyxis":
+        return [python]
+    gpus = ["--nv"] if config.resources_of(stage).gpus_per_rank else []
+    places = ["--bind", _mounts(config, cluster), "--pwd", str(Path.cwd())]
+    return ["apptainer", "exec", *gpus, *places, cluster.container.image, python]
+
+
+def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, Any]:
+    """Return the parameters of submitit's SlurmExecutor.
+
+    Args:
+        environment: The variables that the job exports after `cluster.setup`, which may load modules that set the same
+            variables.
+    """
+    config, stage = request.context.config, request.context.stage
+    options = sbatch_options(config, stage)
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
+    return {
+        "job_name": request.key.job_name,
+        **{name.replace("-", "_"): options[name] for name in OF_SUBMITIT},
+        "setup": [*request.key.cluster.setup, *exports],
+        "srun_args": srun_options(config, stage),
+        "additional_parameters": {name: value for name, value in options.items() if name not in OF_SUBMITIT},
+        "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse
+        **submitit_jobs.common_parameters(request.resources),
+    }
+
+
+def describe(config: Config, stage: StageName) -> str:
+    """Return how a stage's job will be submitted and how its ranks are started, as two commands in one line."""
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in sbatch_options(config, stage).items()
+    ]
+    ranks = ["srun", *srun_options(config, stage), *python_command(config, stage)]
+    return f"{shlex.join(['sbatch', *flags])}; {shlex.join(ranks)}"
+
+
+def _mounts(config: Config, cluster: ClusterConfig) -> str:
+    """Return the folders that a container sees: the runs, the folder of this process, and those that are asked for."""
+    assert cluster.container is not None
+    own = dict.fromkeys(f"{folder}:{folder}" for folder in (config.runs_dir.absolute(), Path.cwd()))
+    return ",".join([*own, *cluster.container.mounts])

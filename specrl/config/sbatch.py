@@ -1,0 +1,102 @@
+"""Options of sbatch that a configuration passes through, and those that specrl sets itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, StrictStr
+
+OptionValue = StrictBool | StrictInt | StrictFloat | StrictStr
+
+OWN_OPTIONS: Mapping[str, str] = {
+    "account": "cluster.account",
+    "array": "",
+    "chdir": "",
+    "clusters": "",
+    "constraint": "cluster.constraint",
+    "cpus-per-gpu": "resources.cpus_per_rank",
+    "cpus-per-task": "resources.cpus_per_rank",
+    "error": "",
+    "export": "cluster.setup, with a line such as export NAME=value",
+    "export-file": "cluster.setup, with a line such as export NAME=value",
+    "job-name": "",
+    "mem": "resources.memory_gib_per_rank",
+    "mem-per-cpu": "resources.memory_gib_per_rank",
+    "mem-per-gpu": "resources.memory_gib_per_rank",
+    "no-requeue": "",
+    "nodes": "resources.nodes",
+    "ntasks": "resources.nodes and resources.ranks_per_node",
+    "ntasks-per-gpu": "resources.ranks_per_node",
+    "ntasks-per-node": "resources.ranks_per_node",
+    "open-mode": "",
+    "output": "",
+    "parsable": "",
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "requeue": "",
+    "signal": "",
+    "test-only": "",
+    "time": "resources.minutes",
+    "wait": "",
+    "wrap": "",
+}
+"""The options that specrl sets itself, with the keys that decide them; empty where no key does."""
+GPU_NUMBERS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
+"""The options, beside `gres`, that say how many GPUs a job has."""
+GPU_OPTIONS = (*GPU_NUMBERS, "gpu-bind", "gpu-freq")
+"""The options, beside `gres`, that only jobs with GPUs may have."""
+LONG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def _check(options: object) -> object:
+    """Check the names and the values, and write the names with dashes, as sbatch does."""
+    if not isinstance(options, Mapping):
+        return options
+    checked: dict[str, object] = {}
+    for key, value in options.items():
+        name = str(key).replace("_", "-")
+        if len(name) == 1 or not LONG_NAME.fullmatch(name):
+            raise ValueError(f"{key!r} is not the long name of an option of sbatch, such as reservation")
+        if name in OWN_OPTIONS:
+            instead = f"; set {OWN_OPTIONS[name]}" if OWN_OPTIONS[name] else ""
+            raise ValueError(f"{name} is an option that specrl sets itself{instead}")
+        if not isinstance(value, bool | int | float | str) or not str(value).isprintable():
+            raise ValueError(f"{name} = {value!r} must be a number, true, false, or one line of printable characters")
+        checked[name] = value
+    return checked
+
+
+SbatchOptions = Annotated[dict[str, OptionValue], BeforeValidator(_check)]
+"""Options of sbatch by their long names; `true` stands for an option without a value, `false` for none."""
+
+
+def asks_for_gpus(name: str, value: OptionValue) -> bool:
+    """Return whether an option of sbatch is one that only jobs with GPUs may have."""
+    return name in GPU_OPTIONS or (name == "gres" and bool(_gpu_parts(value)))
+
+
+def names_gpus(name: str, value: OptionValue) -> bool:
+    """Return whether an option of sbatch says how many GPUs a job has."""
+    return name in GPU_NUMBERS or (name == "gres" and bool(_gpu_parts(value)))
+
+
+def gpus_per_node(name: str, value: OptionValue, nodes: int, ranks_per_node: int) -> int | None:
+    """Return how many GPUs of a node an option of sbatch asks for, or None where it does not say."""
+    if name == "gres":
+        return sum(_count(part) for part in _gpu_parts(value)) or None
+    if name not in ("gpus", "gpus-per-node", "gpus-per-task"):
+        return None
+    count = sum(_count(part) for part in str(value).split(","))
+    return {"gpus": count // nodes, "gpus-per-node": count, "gpus-per-task": count * ranks_per_node}[name]
+
+
+def _gpu_parts(value: OptionValue) -> list[str]:
+    return [part for part in str(value).split(",") if part.removeprefix("gres/").split(":")[0] == "gpu"]
+
+
+def _count(part: str) -> int:
+    """Return the number at the end of, say, `gpu:h100:8` or `8`; Slurm takes 1 where there is none."""
+    number = part.partition("(")[0].rpartition(":")[2]
+    return int(number) if number.isdecimal() else 1

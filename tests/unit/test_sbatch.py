@@ -1,0 +1,196 @@
+"""What a job on Slurm is submitted with, as it stands in the batch script, and the environment of its ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from submitit.slurm.slurm import _make_sbatch_string
+
+from flows.cli import invoke
+from flows.preflight import check_cluster
+from slurm.backend import JobKey, StageRequest
+from slurm.environment import CACHES, cache_folders, device_variables, interface_towards
+from slurm.registry import backend_of, backends_of
+from slurm.sbatch import parameters, python_command
+from specrl.config import Config, ConfigError, Resources, StageName, parse_config
+from specrl.context import StageContext
+
+GPUS = {"gpus_per_rank": 1, "ranks_per_node": 4}
+
+
+def configured(tmp_path: Path, **sections: Any) -> Config:
+    return parse_config(
+        {
+            "name": "run",
+            "runs_dir": str(tmp_path / "runs"),
+            "model": {"source": "tiny"},
+            "train": {"prompts_per_step": 8},
+            **sections,
+            "cluster": {"backend": "slurm", **sections.get("cluster", {})},
+        }
+    )
+
+
+def script(config: Config, stage: StageName = "train") -> tuple[set[str], list[str]]:
+    """The options of the batch script, and the words of the command in it."""
+    request = StageRequest(StageContext(config, stage, f"{stage}-0", config.run_dir / "stages", {}, ""), "a.b:main")
+    text = _make_sbatch_string(
+        shlex.join([*python_command(config, stage), *request.arguments]),
+        request.key.folder,
+        **parameters(request, {"PYTHONPATH": "/code"}),
+    )
+    lines = text.splitlines()
+    options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
+    (command,) = [line for line in lines if line.startswith("srun")]
+    return options, shlex.split(command)
+
+
+def test_any_option_of_sbatch_is_passed_through_by_stage(tmp_path: Path) -> None:
+    config = configured(
+        tmp_path,
+        resources=GPUS,
+        cluster={
+            "partition": "gpu",
+            "sbatch": {"gres": "gpu:h100:4", "exclusive": True, "mail_type": "END", "comment": "a b"},
+        },
+        stage_resources={
+            "prepare": {
+                "gpus_per_rank": 0,
+                "ranks_per_node": 1,
+                "partition": "cpu",
+                "account": "other",
+                "qos": "short",
+                "sbatch": {"exclusive": False, "reservation": "night"},
+            }
+        },
+    )
+    options, _ = script(config)
+    assert {"partition=gpu", "gres=gpu:h100:4", "exclusive", "mail-type=END", "comment='a b'"} <= options
+    assert {"nodes=1", "ntasks-per-node=4", "cpus-per-task=2", "mem=32768M", "time=60", "requeue"} <= options
+    assert not any(option.startswith(("gpus-per-node", "wckey")) for option in options)
+    options, _ = script(config, "prepare")
+    assert {"partition=cpu", "account=other", "qos=short", "reservation=night", "comment='a b'"} <= options
+    assert not any(option.startswith(("gres", "gpus", "exclusive")) for option in options)
+    options, _ = script(configured(tmp_path, resources=GPUS))
+    assert "gpus-per-node=4" in options
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"cluster": {"sbatch": {"job-name": "mine"}}},
+            "cluster.sbatch: job-name is an option that specrl sets itself",
+        ),
+        (
+            {"stage_resources": {"train": {"sbatch": {"time": 5}}}},
+            "stage_resources.train.sbatch: time is an option that specrl sets itself; set resources.minutes",
+        ),
+        ({"cluster": {"sbatch": {"p": "gpu"}}}, "cluster.sbatch: 'p' is not the long name of an option"),
+        ({"cluster": {"sbatch": {"comment": "a\n#SBATCH --wrap=x"}}}, "comment = "),
+        ({"cluster": {"sbatch": {"reservation": ["a"]}}}, "reservation = ['a'] must be a number, true, false"),
+        ({"cluster": {"sbatch": {"gres": "gpu:2"}}, "resources": GPUS}, "cluster.sbatch.gres = 'gpu:2' gives 2 GPUs"),
+        (
+            {"stage_resources": {"train": {"sbatch": {"gpus-per-task": 1}}}},
+            "stage_resources.train.sbatch.gpus-per-task = 1 asks for GPUs, and the train stage has gpus_per_rank = 0",
+        ),
+        ({"cluster": {"container": {"kind": "docker", "image": "x"}}}, "cluster.container.kind = 'docker'"),
+        (
+            {"cluster": {"container": {"kind": "pyxis", "image": "x", "mounts": ["data:/data"]}}},
+            "cluster.container.mounts.0: 'data:/data' must be /SOURCE",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(sections: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configured(tmp_path, **sections)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_ranks_run_in_a_container(tmp_path: Path) -> None:
+    mounts = f"{tmp_path}/runs:{tmp_path}/runs,{Path.cwd()}:{Path.cwd()},/data:/data:ro"
+    container = {"image": "specrl.sif", "mounts": ["/data:/data:ro"]}
+    pyxis = configured(tmp_path, cluster={"container": {"kind": "pyxis", **container}})
+    _, command = script(pyxis)
+    assert {"--container-image=specrl.sif", f"--container-mounts={mounts}"} <= set(command)
+    assert command[-6:-3] == ["python3", "-u", "-m"]
+    apptainer = {"container": {"kind": "apptainer", **container}, "python": "/opt/venv/bin/python"}
+    _, command = script(configured(tmp_path, cluster=apptainer, resources=GPUS))
+    start = command.index("apptainer")
+    assert command[start : start + 5] == ["apptainer", "exec", "--nv", "--bind", mounts]
+    assert command[start + 7 : start + 10] == ["specrl.sif", "/opt/venv/bin/python", "-u"]
+    _, command = script(configured(tmp_path))
+    assert sys.executable in command
+    local = configured(tmp_path, cluster={"backend": "local", "container": {"kind": "pyxis", "image": "x"}})
+    assert check_cluster(local) == [
+        "cluster.container: --cluster local starts ranks outside of containers; remove the section"
+    ]
+
+
+def test_a_stage_may_run_where_the_flow_runs(tmp_path: Path) -> None:
+    config = configured(tmp_path, stage_resources={"prepare": {"backend": "local"}})
+    assert backend_of(JobKey(config, "prepare-0").cluster).name == "local"
+    assert backend_of(JobKey(config, "train-0").cluster).name == "slurm"
+    assert [backend.name for backend in backends_of(config)] == ["local", "slurm"]
+
+
+def test_the_dry_run_prints_the_options_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "run"\n[model]\nsource = "tiny"\nmax_length = 128\n[sampling]\nmax_response_tokens = 64\n'
+        '[cluster]\nbackend = "slurm"\npartition = "gpu"\nsbatch = { reservation = "night" }\n'
+        '[drafter]\ndraft_vocab_size = 64\n[stage_resources.prepare]\nbackend = "local"\n'
+        '[stage_resources.export]\npartition = "cpu"\n'
+    )
+    assert invoke(["run", str(path), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (train,) = [line for line in lines if line.startswith("train: ")]
+    assert train.startswith("train: sbatch --partition=gpu --nodes=1 ")
+    assert "--reservation=night; srun --cpus-per-task=2" in train
+    assert any(line.startswith("export: sbatch --partition=cpu") for line in lines)
+    assert not any(line.startswith("prepare: sbatch") for line in lines)
+
+
+def test_a_rank_that_sees_one_gpu_takes_it_as_number_0() -> None:
+    resources = Resources(ranks_per_node=4, gpus_per_rank=1)
+    assert device_variables(resources, "2") == {"LOCAL_RANK": "0"}
+    assert device_variables(resources, "0,1,2,3") == {}
+    assert device_variables(resources, None) == {}
+    assert device_variables(Resources(), "0,1") == {"CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(ValueError, match=r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES = '0,1'\) on a node with 4 ranks"):
+        device_variables(resources, "0,1")
+
+
+def test_the_interface_is_that_of_the_route() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:  # packets to one's own address come from that address
+                assert interface_towards(address.address) == name
+    with pytest.raises(ValueError, match="no network interface leads to no-such-host"):
+        interface_towards("no-such-host.invalid")
+
+
+def test_compiled_code_lies_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
+    folders = cache_folders(None)
+    assert folders.keys() == CACHES.keys()
+    assert all(Path(folder).is_dir() and folder.startswith(f"{tmp_path}/job/") for folder in folders.values())
+    monkeypatch.delenv("SLURM_TMPDIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = tmp_path / f"specrl-{os.getuid()}"
+    assert cache_folders(None)["TRITON_CACHE_DIR"] == str(own / "triton")
+    own.chmod(0o777)  # others could put code there
+    assert not cache_folders(None)["TRITON_CACHE_DIR"].startswith(str(own / "triton"))
+    monkeypatch.setenv("PLACE", str(tmp_path / "place"))
+    assert cache_folders("$PLACE/cache")["VLLM_CACHE_ROOT"] == str(tmp_path / "place" / "cache" / "vllm")
+    with pytest.raises(ValueError, match="a variable in it is not set"):
+        cache_folders("$NO_SUCH_PLACE/cache")
