@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 RESULT_FILE = "result.json"
+CURVE_FOLDER = "validation"
+"""The folder of the scores of policy versions, one file for each, in that of the train stage."""
 
 
 class Artifact(BaseModel):
@@ -78,6 +80,47 @@ class PrecisionReport(Artifact):
     """The number of linear layers in FP8, where an engine computes in FP8."""
     bf16_layers: list[str] = []
     """The linear layers that the calibration keeps in BF16."""
+
+
+class SetScore(Artifact):
+    """The scores of one policy version on one held-out set. Intervals are of 95 % confidence, over prompts."""
+
+    step: int
+    """The number of RL steps that the policy had been trained for: 0 is the policy before training."""
+    set: str
+    """The name of the set."""
+    num_prompts: int
+    k: int
+    """The number of responses to each prompt."""
+    accuracy: float
+    """The mean reward of all responses."""
+    avg_at_k: float
+    """The share of all responses that are right: their reward is at least `validate.correct_reward`."""
+    pass_at_k: float
+    """The mean over prompts of the probability that at least one of k responses is right."""
+    pass_at: dict[int, float]
+    """The same for fewer responses (the unbiased estimate of Chen et al., 2021), by their number, and for k."""
+    ci: dict[str, tuple[float, float]]
+    """The confidence intervals of `accuracy`, `avg_at_k` and `pass_at_k`."""
+    response_length_mean: float
+    """The mean length of all responses, in tokens."""
+    response_length_max: int
+    truncated_fraction: float
+    """The share of the responses that were cut off at their limit."""
+    seconds: float
+    """The wall-clock time of generation and scoring."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the scores under their names in MLflow."""
+        names = ("accuracy", "avg_at_k", "pass_at_k", "response_length_mean", "response_length_max")
+        values: dict[str, float] = {name: float(getattr(self, name)) for name in (*names, "truncated_fraction")}
+        values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
+        for name, (low, high) in self.ci.items():
+            values |= {f"{name}_low": low, f"{name}_high": high}
+        return {f"validation/{self.set}/{name}": value for name, value in values.items()}
+
+
+_SCORES = TypeAdapter(list[SetScore])
 
 
 class TrainResult(Artifact):
@@ -169,11 +212,15 @@ class ValidateResult(Artifact):
     """The result of `validate`."""
 
     accuracy_before: float
-    """The mean reward of the policy of `prepare` on the held-out prompts."""
+    """The mean reward of the policy of `prepare` on the first of the held-out sets."""
     accuracy_after: float
     """The mean reward of the trained policy on the same prompts, with the same seeds."""
     num_prompts: int
-    """The number of held-out prompts."""
+    """The number of prompts of this set."""
+    before: list[SetScore] = []
+    """The scores of the policy of `prepare` on all held-out sets, with the same prompts and seeds as in `after`."""
+    after: list[SetScore] = []
+    """The scores of the trained policy."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]
@@ -250,6 +297,19 @@ def point_to(link: Path, folder: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.relative_to(link.parent))
     temporary.replace(link)
+
+
+def write_scores(train_dir: Path, step: int, scores: Sequence[SetScore]) -> None:
+    """Write the scores of the policy after `step` RL steps on all held-out sets, in the train stage's folder."""
+    write_text(
+        train_dir / CURVE_FOLDER / f"step={step:06d}.json", _SCORES.dump_json(list(scores), indent=2).decode() + "\n"
+    )
+
+
+def read_curve(train_dir: Path) -> list[SetScore]:
+    """Return the scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
+    paths = sorted((train_dir / CURVE_FOLDER).glob("step=*.json"))
+    return [score for path in paths for score in _SCORES.validate_json(path.read_text())]
 
 
 def digest(value: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import digest
-from specrl.config import STAGES, Config, StageName, dump_config
+from specrl.config import STAGES, Config, StageName, ValidationSetConfig, dump_config
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
     "prepare": (),
@@ -66,9 +66,13 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     values = json.loads(dump_config(config))
     sections = {section: values[section] for section in SECTIONS[stage]}
+    if stage == "train":
+        sections["validate"] = _validation_of_training(config)
     if "train" in sections:
         sources = [import_source(algorithm.name) for _, algorithm in config.train.algorithms]
         sections["train"]["sources"] = [_content(path) for path in sources]
+    if "sets" in sections.get("validate", {}):
+        sections["validate"]["sets"] = [_held_out_set(name, chosen) for name, chosen in config.validate_.sets.items()]
     if "data" in sections:
         sections["data"] = _with_files(config, sections["data"])
     if "speculation" in sections and config.speculation.draft_model is not None:
@@ -135,6 +139,19 @@ def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
     contents = {key: _content(path) for key, path in named.items()}
     return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
+
+
+def _validation_of_training(config: Config) -> dict[str, Any]:
+    """Return what the train stage reads of `[validate]`: nothing unless it validates."""
+    if not config.validate_.every:
+        return {}
+    kept = {"every", "sets", "correct_reward", "num_prompts"}
+    return config.validate_.model_dump(mode="json", include=kept)
+
+
+def _held_out_set(name: str, chosen: ValidationSetConfig) -> list[Any]:
+    reward_source = _content(import_source(chosen.reward or ""))
+    return [name, {**chosen.model_dump(mode="json"), "path": _content(chosen.path), "reward_source": reward_source}]
 
 
 def _content(path: Path | None) -> str | None:

@@ -27,6 +27,7 @@ from specrl.training.features import Features
 from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
+from specrl.validation.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Trainer:
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
+    validation: Validation
     recorder: StepRecorder
     checkpoint_dir: Path
 
@@ -63,6 +65,7 @@ class Trainer:
                 first_step = checkpoint.load(found, self.policy, self.drafter)
             self.engine.precision.restore(checkpoint.kv_scales(found))  # the loop's first refit ships them
         self.recorder.drop_from(first_step)
+        self.validation.restore(first_step)
         self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)
         return first_step
 
@@ -82,6 +85,9 @@ class Trainer:
         """Run one step: rollouts of policy version `step`, then policy, drafter and engine of version `step + 1`."""
         timer = Timer()
         with timer("step"):
+            self.validate(
+                step, timer
+            )  # only before the first step: later versions have been validated after their refit
             with timer("generation"):
                 generated = self.generator.generate(step)
                 if self.config.engine.sleep:
@@ -96,6 +102,7 @@ class Trainer:
             del features  # or they would still be held beside the next step's
             with timer("refit"):
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
+            self.validate(step + 1, timer)
             parts = StepParts(generated, policy_metrics, drafter_metrics, mismatch, refit)
             with timer("checkpoint"):
                 others = self.generator.metrics() | controller_metrics(self.engine.controller)
@@ -121,6 +128,12 @@ class Trainer:
         if self.drafter is not None and report.guard.speculating:
             self.generator.probed(report.guard.acceptance_length)
         return report
+
+    def validate(self, version: int, timer: Timer) -> None:
+        """Let the engine, which holds policy version `version`, answer the held-out sets if that is due."""
+        if self.validation.is_due(version):
+            with timer("validation"):
+                self.validation.run(version)
 
     def store(self, record: StepRecord, rollouts: list[Rollout]) -> None:
         """Write this rank's rollouts and, when one is due, a checkpoint from which the next step can start.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Metric:
     name: str
     unit: str
     description: str
+    better: Literal["higher", "lower"] | None = None
+    """Which values are better; None where neither are."""
 
 
 _DEFINITIONS = (
@@ -50,6 +53,12 @@ _DEFINITIONS = (
         "s",
         "Part of timing/refit_s that comparing all of the policy's tensors took; only in steps that do, see "
         "engine.verify_every.",
+    ),
+    Metric(
+        "timing/validation_s",
+        "s",
+        "Time of the step's validations: after the refit and, in the first step, before training; only in steps that "
+        "validate, see validate.every.",
     ),
     Metric("timing/checkpoint_s", "s", "Time that the step waits for its rollouts and its checkpoint to be written."),
     Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
@@ -151,7 +160,7 @@ _DEFINITIONS = (
     ),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
     Metric("mismatch/truncated_fraction", "", "Share of the tokens whose importance ratio is above 2."),
-    Metric("reward/mean", "", "Mean reward of the step's responses."),
+    Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
@@ -267,15 +276,57 @@ TEXT_SOURCE = {
         "spec/NAME_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from the text source NAME."
     ),
 }
+VALIDATION = {
+    metric.name.removeprefix("validation/NAME/"): metric
+    for metric in (
+        Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
+        Metric("validation/NAME/accuracy_low", "", "Lower end of its 95 % confidence interval, over prompts."),
+        Metric("validation/NAME/accuracy_high", "", "Upper end of its 95 % confidence interval, over prompts."),
+        Metric(
+            "validation/NAME/avg_at_k",
+            "",
+            "Share of all responses, k to each prompt, whose reward is at least validate.correct_reward.",
+            "higher",
+        ),
+        Metric("validation/NAME/avg_at_k_low", "", "Lower end of its 95 % confidence interval, over prompts."),
+        Metric("validation/NAME/avg_at_k_high", "", "Upper end of its 95 % confidence interval, over prompts."),
+        Metric(
+            "validation/NAME/pass_at_k",
+            "",
+            "Share of the prompts with a response of reward validate.correct_reward or more among the k.",
+            "higher",
+        ),
+        Metric("validation/NAME/pass_at_k_low", "", "Lower end of its 95 % confidence interval, over prompts."),
+        Metric("validation/NAME/pass_at_k_high", "", "Upper end of its 95 % confidence interval, over prompts."),
+        Metric(
+            "validation/NAME/pass_at_I",
+            "",
+            "Expected share of the prompts with such a response among I, unbiased estimate from the k.",
+            "higher",
+        ),
+        Metric("validation/NAME/response_length_mean", "tokens", "Mean length of the responses."),
+        Metric("validation/NAME/response_length_max", "tokens", "Length of the longest response."),
+        Metric(
+            "validation/NAME/truncated_fraction",
+            "",
+            "Share of the responses that were cut off at sampling.max_response_tokens.",
+            "lower",
+        ),
+    )
+}
+"""The metrics of a held-out set NAME, by their last part. In MLflow their step is the number of RL steps trained."""
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
 
 def find_metric(name: str) -> Metric | None:
     """Return the definition of a metric, or None for a name that has no definition.
 
-    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, and the drafts of a text
-    source without metrics of its own by `TEXT_SOURCE`.
+    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the drafts of a text source
+    without metrics of its own by `TEXT_SOURCE`, and the scores of a held-out set by `VALIDATION`.
     """
+    of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
+    if of_set is not None:
+        return VALIDATION.get(of_set[1]) or VALIDATION.get(re.sub(r"_\d+$", "_I", of_set[1]))
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
     of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)
     if found is None and of_text is not None:

@@ -23,8 +23,8 @@ from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, timeline_from
 from specrl.tracking import Tracker
 
-TIMED = ("generation", "policy_update", "drafter_update", "refit", "checkpoint")
-"""The parts that a step's time is divided into; the whole is called `step`."""
+TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
+"""The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s"})
 """Results of an update that are no metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
@@ -229,9 +229,10 @@ def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
 
 
 def timing_share(records: list[StepRecord]) -> dict[str, float]:
-    """Return the share of the steps' wall time that each part took."""
+    """Return the share of the steps' wall time that each part took; without the parts that no step had."""
     total = sum(record.metrics["timing/step_s"] for record in records)
-    return {part: sum(record.metrics[f"timing/{part}_s"] for record in records) / total for part in TIMED}
+    seconds = {part: sum(record.metrics.get(f"timing/{part}_s", 0.0) for record in records) for part in TIMED}
+    return {part: value / total for part, value in seconds.items() if value}
 
 
 def step_seconds_median(records: list[StepRecord]) -> float:

@@ -21,7 +21,8 @@ from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig, ValidateConfig
+from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
+from specrl.config.validation import ValidateConfig, ValidationSetConfig
 
 __all__ = [
     "STAGES",
@@ -47,6 +48,7 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "ValidateConfig",
+    "ValidationSetConfig",
     "WarmStartConfig",
     "dump_config",
     "load_config",
@@ -119,6 +121,7 @@ class Config(Section):
         self._check_bubbles()
         self._check_ranks()
         self._check_gpu_options()
+        self._check_validation()
         if self.engine.sleep and not self.resources_of("train").gpus_per_rank:
             raise ValueError(
                 "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
@@ -141,6 +144,15 @@ class Config(Section):
                 f"{use} needs ranks that finish independently: engine.tensor_parallel = {self.engine.tensor_parallel} "
                 "must be 1"
             )
+
+    def _check_validation(self) -> None:
+        for name, chosen in self.validate_.sets.items():
+            reward = chosen.reward or self.data.reward
+            if reward == "task" and (chosen.path is not None or (self.data.source == "file" and not chosen.generators)):
+                raise ValueError(
+                    f'validate.sets.{name}.reward = "task" is a generator\'s own scorer, and the set is a file: set it '
+                    "to another reward, such as math_verify or exact_match"
+                )
 
     def _check_ranks(self) -> None:
         policy = "policy.tensor_parallel x policy.pipeline_parallel"

@@ -1,4 +1,4 @@
-"""Configuration of the policy's trainer, the drafter, the RL step, precision and validation."""
+"""Configuration of the policy's trainer, the drafter, the RL step and precision."""
 
 from __future__ import annotations
 
@@ -149,22 +149,3 @@ class PrecisionConfig(Section):
     def uses_fp8(self) -> bool:
         """Whether anything computes in FP8 or is stored in it."""
         return "fp8" in (self.generation, self.training, self.kv_cache)
-
-
-class ValidateConfig(Section):
-    """The size of the measurements on the final policy and drafter."""
-
-    num_prompts: PositiveInt = 128
-    """Number of held-out prompts on which the accuracy before and after RL is measured."""
-    speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
-    """Batch sizes at which plain and speculative generation are timed."""
-    speed_prompts: PositiveInt = 16
-    """Number of held-out prompts of each timed pair, raised to the batch size where that is larger."""
-    speed_repeats: PositiveInt = 3
-    """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
-    reported."""
-    exactness_prompts: PositiveInt = 16
-    """Number of held-out prompts answered with and without speculation, sampled and greedy, and compared token by
-    token."""
-    exactness_samples: PositiveInt = 128
-    """Number of speculative samples of the first tokens of each of two held-out prompts, for the chi-squared test."""

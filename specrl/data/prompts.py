@@ -10,10 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrl.config import Config, ConfigError, DataConfig
-from specrl.data.files import FileProblems
-from specrl.data.generators import GeneratorMixture
-from specrl.data.problems import Problem, ProblemSource, derive_seed
+from specrl.config import Config, ConfigError
+from specrl.data.held_out import held_out_problems, make_problems
+from specrl.data.problems import Problem, derive_seed
 
 CHAT = "chat"
 """The value of `data.template` that stands for the tokenizer's chat template."""
@@ -82,6 +81,17 @@ class PromptSource:
         """
         return self._prompts("held-out", self._problems.held_out(count))
 
+    def validation(self, name: str) -> list[Prompt]:
+        """Return the prompts of the held-out set of this name.
+
+        Raises:
+            ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
+        """
+        chosen = self._config.validate_.held_out_sets[name]
+        if chosen.path is None and not chosen.generators:
+            return self.held_out(chosen.num_prompts or self._config.validate_.num_prompts)
+        return self._prompts(f"held-out/{name}", held_out_problems(self._config, name))
+
     def pretraining(self, count: int) -> list[Prompt]:
         """Return the prompts whose responses the drafter is pretrained on."""
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
@@ -100,6 +110,8 @@ class PromptSource:
         """
         self.batch(0)
         self.held_out(self._config.validate_.num_prompts)
+        for name in self._config.validate_.held_out_sets:
+            self.validation(name)
         self.pretraining(self._config.drafter.num_prompts)
 
     def _prompts(self, stream: str, problems: list[Problem]) -> list[Prompt]:
@@ -132,15 +144,6 @@ class PromptSource:
                 f"leaves room for {room}"
             )
         return tokens
-
-
-def make_problems(config: DataConfig, seed: int) -> ProblemSource:
-    """Return the run's problems, from generators or a file.
-
-    Raises:
-        ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
-    """
-    return FileProblems(config, seed) if config.source == "file" else GeneratorMixture(config, seed)
 
 
 def check_template(template: str) -> None:

@@ -16,6 +16,7 @@ SPAN_COLOURS = {
     "policy_update": "#009e73",
     "drafter_update": "#d55e00",
     "refit": "#cc79a7",
+    "validation": "#999999",
     "checkpoint": "#000000",
 }
 """The colours of the spans by name. A span without a colour is not drawn."""

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from specrl.artifacts import TrainResult, ValidateResult, write_text
+from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
 from specrl.report.results import find_stages, finished, read_config
@@ -79,6 +80,8 @@ def _result_charts(run_dir: Path) -> list[Chart]:
     if train:
         bar = share_bar(train.timing_share, "share of the step's time, %")
         charts.append(Chart("Where a step's time goes", bar))
+    if curve := curve_of(stages):
+        charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(curve)))
     if "train" in stages:
         charts += _bubble_charts(stages["train"].stage_dir / "steps")
     if validation and validation.speed:

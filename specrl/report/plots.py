@@ -73,6 +73,26 @@ def line_charts(
     return draw(paint, SIZE, names=[name for name in series if name])
 
 
+def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]], x_label: str, y_label: str) -> str:
+    """Draw a line of (x, y, low, high) points for each name, with the band from low to high behind it.
+
+    Args:
+        series: The points by the name of their line, which the legend below the axes shows.
+    """
+
+    def paint(axes: Any) -> None:
+        for index, (name, points) in enumerate(series.items()):
+            x, y, low, high = zip(*points, strict=True)
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(x, y, label=name, color=colour, marker=marker)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        _begin_at_zero(axes, "y")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    return draw(paint, SIZE, names=list(series))
+
+
 def dot_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
     """Draw a dot at each point; both axes include 0."""
 

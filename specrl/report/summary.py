@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_json
+from specrl.artifacts import ExportResult, SetScore, TrainResult, ValidateResult, write_json
 from specrl.config import STAGES, Config
 from specrl.export.card import serve_command
+from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
     CONFIG_FILE,
     StageRecord,
@@ -54,7 +55,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
             stage: {"key": record.key, "seconds": seconds_of(record), "job_id": job_id_of(run_dir, record)}
             for stage, record in stages.items()
         },
-        "validation": validation and _pick(validation, "accuracy_before", "accuracy_after", "num_prompts", "exactness"),
+        "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
@@ -76,6 +77,16 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
 
 def _pick(result: TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:
     return result.model_dump(mode="json", include=set(names))
+
+
+def _validation(validation: ValidateResult | None, curve: Sequence[SetScore]) -> dict[str, Any] | None:
+    """Return what `validate` measured and the curve of training; None where there is neither."""
+    if validation is None and not curve:
+        return None
+    names = ("accuracy_before", "accuracy_after", "num_prompts", "exactness")
+    measured = dict.fromkeys(names) if validation is None else _pick(validation, *names)
+    kept = {"step", "set", "accuracy", "avg_at_k", "pass_at_k", "ci"}
+    return {**measured, "curve": [score.model_dump(mode="json", include=kept) for score in curve]}
 
 
 def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
@@ -126,7 +137,12 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
     rows = _train_rows(summary)
     if "train" in unfinished and (steps := finished_steps(stages)):
         rows = [("training", f"{steps} of {config.train.num_steps} steps")]
-    rows = [*_accuracy_rows(summary), *rows, *_speculation_rows(summary, finished(stages, "validate", ValidateResult))]
+    rows = [
+        *_accuracy_rows(summary),
+        *curve_rows(curve_of(stages)),
+        *rows,
+        *_speculation_rows(summary, finished(stages, "validate", ValidateResult)),
+    ]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
         rows.append(("acceptance length, exported drafter", f"{summary['export']['vllm_acceptance_length']:.2f}"))
     if unfinished:
@@ -136,7 +152,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
 
 def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     validation = summary["validation"]
-    if not validation:
+    if not validation or validation["accuracy_after"] is None:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({validation['num_prompts']} prompts)")]

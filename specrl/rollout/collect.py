@@ -34,6 +34,7 @@ def collect(
     on_progress: Callable[[int, int], None] | None = None,
     on_iteration: Callable[[], None] | None = None,
     recall: bool = False,
+    learn: bool = True,
 ) -> tuple[list[Rollout], Generation]:
     """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
 
@@ -46,7 +47,9 @@ def collect(
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
-    generation = engine.generate(requests, on_progress=on_progress, on_iteration=on_iteration, recall=recall)
+    generation = engine.generate(
+        requests, on_progress=on_progress, on_iteration=on_iteration, recall=recall, learn=learn
+    )
     rollouts = [
         _rollout(prompt, sample, request, response, reward(prompt, response.text), origin, engine.stored_for(request))
         for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)

@@ -139,6 +139,7 @@ class Engine:
         on_iteration: Callable[[], None] | None = None,
         stop: Callable[[], bool] | None = None,
         recall: bool = False,
+        learn: bool = True,
     ) -> Generation:
         """Answer all requests.
 
@@ -152,6 +153,9 @@ class Engine:
             recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these
                 responses. It is meant for rollouts: a probe, which repeats the same requests, would find its own
                 earlier responses, word for word.
+            learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
+                controller has settled on, and nothing about later drafts changes; it is meant for validation between
+                steps.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
@@ -162,7 +166,7 @@ class Engine:
         responses: dict[int, Response] = {}
         params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
         if self._drafting is not None:
-            self._drafting.begin(recall)
+            self._drafting.begin(recall, learn)
         try:
             for index, (asked, param) in enumerate(zip(requests, params, strict=True)):
                 name, internal = self._vllm.add(asked.prompt_tokens, param)

@@ -41,6 +41,7 @@ from specrl.training.drafter.drafters import load_drafter, save_policy
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
+from specrl.validation.validation import Validation
 
 REFITS_FILE = "refits.json"
 """The file in the stage's folder that holds the counts of its refits."""
@@ -97,6 +98,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             verify_every=config.engine.verify_every,
             counts_path=context.stage_dir / REFITS_FILE,
         ),
+        validation=Validation(config, ranks, engine, source, tracker, context.stage_dir),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
         checkpoint_dir=context.stage_dir / "checkpoints",
     )

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
-from statistics import fmean, median
+from statistics import median
 
 from specrl import logs
-from specrl.artifacts import ExactnessResult, PrepareResult, SpeedPair, TrainResult, ValidateResult, write_result
+from specrl.artifacts import (
+    ExactnessResult,
+    PrepareResult,
+    SetScore,
+    SpeedPair,
+    TrainResult,
+    ValidateResult,
+    write_result,
+)
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import Prompt, PromptSource
-from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
-from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import matched_pair
 from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
+from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 
 CHI_SQUARED_PROMPTS = 2
 """The number of prompts of the chi-squared test."""
@@ -38,18 +46,20 @@ def main(context: StageContext) -> None:
         source = PromptSource(config, load_tokenizer(prepared.policy_dir))
         with logs.phase("start of the engine"):
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
-        prompts = source.held_out(config.validate_.num_prompts)
+        sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
-        after, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy after")
+        after, stats = answer_all(engine, sets, trained.steps, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         speed = measure_speed(engine, prompts, config, progress) if engine.speculates else []
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
-        before, _ = accuracy(engine, prompts, config, ranks, progress, "accuracy before")
+        before, _ = answer_all(engine, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
             result = ValidateResult(
-                accuracy_before=before,
-                accuracy_after=after,
-                num_prompts=len(prompts),
+                accuracy_before=before[0].accuracy,
+                accuracy_after=after[0].accuracy,
+                num_prompts=after[0].num_prompts,
+                before=before,
+                after=after,
                 acceptance_length=stats.acceptance_length,
                 acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
                 speed=speed,
@@ -62,29 +72,24 @@ def main(context: StageContext) -> None:
     leave()
 
 
-def accuracy(
-    engine: Engine, prompts: list[Prompt], config: Config, ranks: Ranks, progress: Progress, phase: str
-) -> tuple[float, SpeculationStats]:
-    """Return the mean reward of one response to each held-out prompt, and the counters of speculation; collective.
+def answer_all(
+    engine: Engine, sets: list[HeldOutSet], step: int, ranks: Ranks, progress: Progress, phase: str
+) -> tuple[list[SetScore], SpeculationStats]:
+    """Return the scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
 
-    The seeds are the same whatever the policy. Speculation changes no response (invariant 1), so that accuracy with and
-    without it is one number.
+    Args:
+        step: The number of RL steps that the policy has been trained for.
+        phase: The name under which progress is reported.
     """
-    size = config.engine.tensor_parallel
-    own = prompts[ranks.rank // size :: ranks.world_size // size]
-    origin = Origin(derive_seed(config.seed, "validate"), step=0, rank=ranks.rank)
+    found = []
     with logs.phase(phase):
-        rollouts, generation = collect(
-            engine,
-            own,
-            1,
-            config,
-            make_reward(config.data),
-            origin,
-            on_progress=lambda done, total: progress.update(done, total, unit="response", phase=phase),
-        )
-    shares = ranks.gather(([rollout.reward for rollout in rollouts], generation.stats))[::size]
-    return fmean(reward for rewards, _ in shares for reward in rewards), SpeculationStats.merge(s for _, s in shares)
+        for chosen in sets:
+
+            def on_progress(done: int, total: int, name: str = chosen.name) -> None:
+                progress.update(done, total, unit="response", phase=f"{phase}, {name}")
+
+            found.append(answer(engine, chosen, step, ranks, on_progress))
+    return [score for score, _ in found], found[0][1]
 
 
 def check_exactness(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specrl.artifacts import read_curve
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
 from specrl.projection.projected import agreement
@@ -26,6 +27,9 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
 REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
+SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
+VALIDATED = {"validate": {"every": 2, "sets": SETS}}
+"""No run without it may differ in anything but time."""
 LONG = {"train": {"num_steps": 12}}
 NUM_KILLS, NUM_KILLS_OF_FOUR = 18, 2
 RUNS = [
@@ -34,14 +38,15 @@ RUNS = [
     LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
     LoopRun("other-seeds", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}}),
     LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
-    LoopRun("both", settings=BOTH),
-    LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG}),
+    LoopRun("both", settings={**BOTH, **VALIDATED}),
+    LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
+    LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
-    settings={**BOTH, "train": {"kl_coef": 0.01, "updates_per_step": 2}, "engine": {"verify_every": 1}},
+    settings={**BOTH, **VALIDATED, "train": {"kl_coef": 0.01, "updates_per_step": 2}, "engine": {"verify_every": 1}},
 )
 RUNS.append(EVERY_METRIC)
 NAMES = [run.name for run in RUNS]
@@ -78,7 +83,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
         ("both-long-killed", "none-long", 12),
     ],
 )
-def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(
+def test_rollouts_and_policy_are_those_of_a_run_without_bubbles_and_validation(
     runs: Path, name: str, plain: str, num_steps: int
 ) -> None:
     expected, found = rollouts(runs / plain), rollouts(runs / name)
@@ -87,6 +92,30 @@ def test_rollouts_and_policy_are_those_of_a_run_without_bubbles(
     weights = policy(runs / plain)
     assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
     assert [record["step"] for record in steps(runs / name)] == list(range(num_steps))
+
+
+def scores(run_dir: Path) -> list[dict[str, Any]]:
+    return [score.model_dump(exclude={"seconds"}) for score in read_curve(run_dir / "train-toy")]
+
+
+def test_the_curve_is_the_same_after_many_kills(runs: Path) -> None:
+    expected = scores(runs / "both-long-validated")
+    assert [(score["step"], score["set"]) for score in expected] == [
+        (step, name) for step in range(0, 13, 2) for name in SETS
+    ]
+    assert scores(runs / "both-long-killed") == expected
+    assert (
+        scores(runs / "both") == [score for score in expected if score["step"] in (0, 2)] + scores(runs / "both")[-2:]
+    )
+    assert [(score["num_prompts"], score["k"]) for score in expected[:2]] == [(3, 4), (5, 1)]
+    assert len({score["accuracy"] for score in expected}) > 1
+
+
+def test_validation_is_a_part_of_the_step_that_has_it(runs: Path) -> None:
+    times = [record["metrics"].get("timing/validation_s") for record in steps(runs / "both")]
+    assert [seconds is not None for seconds in times] == [True, True, True]  # policies 0, 2 and 3, the last
+    for record in steps(runs / "both-long-validated"):
+        assert ("timing/validation_s" in record["metrics"]) == (record["step"] == 0 or record["step"] % 2 == 1)
 
 
 def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:

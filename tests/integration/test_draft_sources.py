@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,21 @@ def test_the_controller_learns_while_generating(mixed: Engine, texts: Texts, pla
     assert {point.batch for point in points} >= {1, 4}
     assert len({(point.k, point.replay_k) for point in points}) > 2
     assert all(point.acceptance_length >= 1 and point.tokens_per_s > 0 for point in points)
+
+
+def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list[Response]) -> None:
+    mixed.set_replay({})
+    mixed.set_k(None)
+    assert mixed._drafting is not None
+    knowledge = (mixed.controller, mixed._drafting.texts)
+    mixed.generate(REQUESTS[:8], recall=True)
+    before = pickle.dumps(knowledge)
+    generation = mixed.generate(REQUESTS, learn=False)
+    assert tokens(generation.responses) == tokens(plain)
+    assert generation.stats.num_accepted_tokens > 0
+    assert pickle.dumps(knowledge) == before
+    mixed.generate(REQUESTS)
+    assert pickle.dumps(knowledge) != before
 
 
 @pytest.mark.parametrize("method", ["replay", "draft_model"])

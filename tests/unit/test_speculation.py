@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -288,6 +289,17 @@ def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> No
     expected = SpeculationCurve(method="eagle3", temperature=1.0, points=points)
     path = write_curve(tmp_path, Config(name="run"), points)
     assert SpeculationCurve.model_validate_json(path.read_text()) == expected
+
+
+def test_what_is_settled_on_is_told_without_taking_note() -> None:
+    controller = Controller(3, 16, 0)
+    first = controller.settled(8)
+    assert (controller.take_mean_length(), controller.chosen()) == (None, {})
+    assert controller.choose(8) == first
+    run(controller, CPU, constant(8, 400), 0)
+    known = pickle.dumps(controller)
+    assert controller.settled(7) == controller.settled(64) == controller.chosen()[8]
+    assert pickle.dumps(controller) == known
 
 
 def test_mean_length_is_of_the_iterations_since_it_was_taken() -> None:

@@ -7,6 +7,7 @@ import shlex
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from specrl.artifacts import (
     ValidateResult,
     write_json,
     write_result,
+    write_scores,
     write_text,
 )
 from specrl.config import STAGES, dump_config, parse_config
@@ -30,6 +32,7 @@ from specrl.report.html import read_columns, write_report
 from specrl.report.results import StageRecord, find_stages
 from specrl.report.summary import render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.validation.scores import SetResponses, score_set
 
 SPEED = [
     SpeedPair(
@@ -151,7 +154,7 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
         "run": "demo",
         "mlflow_run_id": "abc",
         "stages": sorted(STAGES),
-        "validation": ["accuracy_after", "accuracy_before", "exactness", "num_prompts"],
+        "validation": ["accuracy_after", "accuracy_before", "curve", "exactness", "num_prompts"],
         "speculation": [
             "acceptance_length",
             "acceptance_rate_per_pos",
@@ -169,6 +172,23 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
     assert summary["speculation"]["generation_speedup"] == {"1": 1.9, "4": 1.5, "16": 0.97}
     assert summary["speculation"]["decode_step_reduction"] == pytest.approx(0.6)
     assert summary["stages"]["train"] == {"key": "train-0123456789ab", "seconds": 240.0, "job_id": None}
+
+
+def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path, STAGES[:3])
+    for step, rewards in ((0, [[0.0, 0.0], [1.0, 0.0]]), (4, [[1.0, 1.0], [1.0, 0.0]])):
+        lengths = np.ones((2, 2), np.int64)
+        found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), 1.0, 2.0)
+        write_scores(run_dir / "stages" / TRAIN_KEY, step, [found])
+    assert "25.0% -> 75.0% at step 4 (50.0% to 100.0%; best 75.0% at step 4), pass@2 50.0% -> 100.0%" in shown(run_dir)
+    stages["train"] = StageRecord(TRAIN_KEY, run_dir / "stages" / TRAIN_KEY)
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert summary["validation"]["accuracy_after"] is None
+    first, last = summary["validation"]["curve"]
+    assert sorted(first) == ["accuracy", "avg_at_k", "ci", "pass_at_k", "set", "step"]
+    assert (last["step"], last["accuracy"], last["pass_at_k"]) == (4, 0.75, 1.0)
+    page = write_report(run_dir).read_text()
+    assert "Accuracy on held-out prompts" in page
 
 
 def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     k = (config.speculation.k or 3) if METHODS[setting.method].drafts else 0
     data["speculation"] = speculation_of(config.speculation, setting.method, k).model_dump(mode="json")
     data["bubbles"] = {"use": setting.use, "seeds": settings.seeds}
+    data["validate"] |= {"every": 0, "sets": {}}
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
     for key in ("prompts_per_step", "samples_per_prompt"):
         if (value := getattr(settings, key)) is not None:

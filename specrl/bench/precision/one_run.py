@@ -14,8 +14,8 @@ from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.progress import Progress
 from specrl.stages import train
-from specrl.stages.validate import accuracy
 from specrl.tracking import Silent
+from specrl.validation.answering import answer, held_out_sets
 
 
 def run_one(path: Path) -> None:
@@ -26,14 +26,14 @@ def run_one(path: Path) -> None:
         trainer = train.build(context, ranks, Silent())
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         trainer.run(first_step, progress)
-        engine, prompts = trainer.engine, trainer.generator.source.held_out(config.validate_.num_prompts)
+        engine, (held_out,) = trainer.engine, held_out_sets(config, trainer.generator.source)
         if engine.speculates:
             engine.set_k(engine.longest_k)
-        correct, stats = accuracy(engine, prompts, config, ranks, progress, "accuracy")
+        score, stats = answer(engine, held_out, config.train.num_steps, ranks)
         report = train.precision_report(trainer)
         cuda = ranks.device.type == "cuda"
         end_result = EndResult(
-            accuracy=correct,
+            accuracy=score.accuracy,
             acceptance_length=stats.acceptance_length,
             quantised_layers=report.fp8_layers,
             engine_mode=report.generation_mode,

@@ -228,6 +228,7 @@ def make_config(
     data["precision"] |= {"generation": setting.generation, "training": setting.training}
     data["precision"]["kv_cache"] = settings.kv_cache if setting.generation == "fp8" else "bf16"
     data["precision"]["max_token_mult_prob_error"] = data["engine"]["parity_tolerance"] = UNLIMITED
+    data["validate"] |= {"every": 0, "sets": {}}
     data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
     data["train"]["correction"] = _correction(config, settings.correction) if setting.corrected else "none"
     for section, key in (("train", "prompts_per_step"), ("train", "samples_per_prompt"), ("validate", "num_prompts")):

@@ -164,6 +164,11 @@ class Controller:
         for tokens in (self._shared, *(bucket.tokens for bucket in self._buckets.values())):
             tokens.fade()
 
+    def settled(self, batch: int) -> DraftLengths:
+        """Return the lengths settled on for `batch` running requests, without a trial and without taking note."""
+        key = bucket_of(batch)
+        return self._buckets[key].chosen if key in self._buckets else self._first(key)
+
     def is_settled(self, batch: int) -> bool:
         """Return whether a batch size is calibrated: all lengths that may be better have been tried."""
         key = bucket_of(batch)
@@ -192,16 +197,19 @@ class Controller:
             for lengths, measured in sorted(bucket.measured.items())
         ]
 
-    def _open(self, key: int) -> Bucket:
-        """Begin a bucket with what the nearest one chose.
+    def _first(self, key: int) -> DraftLengths:
+        """Return the lengths that a new bucket begins with: those of the nearest one.
 
         The first bucket begins with the drafter's longest drafts and the shortest from text: they cost little if wrong.
         """
         if self._buckets:
             nearest = min(self._buckets, key=lambda other: abs(math.log(other / key)))
-            first = self._buckets[nearest].chosen
-        else:
-            first = DraftLengths(self.choices[-1].k, min((c.replay_k for c in self.choices if c.replay_k), default=0))
+            return self._buckets[nearest].chosen
+        return DraftLengths(self.choices[-1].k, min((c.replay_k for c in self.choices if c.replay_k), default=0))
+
+    def _open(self, key: int) -> Bucket:
+        """Begin a bucket with the lengths of `_first`."""
+        first = self._first(key)
         tokens = TokensPerIteration(self.choices, self._settings)
         self._buckets[key] = Bucket(first, tokens, {first: deque([0.0], maxlen=self._settings.trial_window)})
         return self._buckets[key]

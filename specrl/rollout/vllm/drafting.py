@@ -60,6 +60,8 @@ class Drafting:
         """Lets a drafter that reads the policy's features do so later, while no drafts are wanted."""
         self.fixed: DraftLengths | None = None
         """The draft lengths to use instead of the controller's choice; None leaves the choice to the controller."""
+        self._learns = True
+        """Whether the generation that is under way teaches the controller and the text sources anything."""
         self._lengths = NO_DRAFTS
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
@@ -68,9 +70,13 @@ class Drafting:
         """Take the place of the runner's method."""
         self.runner.propose_draft_token_ids = self
 
-    def begin(self, recall: bool) -> None:
-        """Take note that a generation begins, so that the time since the last one counts for no iteration."""
+    def begin(self, recall: bool, learn: bool) -> None:
+        """Take note that a generation begins, so that the time since the last one counts for no iteration.
+
+        The arguments are those of `Engine.generate`.
+        """
         self._last_end = None
+        self._learns = learn
         self.texts.begin(recall)
 
     def remember(self, response: Sequence[int]) -> None:
@@ -87,15 +93,21 @@ class Drafting:
         iteration = self.sampler.last
         batch = len(iteration.ids)
         verified = self._lengths
-        self.texts.acceptance.observe(iteration.outcomes)
-        self._lengths = self.fixed if self.fixed is not None else self.controller.choose(batch)
+        if self._learns:
+            self.texts.acceptance.observe(iteration.outcomes)
+        self._lengths = self._choose(batch)
         drafts = self._propose(self._lengths, scheduler_output, arguments)
         now = agreed(time.perf_counter())
-        if self.fixed is None and self._last_end is not None and iteration.all_decoding:
+        if self.fixed is None and self._learns and self._last_end is not None and iteration.all_decoding:
             seconds = now - self._last_end
             self.controller.observe(batch, verified, seconds if verified == self._lengths else None, iteration.outcomes)
         self._last_end = now
         return drafts
+
+    def _choose(self, batch: int) -> DraftLengths:
+        if self.fixed is not None:
+            return self.fixed
+        return self.controller.choose(batch) if self._learns else self.controller.settled(batch)
 
     def _propose(self, lengths: DraftLengths, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
         iteration = self.sampler.last

@@ -1,0 +1,58 @@
+"""The held-out sets of `validate.sets`: the configuration under which each is answered, and its problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specrl.config import Config, ConfigError, DataConfig
+from specrl.data.files import FileProblems, read_problems
+from specrl.data.generators import GeneratorMixture
+from specrl.data.problems import Problem, ProblemSource
+
+
+def make_problems(config: DataConfig, seed: int) -> ProblemSource:
+    """Return the run's problems, from generators or a file.
+
+    Raises:
+        ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
+    """
+    return FileProblems(config, seed) if config.source == "file" else GeneratorMixture(config, seed)
+
+
+def config_of_set(config: Config, name: str) -> Config:
+    """Return the configuration under which a held-out set is answered: the run's, with the set's own settings."""
+    chosen = config.validate_.held_out_sets[name]
+    data: dict[str, Any] = {}
+    if chosen.path is not None:
+        data = {"source": "file", "path": chosen.path, "validation_path": None}
+    elif chosen.generators:
+        data = {"source": "generators", "generators": chosen.generators, "path": None, "validation_path": None}
+    if chosen.reward is not None:
+        data["reward"] = chosen.reward
+    sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p}
+    given = {key: value for key, value in sampling.items() if value is not None}
+    return config.model_copy(
+        update={"data": config.data.model_copy(update=data), "sampling": config.sampling.model_copy(update=given)}
+    )
+
+
+def held_out_problems(config: Config, name: str) -> list[Problem]:
+    """Return the distinct problems of a held-out set.
+
+    Raises:
+        ConfigError: A file or a generator is wrong, or there are fewer problems than asked for; the line names the set.
+    """
+    chosen, data = config.validate_.held_out_sets[name], config_of_set(config, name).data
+    count = chosen.num_prompts or config.validate_.num_prompts
+    try:
+        if chosen.path is None:
+            return make_problems(data, config.seed).held_out(count)
+        rows = {row.question: row for row in read_problems(chosen.path, data.prompt_column, data.answer_column)}
+    except ConfigError as error:
+        raise ConfigError(f"validate.sets.{name}: {error}") from error
+    if chosen.num_prompts is not None and len(rows) < chosen.num_prompts:
+        raise ConfigError(
+            f"validate.sets.{name}.num_prompts = {chosen.num_prompts}, but {chosen.path} has only {len(rows)} distinct "
+            "problems: ask for fewer, or leave it out to take all"
+        )
+    return list(rows.values())[: chosen.num_prompts]

@@ -1,0 +1,109 @@
+"""The answers of an engine's policy to the held-out sets, by all ranks together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from specrl import logs
+from specrl.artifacts import SetScore
+from specrl.config import Config
+from specrl.data.held_out import config_of_set
+from specrl.data.problems import derive_seed
+from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.rewards import Reward, make_reward
+from specrl.distributed import Ranks
+from specrl.rollout.collect import Origin, collect
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine
+from specrl.schemas import Rollout
+from specrl.validation.scores import SetResponses, score_set
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A held-out set, ready to be answered."""
+
+    name: str
+    config: Config
+    """The configuration under which it is answered, see `config_of_set`."""
+    prompts: list[Prompt]
+    samples_per_prompt: int
+    reward: Reward
+
+
+def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
+    """Return the sets of `validate.sets` in their order.
+
+    Raises:
+        ConfigError: A file, a generator or a reward is wrong, or there are fewer problems than asked for.
+    """
+    found = []
+    for name, chosen in config.validate_.held_out_sets.items():
+        own = config_of_set(config, name)
+        found.append(HeldOutSet(name, own, source.validation(name), chosen.samples_per_prompt, make_reward(own.data)))
+    return found
+
+
+def answer(
+    engine: Engine,
+    chosen: HeldOutSet,
+    step: int,
+    ranks: Ranks,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    learn: bool = True,
+) -> tuple[SetScore, SpeculationStats]:
+    """Answer a held-out set with the policy in the engine; return its scores and the counters of drafts (collective).
+
+    The seeds belong to validation alone and are the same whatever the policy, so that versions are compared on equal
+    terms. Speculation changes no response (invariant 1), so that scores with and without it are the same.
+
+    Args:
+        step: The number of RL steps that the policy has been trained for.
+        learn: As in `Engine.generate`.
+    """
+    started = time.monotonic()
+    size = chosen.config.engine.tensor_parallel
+    own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
+    origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
+    with logs.phase(f"answers to {chosen.name}"):
+        rollouts, generation = collect(
+            engine,
+            own,
+            chosen.samples_per_prompt,
+            chosen.config,
+            chosen.reward,
+            origin,
+            on_progress=on_progress,
+            learn=learn,
+        )
+    shares = ranks.gather((_kept(rollouts, chosen.samples_per_prompt), generation.stats))[::size]
+    responses = _joined([kept for kept, _ in shares])
+    seconds = time.monotonic() - started
+    score = score_set(step, chosen.name, responses, chosen.config.validate_.correct_reward, seconds)
+    return score, SpeculationStats.merge(stats for _, stats in shares)
+
+
+def _kept(rollouts: list[Rollout], samples: int) -> SetResponses:
+    """Return what the scores need of responses, of which each `samples` belong to one prompt."""
+    shape = (len(rollouts) // samples, samples)
+    return SetResponses(
+        np.array([rollout.reward for rollout in rollouts], np.float64).reshape(shape),
+        np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64).reshape(shape),
+        np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_).reshape(shape),
+    )
+
+
+def _joined(shares: list[SetResponses]) -> SetResponses:
+    """Return the responses of all engines, prompts in the order of the set, from which they were dealt in turn."""
+    count = sum(len(share.rewards) for share in shares)
+    order = np.argsort(np.concatenate([np.arange(i, count, len(shares)) for i in range(len(shares))]))
+    return SetResponses(
+        np.concatenate([share.rewards for share in shares])[order],
+        np.concatenate([share.lengths for share in shares])[order],
+        np.concatenate([share.truncated for share in shares])[order],
+    )

@@ -1,0 +1,62 @@
+"""Validation while the policy is trained: between steps, the training engine answers the held-out sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_scores
+from specrl.config import Config
+from specrl.data.prompts import PromptSource
+from specrl.distributed import Ranks
+from specrl.rollout.engine import Engine
+from specrl.tracking import Tracker
+from specrl.validation.answering import answer, held_out_sets
+
+
+class Validation:
+    """Validates every `validate.every`-th policy version, the first and the last. `restore` and `run` are collective.
+
+    Nothing in the engine, in the choice of drafts or in the trainer is different afterwards, so that the rollouts and
+    the policy are those of a run without validation (in FP32 bit for bit).
+    """
+
+    def __init__(
+        self, config: Config, ranks: Ranks, engine: Engine, source: PromptSource, tracker: Tracker, stage_dir: Path
+    ) -> None:
+        """Prepare the held-out sets; nothing is prepared where `validate.every` is 0.
+
+        Raises:
+            ConfigError: A file, a generator or a reward is wrong, or there are fewer problems than asked for.
+        """
+        self._every, self._num_steps = config.validate_.every, config.train.num_steps
+        self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
+        self._sets = held_out_sets(config, source) if self._every else []
+        self.curve: list[SetScore] = []
+        """The scores of all versions that have been validated."""
+
+    def restore(self, step: int) -> None:
+        """Read the scores of earlier starts of the stage; forget those of policies after `step`, which is run again."""
+        curve = []
+        if self._ranks.is_first:
+            for path in (self._stage_dir / CURVE_FOLDER).glob("step=*.json"):
+                if int(path.stem.partition("=")[2]) > step:
+                    path.unlink()
+            curve = read_curve(self._stage_dir)
+        self.curve = self._ranks.gather(curve)[0]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the policy after `step` RL steps is to be validated, and has not been yet."""
+        if not self._every or any(score.step == step for score in self.curve):
+            return False
+        return step % self._every == 0 or step == self._num_steps
+
+    def run(self, step: int) -> None:
+        """Validate the policy after `step` RL steps, which the engine must hold; write and log its scores."""
+        scores = [answer(self._engine, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets]
+        self._engine.reset_prefix_cache()
+        if self._ranks.is_first:
+            write_scores(self._stage_dir, step, scores)
+        self.curve += scores
+        for score in scores:
+            self._tracker.log_metrics(score.metrics(), step)
+        self._tracker.flush()
