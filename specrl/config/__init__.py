@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from specrl.config.algorithms import IMPORT_OWN
-from specrl.config.base import STAGES, ConfigError, NonNegativeInt, PositiveInt, Section, StageName
+from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
@@ -61,8 +61,8 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's name: letters, digits, `.`, `_` and `-`. Its results lie in `runs_dir/NAME`."""
-    seed: NonNegativeInt = 0
-    """The seed from which all random numbers of the run are derived."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
     runs_dir: Path = Path("runs")
     """The folder that holds the folders of all runs."""
     model: ModelConfig = ModelConfig()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Algorithm, Correction, Loss, Registry
-from specrl.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 LrDecay = Literal["constant", "linear", "cosine"]
 
@@ -29,9 +29,9 @@ class PolicyConfig(Section):
     """Fraction of `lr` that a linear or cosine schedule reaches after the last update."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of AdamW."""
-    beta1: Fraction = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate of AdamW's first moment."""
-    beta2: Fraction = 0.95
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay rate of AdamW's second moment."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm above which gradients are scaled down."""
@@ -56,8 +56,9 @@ class DrafterConfig(Section):
     """Width of EAGLE-3's MLP; the policy's by default."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
-    num_prompts: PositiveInt = 160
-    """Number of prompts that the policy answers for the pretraining."""
+    num_prompts: Annotated[int, Field(ge=2)] = 160
+    """Number of prompts that the policy answers for the pretraining; at least 2, because the calibration chooses layers
+    on some of these prompts and checks the choice on others."""
     samples_per_prompt: PositiveInt = 2
     """Number of responses to each of these prompts."""
     epochs: PositiveInt = 6
@@ -140,7 +141,7 @@ class PrecisionConfig(Section):
     max_kl: PositiveFloat = 0.005
     """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048
-    """Number of tokens on which the calibration measures."""
+    """Number of tokens on which the calibration measures; at least one response to each of two prompts is taken."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1)] = 1.5
     """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens, without the largest thousandth of
     the terms; above it the run stops. 1 is perfect agreement."""

@@ -16,6 +16,9 @@ from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.memory import Rank
 from specrl.report.tables import print_line, print_table
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The channels of a head for which vLLM has CPU kernels."""
+
 
 @dataclass(frozen=True)
 class PlannedJob:
@@ -128,6 +131,9 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         problems.append(
             f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
         )
+    if not config.resources_of("train").gpus_per_rank and shape.head_dim not in CPU_HEAD_SIZES:
+        allowed = ", ".join(map(str, CPU_HEAD_SIZES))
+        problems.append(f"{source} has heads of {shape.head_dim} channels; on CPUs vLLM allows {allowed}")
     method = config.speculation.draft_method
     has_draft_vocabulary = method.has_weights and not method.is_policy_layer
     if has_draft_vocabulary and config.drafter.draft_vocab_size >= shape.vocab_size:

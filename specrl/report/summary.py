@@ -202,9 +202,10 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not train:
         return []
     precision = summary.get("precision")  # runs of earlier versions have none
+    steps = f"{train['steps']} step{_plural(train['steps'])}"
     return [
         *([("precision", _precision_words(precision))] if precision else []),
-        ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({train['steps']} steps)"),
+        ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
         (
             "refit parity",

@@ -29,6 +29,7 @@ def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int | N
     engine.set_k(k)
     plain, speculative = [_rate(run) for run in runs[0]], [_rate(run) for run in runs[k]]
     ratios = [fast / slow for slow, fast in zip(plain, speculative, strict=True)]
+    plain_steps = _decode_steps(runs[0][0])  # none where every response is a single token
     return SpeedPair(
         batch=batch,
         plain_tokens_per_s=median(plain),
@@ -36,7 +37,7 @@ def matched_pair(engine: Engine, requests: list[Request], batch: int, k: int | N
         speedup=median(ratios),
         speedup_min=min(ratios),
         speedup_max=max(ratios),
-        decode_step_reduction=1 - _decode_steps(runs[k][0]) / _decode_steps(runs[0][0]),
+        decode_step_reduction=1 - _decode_steps(runs[k][0]) / plain_steps if plain_steps else 0.0,
         tokens_equal=_share_equal(runs[0][0], runs[k][0]),
     )
 

@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from specrl.config import Config
+from specrl.config import Config, ConfigError
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -51,12 +51,20 @@ def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenS
     """Return demonstrations as tokens, each response ended with the end-of-sequence token.
 
     Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
+
+    Raises:
+        ConfigError: None is left.
     """
     sequences: list[TokenSequence] = []
     for prompt, response in source.demonstrations(config.warm_start.num_examples):
         tokens = [*source.tokenizer.encode(response, add_special_tokens=False), source.tokenizer.eos_token_id]
         if len(tokens) <= config.sampling.max_response_tokens:
             sequences.append(TokenSequence.of(prompt.tokens, tokens, len(sequences)))
+    if not sequences:
+        raise ConfigError(
+            f"sampling.max_response_tokens = {config.sampling.max_response_tokens} leaves none of the "
+            f"{config.warm_start.num_examples} demonstrations to train on: raise it, or set warm_start.num_examples = 0"
+        )
     return sequences
 
 

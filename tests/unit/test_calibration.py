@@ -305,9 +305,11 @@ def test_ranks_share_the_rollouts() -> None:
         assert tokens[0] == sum(tokens[1:])
 
 
-def test_one_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^precision\.calibration_tokens = 600 covers 1 prompt"):
-        calibration_data(make_rollouts(1, 5), CONFIG, 0, 1)
+def test_two_prompts_are_taken_however_few_tokens_are_asked_for() -> None:
+    config = CONFIG.model_copy(update={"precision": PrecisionConfig(calibration_tokens=1)})
+    data = calibration_data(make_rollouts(3, 5), config, 0, 1)
+    parts = (data.statistics, data.selection, data.held_out)
+    assert [sum(len(batch.indices) for batch in part) for part in parts] == [2, 1, 1]
 
 
 def test_scales_are_those_of_the_weights_and_belong_to_one_model(

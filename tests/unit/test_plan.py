@@ -185,6 +185,8 @@ def test_parallel_sizes_must_divide_heads_and_layers() -> None:
     lines = str(error.value).splitlines()
     assert lines[0].startswith("policy.tensor_parallel = 2 does not divide the 9 attention and 3 KV heads")
     assert lines[1].startswith("engine.tensor_parallel = 4 does not divide")
+    with pytest.raises(ConfigError, match="heads of 16 channels; on CPUs vLLM allows 32, 64"):
+        plan(configured(model={"source": "tiny", "tiny": {"num_heads": 8}}, drafter={"draft_vocab_size": 64}))
     with pytest.raises(ConfigError, match="pipeline_parallel = 4 does not divide the 30 layers"):
         plan(configured(resources={"ranks_per_node": 4}, policy={"pipeline_parallel": 4}))
 

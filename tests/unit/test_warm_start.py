@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specrl.config import parse_config
+from specrl.config import ConfigError, parse_config
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
 from specrl.training.batches import TokenSequence, pack
@@ -42,6 +42,11 @@ def test_demonstrations_that_sampling_would_cut_off_are_left_out() -> None:
     sequences, _ = sequences_for(max_response_tokens=60)
     assert 0 < len(sequences) < 100
     assert max(len(sequence.tokens) - sequence.prompt_length for sequence in sequences) <= 60
+
+
+def test_a_limit_that_leaves_no_demonstration_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling\.max_response_tokens = 1 leaves none of the 100 demonstrations"):
+        sequences_for(max_response_tokens=1)
 
 
 def test_batches_hold_sequences_of_similar_length_and_each_sequence_once() -> None:

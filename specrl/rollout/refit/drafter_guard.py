@@ -20,7 +20,7 @@ from torch import Tensor
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.vllm.load import Weights
 from specrl.schemas import read_rollouts
@@ -156,13 +156,16 @@ class DrafterGuard:
         try:
             if self._drafter is not None and self._engine.is_whole:
                 self._engine.verify_drafter(self._drafter.named_weights())
-            self._stats = self._probe()
-            self._watch.check(self._stats, version)
+            generation = self._probe()
+            self._stats = generation.stats
+            # In responses of one or two tokens there may be nothing to draft, with any drafter.
+            if self._stats.num_drafts or any(len(response.tokens) > 2 for response in generation.responses):
+                self._watch.check(self._stats, version)
         except DrafterCollapseError as error:
             found = str(error)
         return next((fault for fault in self._ranks.gather(found) if fault is not None), None)
 
-    def _probe(self) -> SpeculationStats:
+    def _probe(self) -> Generation:
         """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.
 
         All drafts must be the drafter's. Stored text is forgotten, because it would be drafted for a prompt of the
@@ -174,9 +177,9 @@ class DrafterGuard:
         chosen = engine.k
         engine.set_k(engine.longest_k)
         engine.reset_prefix_cache()
-        stats = engine.generate(self._requests).stats
+        generation = engine.generate(self._requests)
         engine.set_k(chosen)
-        return stats
+        return generation
 
     def _reload(self) -> None:
         assert self._drafter is not None and self._last_good is not None

@@ -16,19 +16,12 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int) -> CalibrationData:
     """Return this data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
-    Every second prompt is held out from the choice of layers.
-
-    Raises:
-        ValueError: Those tokens cover fewer than two prompts.
+    There are two prompts at least, whatever the number of tokens, and every second one is held out from the choice of
+    layers.
     """
-    budget = config.precision.calibration_tokens
-    chosen = _within(rollouts, budget, prompts=True)
+    chosen = _within(rollouts, config.precision.calibration_tokens, prompts=True, at_least=2)
     prompts = sorted({rollout.prompt_id for rollout in chosen})
-    if len(prompts) < 2:
-        raise ValueError(
-            f"precision.calibration_tokens = {budget} covers {len(prompts)} prompt(s) of the rollouts: at least 2 are "
-            "needed, one to choose the layers and one to check; raise it"
-        )
+    assert len(prompts) > 1, "drafter.num_prompts is 2 or more"
     held = set(prompts[1::2])
     selection = [rollout for rollout in chosen if rollout.prompt_id not in held]
     held_out = [rollout for rollout in chosen if rollout.prompt_id in held]
@@ -45,15 +38,17 @@ def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_s
     )
 
 
-def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool) -> list[Rollout]:
+def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: int = 1) -> list[Rollout]:
     """Return the leading rollouts that fit into `tokens`, the first sample of every prompt before any second one.
 
-    At least one rollout is returned. `prompts` says whether the tokens of prompts count.
+    Args:
+        prompts: Whether the tokens of prompts count.
+        at_least: The number of rollouts that are returned even if they do not fit.
     """
     chosen: list[Rollout] = []
     for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
         tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)
-        if tokens < 0 and chosen:
+        if tokens < 0 and len(chosen) >= at_least:
             break
         chosen.append(rollout)
     return chosen
