@@ -43,6 +43,11 @@ RUNS = [
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
+    LoopRun(
+        "truncated",
+        ranks=1,
+        settings={"sampling": {"temperature": 1.3, "top_p": 0.5, "top_k": 5}, "train": {"num_steps": 1}},
+    ),
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
@@ -127,6 +132,17 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
         [row["response_tokens"] for row in rollouts(runs / run) if row["step"] == 0] for run in ("none", "four-ranks")
     )
     assert first == same
+
+
+def test_truncated_sampling_is_no_mismatch_of_engine_and_trainer(runs: Path) -> None:
+    """In FP32 they agree, whatever top-p and top-k leave out and whatever the temperature is."""
+    metrics = steps(runs / "truncated")[0]["metrics"]
+    assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["mismatch/importance_ratio_max"] == pytest.approx(1.0, abs=1e-2)
+    table = pyarrow.dataset.dataset(runs / "truncated" / "train-toy" / "rollouts", format="ipc").to_table()
+    masses = [mass for row in table.column("log_kept_mass").to_pylist() for mass in row]
+    assert min(masses) < -0.3 and max(masses) <= 0
 
 
 def test_twenty_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:
