@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from specrl.config.methods import METHODS, DraftMethod, check_method
@@ -120,8 +120,9 @@ class EngineConfig(Section):
 
     tensor_parallel: PositiveInt = 1
     """Number of ranks that share each layer of an engine."""
-    max_num_seqs: PositiveInt = 64
-    """Largest number of requests that run at once on one engine."""
+    max_num_seqs: Annotated[int, Field(gt=0, le=2048)] = 64
+    """Largest number of requests that run at once on one engine; at most 2048, the number of tokens that vLLM computes
+    at once."""
     kv_cache_gib: PositiveFloat = 1.0
     """Size of a rank's KV cache on a CPU, in GiB; on a GPU `gpu_memory_fraction` determines it."""
     gpu_memory_fraction: Fraction = 0.45

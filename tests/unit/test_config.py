@@ -39,6 +39,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["sampling.temperature=2.1"], ["sampling.temperature = 2.1", "0.01 to 2"]),
         (["sampling.temperature=nan"], ["sampling.temperature", "nan", "finite"]),
         (["seed=4294967296"], ["seed", "4294967296", "less than 4294967296"]),
+        (["engine.max_num_seqs=2049"], ["engine.max_num_seqs", "2049", "less than or equal to 2048"]),
         (["policy.beta1=1"], ["policy.beta1", "less than 1"]),
         (["drafter.num_prompts=1"], ["drafter.num_prompts", "1", "greater than or equal to 2"]),
         (["policy.lr=inf"], ["policy.lr", "inf", "finite"]),
