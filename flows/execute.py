@@ -9,6 +9,7 @@ from rich.console import Console
 from flows.folder import only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
+from slurm.access import restrict
 from slurm.registry import backends_of
 from specrl.config import Config
 
@@ -23,6 +24,7 @@ def execute(config: Config) -> None:
         ConfigError: The run cannot start; nothing has been written.
         JobError: A stage failed.
     """
+    restrict(config.cluster)
     for backend in backends_of(config):
         backend.connect()
     check(config)

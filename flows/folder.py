@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from slurm.access import check_access
 from specrl.artifacts import write_text
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import is_locked
@@ -72,9 +73,10 @@ def only_flow(run_dir: Path) -> Iterator[None]:
     """Hold the run, so that one flow works on it at a time. The kernel releases it when this process ends in any way.
 
     Raises:
-        ConfigError: Another process holds it.
+        ConfigError: Another process holds it, or somebody else could change what its jobs run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    check_access(run_dir)
     holder = run_dir / HOLDER_FILE
     try:
         lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ QUIET = {
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 
 
+PASSWORD = "PREFECT_API_AUTH_STRING"
+"""The variable from which Prefect's clients read the user and password that the server asks for."""
+
+
 class ServerError(RuntimeError):
     """Prefect's server did not start. The message is one line that names its log."""
 
@@ -43,8 +48,9 @@ class PrefectServer:
             from flows.pipeline import pipeline
 
     Starting takes 6 s, and 20 s the first time, when the database is created: begin early and wait late. Nothing is
-    started when the user has a server (`PREFECT_API_URL`). Prefect reads the environment when it is imported, so import
-    it after `wait`. The server ends with this process, even when this process is killed.
+    started when the user has a server (`PREFECT_API_URL`). Clients need the password of this start, which lies in the
+    environment, where only processes of the same user can read it. Prefect reads the environment when it is imported,
+    so import it after `wait`. The server ends with this process, even when this process is killed.
     """
 
     def __init__(self, runs_dir: Path) -> None:
@@ -69,7 +75,10 @@ class PrefectServer:
         self._lock.acquire()
         port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-        environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+        # Other users of this machine can reach the loopback interface, too, but they do not know the password.
+        password = os.environ[PASSWORD] = f"specrl:{secrets.token_urlsafe()}"
+        environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
+        environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
@@ -108,7 +117,7 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        del os.environ["PREFECT_API_URL"]
+        del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
 
 
 def serve(port: int, parent: int) -> None:

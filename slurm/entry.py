@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from slurm.access import check_access, restrict
 from slurm.backend import StageRequest
 from slurm.environment import prepare_rank
 from slurm.registry import backend_of
@@ -23,6 +24,8 @@ def main(arguments: list[str]) -> None:
         arguments: The file with the stage's context, and the function as `module:function`.
     """
     context = StageContext.load(Path(arguments[0]))
+    restrict(context.config.cluster)
+    check_access(context.run_dir)
     request = StageRequest(context, entry=arguments[1])
     backend = backend_of(request.key.cluster)
     prepare_rank(request, backend)

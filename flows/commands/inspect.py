@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
+from flows.mlflow_ui import TOKEN
 from specrl.config import STAGES, Config
 from specrl.report.results import CONFIG_FILE
 from specrl.report.tables import print_line, print_table
@@ -52,14 +54,21 @@ def ui(
 ) -> None:
     """Serve MLflow's pages on this machine.
 
-    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C.
+    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address holds a
+    token, without which other users of the machine see nothing.
     """
     from specrl.tracking import tracking_uri
 
     store = tracking_uri(Config(name="ui", runs_dir=runs_dir))
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
-    print(f"MLflow is at http://127.0.0.1:{port}; Ctrl-C ends it", flush=True)
+    token = secrets.token_urlsafe()
+    environment = {
+        **os.environ,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "DO_NOT_TRACK": "true",
+        TOKEN: token,
+    }
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--app-name", "specrl"]
+    print(f"MLflow is at http://127.0.0.1:{port}/?token={token}; Ctrl-C ends it", flush=True)
     code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
     raise typer.Exit(code.returncode)
 

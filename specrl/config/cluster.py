@@ -114,6 +114,9 @@ class ClusterConfig(Section):
     log_level: LogLevel = "info"
     """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
     and how many seconds it took."""
+    access: Literal["owner", "group"] = "owner"
+    """Who may read what the run writes: its owner alone, or the members of the files' group as well. Nobody else may
+    ever write to it."""
     queue_minutes: PositiveInt = 24 * 60
     """How many minutes a job may wait in the queue before the flow gives up."""
 

@@ -10,17 +10,20 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flows.server import PrefectServer
 from tests.integration.pipeline_runs import SMOKE, specrl
+from tests.prefect_api import request
 
 
 def call(url: str, *, seconds: float = 120, **body: Any) -> Any:
     """What Prefect's server answers; while its database is busy that is 503, and one asks again, as its client does."""
-    request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
+    question = request(url, body)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(question, timeout=60) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             if error.code != 503 or time.monotonic() > deadline:
@@ -45,6 +48,8 @@ def test_a_served_configuration_runs_when_prefect_says_so(tmp_path: Path) -> Non
     settings = [f"--set=data.{key}={value}" for key, value in data.items()]
     with PrefectServer(runs) as server:
         server.wait()
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # as another user of this machine would
+            urllib.request.urlopen(f"{server.url}/admin/version", timeout=60)
         process = specrl("serve", str(SMOKE), "--cron", "0 3 1 1 *", f"--set=runs_dir={runs}", *settings)
         try:
             deployment = first_with(f"{server.url}/deployments", "name", ("smoke",))

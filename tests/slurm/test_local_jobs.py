@@ -21,6 +21,7 @@ from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
+from tests.prefect_api import request
 from tests.slurm.conftest import ROOT, FlowProcess
 
 StartFlow = Callable[..., FlowProcess]
@@ -59,9 +60,7 @@ def nothing(state: State, progress: object) -> None:
 def states_in_prefect(server: PrefectServer, run_dir: Path) -> list[str]:
     """Of all flows of a run, the first one first."""
     wanted = {"flow_runs": {"name": {"any_": [str(run_dir)]}}, "sort": "START_TIME_ASC"}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/flow_runs/filter", json.dumps(wanted).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request(f"{server.url}/flow_runs/filter", wanted), timeout=30) as response:
         return [run["state_type"] for run in json.load(response)]
 
 

@@ -1,0 +1,86 @@
+"""Who may write to a run, and who may use the servers that `specrl` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.folder import only_flow
+from flows.mlflow_ui import TokenGuard
+from slurm.access import UMASKS, check_access, restrict
+from specrl.config import ClusterConfig, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Any:
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("access", "mode"), [("owner", 0o700), ("group", 0o750)])
+def test_a_new_run_is_readable_to_those_whom_the_configuration_names(tmp_path: Path, access: Any, mode: int) -> None:
+    restrict(ClusterConfig(access=access))
+    with only_flow(tmp_path / "runs" / "run"):
+        assert (tmp_path / "runs" / "run").stat().st_mode & 0o777 == mode
+    assert UMASKS[access] & 0o022 == 0o022
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_run_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    check_access(tmp_path)
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"others can write to .*mode {mode:o}.*chmod go-w"):
+        check_access(tmp_path)
+    with pytest.raises(ConfigError, match="others can write"), only_flow(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+def test_a_run_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        check_access(tmp_path)
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"secret"})
+
+
+def ask(path: str, **headers: str) -> httpx.Response:
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(app=TokenGuard(application, "right"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://ui") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/", {}, 403),
+        ("/?token=wrong", {}, 403),
+        ("/ajax-api/2.0/mlflow/experiments/search", {"authorization": "Bearer wrong"}, 403),
+        ("/", {"cookie": "specrl-ui-token=wrong"}, 403),
+        ("/health", {}, 200),
+        ("/", {"authorization": "Bearer right"}, 200),
+        ("/", {"cookie": "other=1; specrl-ui-token=right"}, 200),
+    ],
+)
+def test_the_pages_need_the_token(path: str, headers: dict[str, str], status: int) -> None:
+    answer = ask(path, **headers)
+    assert answer.status_code == status
+    assert ("secret" in answer.text) == (status == 200)
+
+
+def test_the_printed_address_leaves_its_token_in_a_cookie() -> None:
+    answer = ask("/?token=right")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert ask("/", cookie=answer.headers["set-cookie"].partition(";")[0]).status_code == 200
