@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from flows.commands import bench, devcluster, inspect, project, run, serve, sync
+from flows.commands import bench, devcluster, inspect, project, run, samples, serve, sync
 from flows.server import ServerError
 from slurm.backend import JobError
 from slurm.devcluster import DevClusterError
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 run.register(app)
 inspect.register(app)
+samples.register(app)
 sync.register(app)
 bench.register(app)
 serve.register(app)

@@ -19,6 +19,7 @@ from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
 from specrl.report.results import find_stages, finished, read_config
+from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import render_summary
 from specrl.timeline import timeline_from
 
@@ -44,10 +45,12 @@ def write_report(run_dir: Path) -> Path:
     summary = StringIO()
     render_summary(run_dir, Console(file=summary, force_terminal=False))
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
+    templates.filters["clipped"] = clipped
     page = templates.get_template(TEMPLATE).render(
         name=config.name,
         summary=summary.getvalue(),
         charts=[Chart(chart.title, embedded(chart.svg)) for chart in _charts(run_dir)],
+        steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
     write_text(path, page)

@@ -1,0 +1,173 @@
+"""Prompts, responses and rewards of a run for people, read from its rollouts without loading what is not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from textwrap import indent
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from specrl.artifacts import PrepareResult
+from specrl.report.results import find_stages, finished
+from specrl.report.tables import print_line
+
+COLUMNS = (
+    "step",
+    "prompt_id",
+    "sample",
+    "prompt_tokens",
+    "response_tokens",
+    "response",
+    "answer",
+    "reward",
+    "finish_reason",
+)
+PAGE_STEPS = 30
+"""The largest number of steps whose samples the report page shows."""
+PAGE_CHARACTERS = 4000
+"""The largest number of characters of a text on the report page."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response with its prompt, as text."""
+
+    step: int
+    prompt_id: int
+    sample: int
+    """The number of the response among those to the same prompt in the same step."""
+    reward: float
+    num_tokens: int
+    """The length of the response."""
+    finish_reason: str
+    prompt: str
+    response: str
+    answer: str
+    """The prompt's correct answer."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """What a step's responses show: some of them, by the reason why they were chosen."""
+
+    step: int
+    num_responses: int
+    reward_mean: float
+    chosen: dict[str, list[Sample]]
+    """The samples by `best`, `worst` and `longest`."""
+
+
+class SampleReader:
+    """Reads the rollouts of a run's current training.
+
+    The files are mapped into memory, so that reading rewards and lengths costs little, however long the responses are.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._stages = find_stages(run_dir)
+        self._folder = self._stages["train"].stage_dir / "rollouts" if "train" in self._stages else None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have rollouts, in their order."""
+        folders = self._folder.glob("step=*") if self._folder is not None else ()
+        found = (int(folder.name.partition("=")[2]) for folder in folders if any(folder.glob("*.arrow")))
+        return sorted(found)
+
+    def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
+        """Return the best, the worst and the longest responses of a step, as many as are asked for of each."""
+        table = self._read(step)
+        lengths = pc.list_value_length(table["response_tokens"]).to_pylist()
+        rewards = table["reward"].to_pylist()
+        orders = {
+            "best": (best, sorted(range(len(rewards)), key=lambda row: -rewards[row])),
+            "worst": (worst, sorted(range(len(rewards)), key=lambda row: rewards[row])),
+            "longest": (longest, sorted(range(len(rewards)), key=lambda row: -lengths[row])),
+        }
+        chosen = {name: [self._sample(table, row) for row in rows[:count]] for name, (count, rows) in orders.items()}
+        return StepSamples(step, len(rewards), sum(rewards) / max(len(rewards), 1), chosen)
+
+    def prompt(self, prompt_id: int, steps: Sequence[int]) -> Iterator[Sample]:
+        """Yield all responses to a prompt in the given steps."""
+        for step in steps:
+            table = self._read(step)
+            for row, number in enumerate(table["prompt_id"].to_pylist()):
+                if number == prompt_id:
+                    yield self._sample(table, row)
+
+    def _read(self, step: int) -> pa.Table:
+        assert self._folder is not None
+        paths = sorted((self._folder / f"step={step:06d}").glob("*.arrow"))
+        tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(COLUMNS) for path in paths]
+        return pa.concat_tables(tables)
+
+    def _sample(self, table: pa.Table, row: int) -> Sample:
+        values = {name: table[name][row].as_py() for name in COLUMNS}
+        response_tokens = values.pop("response_tokens")
+        return Sample(
+            prompt=self._decode(values.pop("prompt_tokens")),
+            response=values.pop("response") or self._decode(response_tokens),
+            num_tokens=len(response_tokens),
+            **values,
+        )
+
+    def _decode(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        if self._tokenizer is None:
+            return f"({len(tokens)} tokens; the policy's tokenizer is gone)"
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        prepared = finished(self._stages, "prepare", PrepareResult)
+        path = prepared.policy_dir / "tokenizer.json" if prepared else None
+        return Tokenizer.from_file(str(path)) if path is not None and path.is_file() else None
+
+
+def page_samples(run_dir: Path) -> list[StepSamples]:
+    """Return what the report page shows: some steps, evenly spread, with their best, worst and longest responses."""
+    reader = SampleReader(run_dir)
+    steps = reader.steps
+    if len(steps) > PAGE_STEPS:
+        steps = [steps[round(index * (len(steps) - 1) / (PAGE_STEPS - 1))] for index in range(PAGE_STEPS)]
+    samples = [reader.step(step, best=2, worst=2, longest=1) for step in steps]
+    return [step for step in samples if step.num_responses]
+
+
+def clipped(text: str) -> str:
+    """Return a text for the page, without its middle where it is too long."""
+    if len(text) <= PAGE_CHARACTERS:
+        return text
+    half = PAGE_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def printable(text: str) -> str:
+    """Return a text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> None:
+    """Print a title, and below it each sample with its texts indented."""
+    print_line(console, title)
+    for sample in samples:
+        print_line(
+            console,
+            f"\n  step {sample.step}, prompt {sample.prompt_id}, sample {sample.sample}: reward {sample.reward:.3f}, "
+            f"{sample.num_tokens} tokens, {sample.finish_reason}",
+        )
+        for name in ("prompt", "response", "answer"):
+            text = printable(getattr(sample, name))
+            print_line(console, f"  {name}:\n{indent(text, '    ', lambda line: True)}")
+    print_line(console, "")
