@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.change import note_edited_files, refuse_other
 from flows.folder import only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
@@ -14,11 +15,13 @@ from slurm.registry import backends_of
 from specrl.config import Config
 
 
-def execute(config: Config) -> None:
+def execute(config: Config, *, resumed: bool = False) -> None:
     """Run all stages of a configuration.
 
     Args:
         config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
+        resumed: Whether the run goes on as its record says. If not, the folder must hold no run, or one that was
+            started with this configuration and this code.
 
     Raises:
         ConfigError: The run cannot start; nothing has been written.
@@ -30,6 +33,10 @@ def execute(config: Config) -> None:
     check(config)
     console = Console(soft_wrap=True)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
+        if resumed:
+            note_edited_files(config, console)
+        else:
+            refuse_other(config.run_dir, config)
         write_config(config)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
         from specrl.tracking import finish_parent_run, start_parent_run

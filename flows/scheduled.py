@@ -11,7 +11,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
 from flows.execute import execute
+from flows.own_code import resume_with_own_code
 from specrl.config import Config, parse_config
+from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
 
 
@@ -27,6 +29,8 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 def scheduled(config: str) -> None:
     """Run a configuration under a name with the scheduled time.
 
+    A run that exists under this name, because Prefect runs the flow again, is resumed with its own code.
+
     Args:
         config: The configuration as JSON.
 
@@ -34,7 +38,11 @@ def scheduled(config: str) -> None:
         ConfigError: The run cannot start; nothing has been written.
         JobError: A stage failed.
     """
-    execute(config_at(config, runtime.flow_run.scheduled_start_time))
+    named = config_at(config, runtime.flow_run.scheduled_start_time)
+    if code_of(named.run_dir) is None:
+        execute(named)
+    else:
+        resume_with_own_code(named.run_dir)
 
 
 def config_at(config: str, time: datetime) -> Config:

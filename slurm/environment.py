@@ -17,6 +17,7 @@ import psutil
 from slurm.backend import Backend, StageRequest
 from specrl.config import Resources
 from specrl.keys import files_digest
+from specrl.lineage.record import CODE_DIR
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -28,17 +29,23 @@ CACHES = {
     "NUMBA_CACHE_DIR": "numba",
 }
 """The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
-PACKAGES = ("specrl", "slurm")
-"""The packages that run in a job. They lie in one folder, as in a checkout."""
+PACKAGES = ("flows", "tasks", "slurm", "specrl")
+"""The packages that a run needs to go on. They lie in one folder, as in a checkout."""
+ROOT = Path(__file__).parents[1]
+"""The folder with the packages that this process imports."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
 
 
+def present_code() -> str:
+    """Return the digest of the sources that this process imports, by which a snapshot of them is called."""
+    return files_digest(_files(ROOT))
+
+
 def snapshot_code(run_dir: Path) -> Path:
     """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
-    root = Path(__file__).parents[1]
-    target = run_dir / "code" / files_digest(_files(root))
+    target = run_dir / CODE_DIR / present_code()
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +53,7 @@ def snapshot_code(run_dir: Path) -> Path:
     temporary.chmod(0o755)
     try:
         for package in PACKAGES:
-            shutil.copytree(root / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
         temporary.rename(target)
     except OSError:
         if not target.is_dir():  # else another flow was faster

@@ -7,12 +7,14 @@ the lock exist from the moment the job does, so there is no instant at which kil
 
 from __future__ import annotations
 
+import functools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from slurm.backend import Job, JobKey, SilentSchedulerError, StageRequest
+from slurm.backend import Backend, Job, JobKey, SilentSchedulerError, StageRequest
 from slurm.environment import job_environment
 from slurm.registry import backend_of
 from specrl.config import Config
@@ -58,8 +60,23 @@ def find(key: JobKey) -> Job | None:
         JobError: The scheduler cannot be used from here.
         SilentSchedulerError: The scheduler has not answered for `SILENCE_SECONDS`.
     """
-    backend = backend_of(key.cluster)
-    return _patiently(lambda: backend.find(key))
+    for backend in _backends(key):
+        if (job := _patiently(functools.partial(backend.find, key))) is not None:
+            return job
+    return None
+
+
+def _backends(key: JobKey) -> list[Backend]:
+    """Return the backend of the configuration and, where that was another one, the one with the stage's last job."""
+    cluster = key.cluster
+    backends = [backend_of(cluster)]
+    if key.context_path.exists():  # it is written before a job is submitted
+        config = json.loads(key.context_path.read_text())["config"]
+        name = config["stage_resources"].get(key.stage, {}).get("backend") or config["cluster"]["backend"]
+        if name != cluster.backend:
+            backends.append(backend_of(cluster.model_copy(update={"backend": name})))
+            backends[-1].connect()
+    return backends
 
 
 def live_jobs(config: Config) -> dict[str, Job]:

@@ -6,6 +6,7 @@ when its `result.json` exists; it is always written last.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -264,6 +265,29 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON; what JSON does not know, such as a path, becomes its text."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a text file and flush it to disk.
+
+    A line that a kill cut short stays a line of its own, which `read_lines` leaves out.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        newline = "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""
+        file.write(f"{newline}{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the values of a file with one JSON value per line; without the file, none."""
+    values = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # a line that a kill cut short
+            values.append(json.loads(line))
+    return values
 
 
 def write_result(stage_dir: Path, result: Artifact) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specrl.artifacts import ResultType, read_result, write_json
 from specrl.config import Config, StageName, dump_config, parse_config
+from specrl.lineage.record import Continuation
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class StageContext:
     """The folders of the finished stages that this one reads, by stage."""
     mlflow_run_id: str
     """The run's MLflow run; the stage continues its own child of it."""
+    continues: Continuation | None = None
+    """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
 
     @property
     def run_dir(self) -> Path:
@@ -52,6 +55,7 @@ class StageContext:
                 "stage_dir": self.stage_dir,
                 "inputs": self.inputs,
                 "mlflow_run_id": self.mlflow_run_id,
+                "continues": self.continues and self.continues.model_dump(mode="json"),
             },
         )
 
@@ -66,4 +70,5 @@ class StageContext:
             stage_dir=Path(data["stage_dir"]),
             inputs={stage: Path(folder) for stage, folder in data["inputs"].items()},
             mlflow_run_id=data["mlflow_run_id"],
+            continues=Continuation.model_validate(data["continues"]) if data["continues"] else None,
         )

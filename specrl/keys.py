@@ -54,7 +54,13 @@ NO_STAGE_CODE = ("bench", "report", "projection")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 
-def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str) -> str:
+def stage_key(
+    config: Config,
+    stage: StageName,
+    inputs: Mapping[StageName, str],
+    code: str,
+    start: Any = None,
+) -> str:
     """Return `STAGE-` and 12 hex digits of all that the stage's result depends on.
 
     That is its inputs' keys, its sections of the configuration, the files that these name, and the code.
@@ -62,6 +68,7 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     Args:
         inputs: The keys of the stages in `INPUTS[stage]`.
         code: The `code_digest` of the sources that will run.
+        start: What the stage starts from besides its inputs, such as the checkpoint of another stage.
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     values = json.loads(dump_config(config))
@@ -81,15 +88,39 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
         sections["model"]["source"] = _model_fingerprint(config.model.source)
     elif "model" in sections:  # what the source gave is in the key of `prepare`
         del sections["model"]["source"], sections["model"]["tiny"]
-    return f"{stage}-{digest([stage, dict(inputs), sections, code])}"
+    return f"{stage}-{digest([stage, dict(inputs), sections, code, start])}"
 
 
-def run_keys(config: Config, code: str) -> dict[StageName, str]:
-    """Return the keys of all stages. Each depends on the keys of its inputs and not on their results."""
+def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, str]:
+    """Return the keys of all stages. Each depends on the keys of its inputs and not on their results.
+
+    Args:
+        code: The `code_digest` of the sources that will run.
+        start: What `prepare` and `train` start from besides their inputs; see `stage_key`.
+    """
     keys: dict[StageName, str] = {}
     for stage in STAGES:
-        keys[stage] = stage_key(config, stage, {name: keys[name] for name in INPUTS[stage]}, code)
+        inputs = {name: keys[name] for name in INPUTS[stage]}
+        keys[stage] = stage_key(config, stage, inputs, code, start if stage in ("prepare", "train") else None)
     return keys
+
+
+def named_files(config: Config) -> dict[str, str]:
+    """Return a digest of each of the user's files that the configuration names, by the key that names it.
+
+    They are data, sources of functions, and models in folders. Stages read them where they lie.
+    """
+    sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.train.algorithms}
+    paths = {
+        "data.path": config.data.path,
+        "data.validation_path": config.data.validation_path,
+        "data.reward": import_source(config.data.reward),
+        **sources,
+    }
+    digests = {key: content for key, path in paths.items() if (content := _content(path)) is not None}
+    models = {"model.source": config.model.source, "speculation.draft_model": config.speculation.draft_model}
+    folders = {key: _model_fingerprint(str(source)) for key, source in models.items() if source is not None}
+    return digests | {key: digest(found) for key, found in folders.items() if isinstance(found, list)}
 
 
 def code_digest(package: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from specrl import logs
 from specrl.config import Config
 from specrl.distributed import Ranks
+from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
@@ -48,9 +49,13 @@ class Trainer:
     validation: Validation
     recorder: StepRecorder
     checkpoint_dir: Path
+    continues: Continuation | None = None
+    """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
 
     def restore(self, pretraining: Path) -> int:
-        """Continue from the newest checkpoint, or from the start; drop what incomplete steps after it left behind.
+        """Continue from the newest checkpoint, of this stage or of the one that it continues, or from the start.
+
+        What incomplete steps after the checkpoint have left behind is dropped.
 
         Args:
             pretraining: The folder of the rollouts that the drafter was pretrained on.
@@ -59,6 +64,8 @@ class Trainer:
             The first step to run.
         """
         found = checkpoint.latest(self.checkpoint_dir)
+        if found is None and self.continues is not None:
+            found = self.continues.checkpoint_dir
         first_step = 0
         if found is not None:
             with logs.phase("loading of the checkpoint"):

@@ -13,9 +13,10 @@ from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import wait
 from specrl.artifacts import RESULT_FILE, point_to
-from specrl.config import Config, StageName, parse_config
+from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.context import StageContext
-from specrl.keys import INPUTS, code_digest, run_keys
+from specrl.keys import INPUTS, code_digest, named_files, run_keys
+from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.progress import ProgressState
 from specrl.report.results import CONFIG_FILE
 from specrl.tracking import RUN_ID_FILE
@@ -56,15 +57,18 @@ class Run:
     """The run on which this flow works."""
 
     config: Config
-    code: Path
-    """The folder with the copy of the sources that the jobs import."""
-    keys: dict[StageName, str]
+    record: RunRecord
     mlflow_run_id: str
     reporter: Reporter = field(repr=False)
 
     def folder(self, stage: StageName) -> Path:
         """Return the folder of a stage's results."""
-        return self.config.run_dir / "stages" / self.keys[stage]
+        return self.config.run_dir / "stages" / self.record.keys[stage]
+
+    def start_of(self, stage: StageName) -> Continuation | None:
+        """Return the checkpoint of another stage that this stage starts from, or None."""
+        start = self.record.start_of(stage)
+        return start and start.in_run(self.config.run_dir)
 
 
 def read_run_config(run_dir: Path) -> Config:
@@ -74,27 +78,42 @@ def read_run_config(run_dir: Path) -> Config:
         ConfigError: This version of specrl does not understand the configuration.
         FileNotFoundError: The folder is not a run's.
     """
-    data = json.loads((run_dir / CONFIG_FILE).read_text())
+    record = read_record(run_dir)
+    data = record.settings if record is not None else json.loads((run_dir / CONFIG_FILE).read_text())
     return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder, copy the code, compute the stages' keys, and cancel running jobs that have other keys."""
+    """Read a run's folder; a run that has no record begins with the present code.
+
+    Raises:
+        ConfigError: The copy of the run's code is gone.
+    """
     config = read_run_config(run_dir)
-    code = snapshot_code(run_dir)
+    record = read_record(run_dir) or begin(config)
+    if not record.code_dir(run_dir).is_dir():
+        raise ConfigError(
+            f"run {run_dir.name}: {record.code_dir(run_dir)}, the code that it was started with, is gone; continue it "
+            f"with the present code: specrl resume {run_dir.name} --new-code"
+        )
     run_id = run_dir / RUN_ID_FILE
-    run = Run(
-        config=config,
-        code=code,
-        keys=run_keys(config, code_digest(code / "specrl")),
-        mlflow_run_id=run_id.read_text().strip() if run_id.exists() else "",
-        reporter=reporter,
-    )
     for key, job in live_jobs(config).items():
-        if key not in run.keys.values():
-            job.cancel()
-            reporter.note(f"cancelled {job.backend} job {job.job_id}: it ran {key}, of another configuration or code")
-    return run
+        if key not in record.keys.values():
+            reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
+    return Run(config, record, run_id.read_text().strip() if run_id.exists() else "", reporter)
+
+
+def begin(config: Config) -> RunRecord:
+    """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
+    code = snapshot_code(config.run_dir)
+    record = RunRecord(
+        settings=json.loads(dump_config(config)),
+        code=code.name,
+        files=named_files(config),
+        keys=run_keys(config, code_digest(code / "specrl")),
+    )
+    write_record(config.run_dir, record)
+    return record
 
 
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
@@ -117,10 +136,11 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
         context = StageContext(
             config=run.config,
             stage=stage,
-            key=run.keys[stage],
+            key=run.record.keys[stage],
             stage_dir=folder,
             inputs={done.stage: done.folder for done in inputs},
             mlflow_run_id=run.mlflow_run_id,
+            continues=run.start_of(stage),
         )
         _work(run, context, entry or f"specrl.stages.{stage}:main")
     if stage == "export":
@@ -137,7 +157,7 @@ def _work(run: Run, context: StageContext, entry: str) -> None:
     found again.
     """
     try:
-        job = attach_or_submit(context, entry, run.code)
+        job = attach_or_submit(context, entry, run.record.code_dir(run.config.run_dir))
         if job is None:
             return
         run.reporter.submitted(context.stage, job)
@@ -152,8 +172,9 @@ def _work(run: Run, context: StageContext, entry: str) -> None:
 def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
     folder = run.folder(stage)
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    record = Record.read(JobKey(run.config, run.keys[stage]).record_path)
-    return Finished(stage, run.keys[stage], folder, seconds, record.job_id if record else None, cached)
+    key = run.record.keys[stage]
+    record = Record.read(JobKey(run.config, key).record_path)
+    return Finished(stage, key, folder, seconds, record.job_id if record else None, cached)
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:

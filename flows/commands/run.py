@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from flows.change import Wishes, change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
 from flows.execute import execute
 from flows.folder import find_run
+from flows.own_code import continue_with_own_code
 from slurm.registry import backend_of
 from specrl.config import STAGES
+from specrl.lineage.changes import adjustable_keys
+
+CHANGEABLE = (
+    "Training goes on with another value of: "
+    + ", ".join(adjustable_keys())
+    + ". Other settings of the model, the data and "
+    "the stages before training make it start over (--restart); those of [validate], resources and cluster do not."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -43,15 +54,47 @@ def run(
     execute(config)
 
 
-def resume(name: RunName, cluster: Cluster = None, runs_dir: RunsDir = Path("runs")) -> None:
-    """Continue a run that was ended.
+def resume(
+    name: RunName,
+    steps: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Train up to this number of steps: train.num_steps.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"Change a setting. {CHANGEABLE}")
+    ] = None,
+    new_code: Annotated[
+        bool, typer.Option("--new-code", help="Go on with the present code, in place of the run's own copy.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Let training start over where a change makes that necessary.")
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel jobs that are at work on a stage that changes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what stays, what goes on and what is redone, and change nothing.")
+    ] = False,
+    cluster: Cluster = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Continue a run that was ended, with the code and the settings that it was started with.
 
-    The configuration is the one in the run's folder. Stages that have finished are skipped, and jobs that are still
-    running are waited for.
+    Stages that have finished are skipped, and jobs that are still running are waited for. With an option that changes
+    the run, what that means for each stage is printed first. Training then goes on from its newest checkpoint, and
+    nothing that was made before is removed.
     """
+    run_dir = find_run(name, runs_dir)
+    chosen = [f'cluster.backend="{cluster}"'] if cluster else []
+    chosen += [f"train.num_steps={steps}"] if steps is not None else []
+    changed = (*(overrides or []), *chosen)
+    flags = {"--new-code": new_code, "--restart": restart, "--cancel": cancel, "--dry-run": dry_run}
+    if not new_code:
+        words = [word for override in changed for word in ("--set", override)]
+        given = [flag for flag, is_given in flags.items() if is_given]
+        continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
     from tasks.run import read_run_config
 
-    config = read_run_config(find_run(name, runs_dir))
-    if cluster:
-        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": cluster})})
-    execute(config)
+    if changed or new_code or dry_run:
+        change_run(run_dir, Wishes(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
+    if not dry_run:
+        execute(read_run_config(run_dir), resumed=True)

@@ -7,6 +7,7 @@ already a dict; both turn every mistake into a `ConfigError` whose message has o
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -50,6 +51,7 @@ __all__ = [
     "ValidateConfig",
     "ValidationSetConfig",
     "WarmStartConfig",
+    "change_config",
     "dump_config",
     "load_config",
     "parse_config",
@@ -226,6 +228,18 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
+        _apply_override(data, override)
+    return parse_config(data, import_own=True)
+
+
+def change_config(config: Config, overrides: list[str]) -> Config:
+    """Return a configuration with overrides applied, as `load_config` takes them.
+
+    Raises:
+        ConfigError: An override is malformed, or a key, type or combination is wrong.
+    """
+    data = json.loads(dump_config(config))
+    for override in overrides:
         _apply_override(data, override)
     return parse_config(data, import_own=True)
 

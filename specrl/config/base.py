@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +17,17 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 """A number above 0 and at most 1."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Marks a field that a run may change while it goes on."""
+
+
+T = TypeVar("T")
+Adjustable = Annotated[T, Mark()]
+"""A field that a run may change while it goes on: training continues from its checkpoint with the new value, and what
+earlier stages made stays. A change of another field that they or training read makes training start over."""
 
 
 class ConfigError(ValueError):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class TinyModelConfig(Section):
@@ -85,7 +85,7 @@ class DataConfig(Section):
     template: str = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
-    reward: str = "task"
+    reward: Adjustable[str] = "task"
     """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
     `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`."""
 

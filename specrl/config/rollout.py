@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from specrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from specrl.config.methods import METHODS, DraftMethod, check_method
 
 CANNOT_BE_HONOURED = {
@@ -51,13 +51,13 @@ class SamplingConfig(Section):
     `specrl/algorithms/objective.py`.
     """
 
-    temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
+    temperature: Adjustable[Annotated[float, AfterValidator(_check_temperature)]] = 1.0
     """The temperature by which logits are divided, from 0.01 to 2."""
-    top_p: Fraction = 1.0
+    top_p: Adjustable[Fraction] = 1.0
     """Probability mass of the smallest set of most likely tokens that is sampled from; 1 keeps all tokens."""
-    top_k: Annotated[NonNegativeInt, AfterValidator(_check_top_k)] = 0
+    top_k: Adjustable[Annotated[NonNegativeInt, AfterValidator(_check_top_k)]] = 0
     """Number of most likely tokens that are sampled from, at least 2; 0 keeps all tokens."""
-    max_response_tokens: PositiveInt = 160
+    max_response_tokens: Adjustable[PositiveInt] = 160
     """The longest response, in tokens."""
 
     @model_validator(mode="before")
@@ -71,21 +71,21 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """Where drafts come from and how long they are. Drafts change how long a rollout takes, but none of its tokens."""
 
-    method: Annotated[str, AfterValidator(check_method)] = "eagle3"
+    method: Adjustable[Annotated[str, AfterValidator(check_method)]] = "eagle3"
     """The name of a row in `specrl/config/methods.py`. `mtp` drafts with the multi-token-prediction layer of a policy
     that has one."""
-    k: NonNegativeInt = 3
+    k: Adjustable[NonNegativeInt] = 3
     """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`."""
-    adaptive: bool = True
+    adaptive: Adjustable[bool] = True
     """Whether the controller chooses the draft length, from 0 upwards, for each running batch size; if not, drafts
     always have the full length."""
-    replay_k: PositiveInt = 16
+    replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
-    recent_tokens: NonNegativeInt = 100_000
+    recent_tokens: Adjustable[NonNegativeInt] = 100_000
     """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from where the text stored for
     the prompt does not serve better, for the methods with replay. Each token takes at most about 400 bytes of memory; 0
     keeps none."""
-    draft_model: Path | None = None
+    draft_model: Adjustable[Path | None] = None
     """The Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
 
     @property
@@ -118,25 +118,25 @@ class SpeculationConfig(Section):
 class EngineConfig(Section):
     """The vLLM engines, each of which spans `tensor_parallel` ranks."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Adjustable[PositiveInt] = 1
     """Number of ranks that share each layer of an engine."""
-    max_num_seqs: Annotated[int, Field(gt=0, le=2048)] = 64
+    max_num_seqs: Adjustable[Annotated[int, Field(gt=0, le=2048)]] = 64
     """Largest number of requests that run at once on one engine; at most 2048, the number of tokens that vLLM computes
     at once."""
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: Adjustable[PositiveFloat] = 1.0
     """Size of a rank's KV cache on a CPU, in GiB; on a GPU `gpu_memory_fraction` determines it."""
-    gpu_memory_fraction: Fraction = 0.45
+    gpu_memory_fraction: Adjustable[Fraction] = 0.45
     """Fraction of a GPU's memory for the engine's weights and KV cache. The trainer has the rest or, with `sleep`, the
     whole GPU while the engine sleeps."""
-    sleep: bool = False
+    sleep: Adjustable[bool] = False
     """Whether the engine sleeps while ranks train, on GPUs: its weights move to host memory and its KV cache is freed.
     The trainer then has the whole GPU, and `gpu_memory_fraction` can be larger; each step copies the weights there and
     back."""
-    compile: bool = False
+    compile: Adjustable[bool] = False
     """Whether the engine is compiled with torch.compile: it starts more slowly and decodes faster."""
-    parity_tolerance: PositiveFloat = 0.15
+    parity_tolerance: Adjustable[PositiveFloat] = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
-    verify_every: PositiveInt = 20
+    verify_every: Adjustable[PositiveInt] = 20
     """Number of refits from one exact comparison, tensor by tensor, of the engine's policy with the trainer's to the
     next; the first refit of every job has one. There is none with `tensor_parallel` above 1 or native FP8."""
 
@@ -147,11 +147,11 @@ BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]
 class BubblesConfig(Section):
     """How a rank that has finished its rollouts of a step spends the time until the slowest rank has."""
 
-    use: BubbleUse = "none"
+    use: Adjustable[BubbleUse] = "none"
     """What the time is used for: `pregenerate` makes responses to the next step's prompts, which become its drafts;
     `train_drafter` updates the drafter; `both` divides the time by the accepted tokens that each gains per second, and
     begins with pre-generation."""
-    seeds: Literal["same", "other"] = "same"
+    seeds: Adjustable[Literal["same", "other"]] = "same"
     """The seeds of pre-generated text: the `same` as those of the rollouts it is to be drafts for, which then mostly
     sample that very text (and stay exact, because no draft influences which token is sampled), or `other` ones, as in
     BubbleSpec."""

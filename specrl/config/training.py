@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Algorithm, Correction, Loss, Registry
-from specrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.base import (
+    Adjustable,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 LrDecay = Literal["constant", "linear", "cosine"]
 
@@ -15,29 +22,29 @@ LrDecay = Literal["constant", "linear", "cosine"]
 class PolicyConfig(Section):
     """The Megatron-core trainer of the policy: its layout over the ranks, AdamW, and micro-batches."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Adjustable[PositiveInt] = 1
     """Number of ranks that share each layer."""
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: Adjustable[PositiveInt] = 1
     """Number of ranks that share the stack of layers."""
-    lr: PositiveFloat = 1e-5
+    lr: Adjustable[PositiveFloat] = 1e-5
     """Peak learning rate of the RL updates."""
-    lr_schedule: LrDecay = "constant"
+    lr_schedule: Adjustable[LrDecay] = "constant"
     """How the learning rate develops over the run's updates: it stays at `lr`, or falls along a line or a cosine."""
-    lr_warmup_steps: NonNegativeInt = 0
+    lr_warmup_steps: Adjustable[NonNegativeInt] = 0
     """Number of updates at the beginning, during which the learning rate rises linearly to the schedule's value."""
-    lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    lr_final_fraction: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.1
     """Fraction of `lr` that a linear or cosine schedule reaches after the last update."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Decoupled weight decay of AdamW."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Adjustable[Annotated[float, Field(ge=0, lt=1)]] = 0.9
     """Decay rate of AdamW's first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Adjustable[Annotated[float, Field(ge=0, lt=1)]] = 0.95
     """Decay rate of AdamW's second moment."""
-    clip_grad: PositiveFloat = 1.0
+    clip_grad: Adjustable[PositiveFloat] = 1.0
     """Global gradient norm above which gradients are scaled down."""
-    tokens_per_micro_batch: PositiveInt = 1024
+    tokens_per_micro_batch: Adjustable[PositiveInt] = 1024
     """Largest size of a micro-batch in tokens, padding included; one sequence may exceed it."""
-    recompute: bool = False
+    recompute: Adjustable[bool] = False
     """Whether activations are computed again in the backward pass, which saves memory and costs a third more
     compute."""
 
@@ -65,13 +72,13 @@ class DrafterConfig(Section):
     """Number of passes over these responses."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of the pretraining."""
-    online_lr: NonNegativeFloat = 1e-4
+    online_lr: Adjustable[NonNegativeFloat] = 1e-4
     """Learning rate of the update in each RL step; 0 freezes the drafter."""
-    clip_grad: PositiveFloat = 0.5
+    clip_grad: Adjustable[PositiveFloat] = 0.5
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 512
     """Number of tokens, padding included, per rank and optimizer step of the pretraining."""
-    max_tokens_per_step: PositiveInt = 32768
+    max_tokens_per_step: Adjustable[PositiveInt] = 32768
     """Largest number of tokens, padding included, for which a rank records features in an RL step, to update the
     drafter; the longest sequences are chosen first."""
     max_tokens_per_window: PositiveInt = 131072
@@ -83,31 +90,31 @@ class DrafterConfig(Section):
 class TrainConfig(Section):
     """The RL steps: their size, the algorithms, and checkpoints."""
 
-    num_steps: PositiveInt = 8
+    num_steps: Adjustable[PositiveInt] = 8
     """Number of RL steps of the run."""
-    prompts_per_step: PositiveInt = 16
+    prompts_per_step: Adjustable[PositiveInt] = 16
     """Number of prompts in a step."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    samples_per_prompt: Adjustable[Annotated[int, Field(ge=2)]] = 4
     """Number of responses to each prompt; they form the group that their advantages are relative to."""
-    updates_per_step: PositiveInt = 1
+    updates_per_step: Adjustable[PositiveInt] = 1
     """Number of optimizer steps on the rollouts of a step; 1 is strictly on-policy and needs no separate
     pass for log-probs."""
-    loss: Loss = Field(default_factory=LOSSES.default)
+    loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
-    advantage: Advantage = Field(default_factory=ADVANTAGES.default)
+    advantage: Adjustable[Advantage] = Field(default_factory=ADVANTAGES.default)
     """The advantage estimator from `specrl/algorithms/advantages.py`, given in the same way as the loss."""
-    correction: Correction = Field(default_factory=CORRECTIONS.default)
+    correction: Adjustable[Correction] = Field(default_factory=CORRECTIONS.default)
     """The weights of tokens on whose probability the engine and the trainer disagree, from
     `specrl/algorithms/corrections.py`, given in the same way as the loss."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
     in memory."""
-    drop_zero_signal_groups: bool = True
+    drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update."""
-    checkpoint_every: PositiveInt = 1
+    checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Adjustable[PositiveInt] = 2
     """Number of checkpoints to keep, the newest first."""
 
     @property
@@ -142,7 +149,7 @@ class PrecisionConfig(Section):
     """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048
     """Number of tokens on which the calibration measures; at least one response to each of two prompts is taken."""
-    max_token_mult_prob_error: Annotated[float, Field(gt=1)] = 1.5
+    max_token_mult_prob_error: Adjustable[Annotated[float, Field(gt=1)]] = 1.5
     """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens, without the largest thousandth of
     the terms; above it the run stops. 1 is perfect agreement."""
 

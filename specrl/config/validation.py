@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specrl.config.base import Fraction, NonNegativeInt, PositiveInt, Section
+from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
 from specrl.config.model import GeneratorConfig
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -55,15 +55,15 @@ class ValidationSetConfig(Section):
 class ValidateConfig(Section):
     """Validation while the policy is trained, and the size of the measurements on the final policy and drafter."""
 
-    every: NonNegativeInt = 0
+    every: Adjustable[NonNegativeInt] = 0
     """Number of RL steps from one validation to the next, during training. The policy is also validated before the
     first step and after the last one. With 0 there is no validation during training."""
-    sets: dict[SetName, ValidationSetConfig] = Field(default_factory=dict)
+    sets: Adjustable[dict[SetName, ValidationSetConfig]] = Field(default_factory=dict)
     """The held-out sets by name. The first is the one whose accuracy is reported as the run's. By default there is one,
     `held-out`, of `num_prompts` prompts with one response each."""
-    correct_reward: float = 1.0
+    correct_reward: Adjustable[float] = 1.0
     """The reward from which on a response counts as right for avg@k and pass@k."""
-    num_prompts: PositiveInt = 128
+    num_prompts: Adjustable[PositiveInt] = 128
     """Number of prompts of a held-out set that gives no number of its own."""
     speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
     """Batch sizes at which plain and speculative generation are timed."""

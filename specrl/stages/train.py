@@ -22,6 +22,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.lineage.history import adopt_history
 from specrl.loop import Trainer
 from specrl.models.sources import load_tokenizer
 from specrl.precision import native
@@ -64,6 +65,10 @@ def main(context: StageContext) -> None:
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     """Load policy, drafter and engine of this rank, and wire up everything that the loop needs."""
     config = context.config
+    if context.continues is not None:
+        if ranks.is_first:
+            adopt_history(context.stage_dir, context.continues)
+        ranks.barrier()
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
     recipe = precision_recipe(context, prepared)
@@ -101,6 +106,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         validation=Validation(config, ranks, engine, source, tracker, context.stage_dir),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
         checkpoint_dir=context.stage_dir / "checkpoints",
+        continues=context.continues,
     )
 
 

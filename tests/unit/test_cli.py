@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,12 +12,16 @@ from threading import Thread
 import pytest
 
 from flows.cli import invoke
+from flows.commands.options import load
 from flows.folder import anchor, only_flow, write_config
 from flows.preflight import check_disk, check_draft_model, check_tracking
 from slurm.environment import snapshot_code
 from slurm.failures import last_error
 from specrl.config import Config, parse_config
+from specrl.lineage.record import read_record, write_record
+from tasks.run import begin
 
+ROOT = Path(__file__).parents[2]
 BASE = """
 name = "run"
 [model]
@@ -235,6 +241,74 @@ def test_importing_the_flows_imports_neither_torch_nor_vllm() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.num_steps=9", "differs: train.num_steps = 8 -> 9. Continue it as it was started: specrl resume run"),
+        ("cluster.partition='gpu'", 'differs: cluster.partition = null -> "gpu"'),
+    ],
+)
+def test_a_folder_with_another_run_is_refused(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    begin(config)
+    before = {path: path.read_bytes() for path in config.run_dir.rglob("*.json")}
+    assert words in complaint(capsys, "run", write(tmp_path), "--set", override)
+    assert {path: path.read_bytes() for path in config.run_dir.rglob("*.json")} == before
+
+
+def test_a_data_file_that_was_edited_makes_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(2000)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path = write(tmp_path, '[data]\nsource = "file"\npath = "data.jsonl"\nreward = "exact_match"\n')
+    begin(load(Path(path), None, None))
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[1:]))
+    assert "names a file that has changed" in complaint(capsys, "run", path)
+
+
+def other_code(run_dir: Path) -> None:
+    """Make the run one of other code, whose command line says so."""
+    record = read_record(run_dir)
+    assert record is not None
+    code = record.code_dir(run_dir)
+    for name in ("flows/own_code.py", "specrl/loop.py"):
+        with (code / name).open("a") as file:
+            file.write('print("the other code")\n' if name.startswith("flows") else "# edited\n")
+    code.rename(code.with_name("0" * 12))
+    write_record(run_dir, record.model_copy(update={"code": "0" * 12}))
+
+
+def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: Path) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    record = begin(config)
+    write_config(config)
+    other_code(config.run_dir)
+
+    def resume(*arguments: str) -> str:
+        command = [sys.executable, "-m", "flows.cli", "resume", str(config.run_dir), "--dry-run", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    as_started = resume("--steps", "9")
+    assert "the other code" in as_started
+    assert "train.num_steps = 8 -> 9" in as_started
+    changed = resume("--new-code")
+    assert "the other code" not in changed
+    assert f"stages that have not finished run the present code, {record.code}" in changed
+    assert "specrl: " not in as_started + changed
+    shutil.rmtree(config.run_dir / "code")
+    assert "the code that it was started with, is gone" in resume()
+
+
+def test_other_code_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    begin(config)
+    other_code(config.run_dir)
+    assert "differs: other code. Continue" in complaint(capsys, "run", write(tmp_path))
 
 
 def a_run(folder: Path) -> Config:

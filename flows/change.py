@@ -1,0 +1,202 @@
+"""Change a run that exists: say what stays, what goes on and what is redone, and write its new record."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.folder import anchor, only_flow, write_config
+from flows.preflight import check
+from slurm.backend import Job
+from slurm.environment import ROOT, present_code, snapshot_code
+from slurm.registry import backends_of
+from slurm.submit import live_jobs
+from specrl.config import Config, ConfigError, change_config, dump_config
+from specrl.keys import code_digest, named_files
+from specrl.lineage.changes import Change, config_changes, file_changes
+from specrl.lineage.history import begin_continuation
+from specrl.lineage.record import read_record, write_record
+from specrl.lineage.revision import Revision, revise
+from specrl.report.tables import print_line, print_table
+from tasks.run import begin, read_run_config
+
+MOST_SHOWN = 8
+"""The largest number of differences that an error message names."""
+CANCEL_SECONDS = 300
+"""How long jobs that are cancelled may take to end; some write a checkpoint on their way out."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user wants changed in a run."""
+
+    overrides: tuple[str, ...] = ()
+    """Overrides of the configuration, each as `key=value`."""
+    new_code: bool = False
+    """Whether to go on with the present code."""
+    restart: bool = False
+    """Whether training may start over."""
+    cancel: bool = False
+    """Whether jobs of stages that change may be cancelled."""
+
+
+def change_run(run_dir: Path, wishes: Wishes, console: Console, *, dry_run: bool) -> None:
+    """Print what a change means for each stage and, unless this is a dry run, write it.
+
+    Raises:
+        ConfigError: The change is refused; nothing has been written.
+    """
+    if dry_run:
+        revision = _plan(run_dir, wishes)
+        _print(run_dir, revision, console)
+        for job in _in_the_way(run_dir, revision).values():
+            print_line(console, _say_in_the_way(run_dir, job))
+        return
+    with only_flow(run_dir):
+        revision = _plan(run_dir, wishes)
+        _print(run_dir, revision, console)
+        if _end_jobs(run_dir, revision, console, cancel=wishes.cancel):
+            revision = _plan(run_dir, wishes)  # they may have written checkpoints
+            _print(run_dir, revision, console)
+        _write(run_dir, revision)
+
+
+def differences(run_dir: Path, config: Config) -> list[str]:
+    """Return in words how a configuration and the present code differ from those that a run was started with."""
+    record = read_record(run_dir)
+    if record is None:
+        return []
+    found = config_changes(read_run_config(run_dir), config)
+    found += file_changes(record.files, named_files(config), config)
+    code = record.code_dir(run_dir)
+    other = record.code != present_code() and _stage_code(code) != _stage_code(ROOT)
+    return [*map(str, found), *(["other code"] if other else [])]
+
+
+def refuse_other(run_dir: Path, config: Config) -> None:
+    """Refuse to start a run in a folder that holds a run with other settings or code.
+
+    Raises:
+        ConfigError: It does.
+    """
+    found = differences(run_dir, config)
+    if found:
+        shown = ", ".join(found[:MOST_SHOWN]) + (
+            f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
+        )
+        name = run_dir.name
+        raise ConfigError(
+            f"run {name} exists and differs: {shown}. Continue it as it was started: specrl resume {name}; change it: "
+            f"specrl resume {name} --set KEY=VALUE or --new-code; or give the new run another name: --set name=NAME"
+        )
+
+
+def note_edited_files(config: Config, console: Console) -> None:
+    """Print a line for each of the user's files that has changed since the run was started or last changed."""
+    record = read_record(config.run_dir)
+    for change in file_changes(record.files, named_files(config), config) if record is not None else []:
+        print_line(
+            console,
+            f"note: {change}; stages that start from now on read it as it is, under the keys of before. To make that a "
+            f"change: specrl resume {config.name} --new-code",
+        )
+
+
+def _plan(run_dir: Path, wishes: Wishes) -> Revision:
+    old = read_run_config(run_dir)
+    record = read_record(run_dir) or begin(old)
+    new = anchor(change_config(old, list(wishes.overrides)))
+    if (new.name, new.runs_dir) != (old.name, old.runs_dir):
+        raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
+    for backend in backends_of(new):
+        backend.connect()
+    check(new)
+    files = named_files(new)
+    changes: list[Change] = config_changes(old, new)
+    changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]
+    root = ROOT if wishes.new_code else record.code_dir(run_dir)
+    stage_code = _stage_code(root)
+    update = {
+        "settings": json.loads(dump_config(new)),
+        "files": files,
+        "code": present_code() if wishes.new_code else record.code,
+    }
+    return revise(
+        run_dir,
+        record,
+        record.model_copy(update=update),
+        (old, new),
+        changes,
+        stage_code=stage_code,
+        new_code=stage_code != _stage_code(record.code_dir(run_dir)),
+        restart=wishes.restart,
+    )
+
+
+def _keys(changes: list[Change]) -> set[str]:
+    return {change.key for change in changes}
+
+
+def _stage_code(root: Path) -> str:
+    return code_digest(root / "specrl")
+
+
+def _print(run_dir: Path, revision: Revision, console: Console) -> None:
+    rows = [(plan.stage, plan.action, plan.reason) for plan in revision.stages]
+    print_table(console, f"Run {run_dir.name}", ("stage", "what happens", ""), rows)
+    lines = [str(change) for change in revision.changes]
+    if revision.new_code:
+        lines.append(f"stages that have not finished run the present code, {revision.record.code}")
+    for line in lines or ["nothing changes"]:
+        print_line(console, line)
+
+
+def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
+    """Return the live jobs of stages that get another key."""
+    keys = revision.record.keys.values()
+    return {key: job for key, job in live_jobs(read_run_config(run_dir)).items() if key not in keys}
+
+
+def _say_in_the_way(run_dir: Path, job: Job) -> str:
+    return (
+        f"{job.backend} job {job.job_id} of run {run_dir.name} is at work on a stage that changes: end it after its "
+        f"step with specrl stop {run_dir.name}, or at once by adding --cancel"
+    )
+
+
+def _end_jobs(run_dir: Path, revision: Revision, console: Console, *, cancel: bool) -> bool:
+    """Cancel the jobs of stages that change, and wait until they have ended; return whether there were any.
+
+    Raises:
+        ConfigError: There are such jobs and they may not be cancelled, or they do not end.
+    """
+    found = _in_the_way(run_dir, revision)
+    for job in found.values():
+        if not cancel:
+            raise ConfigError(_say_in_the_way(run_dir, job))
+        job.cancel()
+        print_line(console, f"cancelled {job.backend} job {job.job_id}")
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while _in_the_way(run_dir, revision) if found else False:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"the jobs of run {run_dir.name} have not ended {CANCEL_SECONDS} s after their cancellation"
+            )
+        time.sleep(1)
+    return bool(found)
+
+
+def _write(run_dir: Path, revision: Revision) -> None:
+    """Write the new record, after everything that it names."""
+    record = revision.record
+    if not record.code_dir(run_dir).is_dir():
+        snapshot_code(run_dir)
+    if revision.continued is not None:
+        folder = run_dir / "stages" / record.keys["train"]
+        begin_continuation(folder, revision.continued.in_run(run_dir), revision.events)
+    write_record(run_dir, record)
+    write_config(read_run_config(run_dir))

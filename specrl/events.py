@@ -1,0 +1,36 @@
+"""The events of a stage that someone who looks at its results wants to know of, one line of JSON for each."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from specrl.artifacts import append_line, read_lines
+
+EVENTS_FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a stage, such as a restart or a change of its settings."""
+
+    time: float
+    """Unix time in seconds."""
+    step: int | None
+    """The RL step in which it happened; None where the stage was not in a step."""
+    kind: str
+    """The kind in one or two words, such as `restart`."""
+    text: str
+    """What happened, in one line for people."""
+
+
+def record_event(stage_dir: Path, kind: str, text: str, step: int | None = None) -> None:
+    """Append an event to the events of a stage; `Event` describes the arguments."""
+    append_line(stage_dir / EVENTS_FILE, json.dumps(asdict(Event(time.time(), step, kind, text))))
+
+
+def read_events(stage_dir: Path) -> list[Event]:
+    """Return the events of a stage in their order."""
+    return [Event(**data) for data in read_lines(stage_dir / EVENTS_FILE)]

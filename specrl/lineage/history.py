@@ -1,0 +1,61 @@
+"""The history of a train stage that continues another: its records and rollouts, as links to the other's files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from specrl.artifacts import atomic_path
+from specrl.events import EVENTS_FILE, record_event
+from specrl.lineage.record import Continuation, newest_step
+
+CARRIED_ON = ("mlflow_run_id", "refits.json")
+"""Files of a stage that a continuation goes on writing, as copies: the MLflow run, and the counts of refits."""
+
+
+def begin_continuation(stage_dir: Path, start: Continuation, events: Sequence[tuple[str, str]]) -> None:
+    """Make the folder of a train stage that continues another, with that stage's events and a new one for each change.
+
+    Args:
+        events: The kind and the text of each event; they happen at the step from which the stage continues.
+    """
+    stage_dir.mkdir(parents=True, exist_ok=True)
+    (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # of a call that was killed
+    for name in (EVENTS_FILE, *CARRIED_ON):
+        if (start.stage_dir / name).exists():
+            with atomic_path(stage_dir / name) as temporary:
+                shutil.copyfile(start.stage_dir / name, temporary)
+    for kind, text in events:
+        record_event(stage_dir, kind, text, start.step)
+
+
+def adopt_history(stage_dir: Path, start: Continuation) -> None:
+    """Link the records and rollouts of the steps before the continuation, unless the stage has a checkpoint of its own.
+
+    The history of the run is then whole in the new folder, and the old one stays as it is.
+    """
+    if not start.counts_on or newest_step(stage_dir) is not None:
+        return
+    for folder in ("steps", "rollouts"):
+        for source in sorted((start.stage_dir / folder).rglob("*")):
+            name = source.relative_to(start.stage_dir / folder)
+            if source.is_file() and name.parts[0].startswith("step=") and _step(name) < start.step:
+                link(source, stage_dir / folder / name)
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, or a copy of it where the file system has no hard links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with atomic_path(target) as temporary:
+            shutil.copyfile(source, temporary)
+
+
+def _step(name: Path) -> int:
+    """Return the step of a file below `steps` or `rollouts`."""
+    return int(name.parts[0].partition(".")[0].partition("=")[2])

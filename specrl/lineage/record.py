@@ -1,0 +1,117 @@
+"""`run.json`: the code that a run was started with, the keys of its stages, and what its training continues.
+
+With `config.json` beside it, it is all that a run needs to go on: `specrl resume` computes no keys. Both change only
+when someone asks for it, with `specrl resume --set`, `--steps` or `--new-code`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from specrl.artifacts import Artifact, write_text
+from specrl.config import ConfigError, StageName
+
+RUN_FILE = "run.json"
+CODE_DIR = "code"
+"""The folder of a run that holds the copies of the sources, each named by its digest."""
+
+
+class Continuation(Artifact):
+    """The checkpoint of another train stage from which a train stage starts."""
+
+    run: str
+    """The name of the run that wrote the checkpoint."""
+    key: str
+    """The key of the stage that wrote it."""
+    step: int
+    """The number of RL steps that the checkpoint has behind it."""
+    stage_dir: Path
+    """The folder with `checkpoints/step=NNNNNN`; in `run.json` it may be relative to the run's folder."""
+    counts_on: bool
+    """Whether steps go on counting from the checkpoint, with the records and rollouts of the steps before it. If not,
+    they count from 0."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.stage_dir / "checkpoints" / f"step={self.step:06d}"
+
+    @property
+    def content(self) -> tuple[str, int, bool]:
+        """Everything about it that a result depends on, for the stage's key."""
+        return self.key, self.step, self.counts_on
+
+    def in_run(self, run_dir: Path) -> Continuation:
+        """Return it with an absolute folder."""
+        return self.model_copy(update={"stage_dir": run_dir / self.stage_dir})
+
+
+class RunRecord(Artifact):
+    """The contents of `run.json`."""
+
+    code: str
+    """The digest of the sources that new jobs of the run import, which names their copy below `code/`."""
+    settings: dict[str, Any]
+    """The resolved configuration, of which `config.json` is a copy for readers: both files cannot change at once."""
+    files: dict[str, str]
+    """The digests of the user's own files that the configuration names, by its keys; see `keys.named_files`."""
+    keys: dict[StageName, str]
+    """The key of each stage. Stages that stayed when something was changed have keys of the earlier settings."""
+    origin: Continuation | None = None
+    """The checkpoint of another run whose policy and drafter this run starts with; None where `model.source` is its
+    policy."""
+    continues: Continuation | None = None
+    """What the train stage starts from; None where it starts from the results of the stages before it."""
+
+    def start_of(self, stage: StageName) -> Continuation | None:
+        """Return the checkpoint that a stage reads, besides its inputs."""
+        if stage == "train":
+            return self.continues
+        return self.origin if stage in ("prepare", "pretrain") else None
+
+    def code_dir(self, run_dir: Path) -> Path:
+        """Return the folder with the copy of the sources."""
+        return run_dir / CODE_DIR / self.code
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Write `run.json`."""
+    write_text(run_dir / RUN_FILE, record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """Return the record of a run, or None where none has been written.
+
+    Raises:
+        ConfigError: It was written by another version of specrl.
+    """
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        return None
+    try:
+        return RunRecord.model_validate_json(path.read_text())
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path} is not of this version of specrl; continue the run with its own code: specrl resume {run_dir.name}"
+        ) from error
+
+
+def code_of(run_dir: Path) -> str | None:
+    """Return the digest of the sources of a run, whichever version of specrl wrote its record; None without one."""
+    path = run_dir / RUN_FILE
+    return str(json.loads(path.read_text())["code"]) if path.exists() else None
+
+
+def newest_step(stage_dir: Path) -> int | None:
+    """Return the number of steps behind the newest complete checkpoint of a train stage, or None without any."""
+    return max(saved_steps(stage_dir), default=None)
+
+
+def saved_steps(stage_dir: Path) -> list[int]:
+    """Return the numbers of steps behind the complete checkpoints of a train stage, in order."""
+    found = (stage_dir / "checkpoints").glob("step=*/manifest.json")
+    return sorted(int(path.parent.name.partition("=")[2]) for path in found)

@@ -1,0 +1,195 @@
+"""What a change of settings or code means for each stage of a run: what stays, what goes on and what is redone.
+
+A stage that has finished stays, unless a setting that it read has changed and is not `Adjustable`, or a stage that it
+reads is redone. Training continues from its newest checkpoint under a new key, and nothing that has another key is
+touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from specrl.artifacts import RESULT_FILE
+from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.keys import INPUTS, SECTIONS, stage_key
+from specrl.lineage.changes import Change
+from specrl.lineage.record import Continuation, RunRecord, newest_step
+
+Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "runs"]
+SOURCE_KEYS = ("model.source", "model.tiny")
+"""Settings of `[model]` that only `prepare` reads."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What becomes of a stage."""
+
+    stage: StageName
+    key: str
+    action: Action
+    reason: str
+    """Why, and from where, in one line."""
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A change of a run: its new record, and what becomes of each stage."""
+
+    record: RunRecord
+    stages: tuple[StagePlan, ...]
+    changes: tuple[Change, ...]
+    """The settings that change, and the files that have changed."""
+    new_code: bool
+    """Whether jobs will run other code than before."""
+    trained: tuple[Change, ...]
+    """Those of the changes that training reads."""
+
+    @property
+    def continued(self) -> Continuation | None:
+        """The checkpoint of this run's earlier train stage from which the new one goes on; None where there is none."""
+        plan = self.stages[STAGES.index("train")]
+        return self.record.continues if plan.action == "continues" else None
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """The kind and the text of an event for each change that training reads."""
+        settings = [("settings", str(change)) for change in self.trained]
+        return [*settings, *([("code", f"code {self.record.code}")] if self.new_code else [])]
+
+
+@dataclass
+class Reviser:
+    """Decides stage by stage what a change means."""
+
+    run_dir: Path
+    record: RunRecord
+    """The record before the change."""
+    old: Config
+    new: Config
+    changes: Sequence[Change]
+    stage_code: str
+    """The `code_digest` of the sources that new jobs will run."""
+    new_code: bool
+    """Whether that differs from what jobs ran before."""
+    restart: bool
+    """Whether training may start over."""
+    keys: dict[StageName, str] = field(default_factory=dict)
+    continues: Continuation | None = None
+
+    def plan(self, stage: StageName) -> StagePlan:
+        """Decide about a stage, after those that it reads, and set its key."""
+        relevant = self.relevant(stage)
+        finished = (self.folder(stage) / RESULT_FILE).exists()
+        before_train = STAGES.index(stage) < STAGES.index("train")
+        if finished and before_train:
+            relevant = [change for change in relevant if not change.adjustable]
+        redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.keys[name]]
+        if not redone and not relevant and (finished or not self.new_code):
+            self.keys[stage] = self.record.keys[stage]
+            return self._plan(stage, "stays" if finished else "goes on", "finished" if finished else "not finished yet")
+        if stage == "train":
+            return self._plan_train(redone, relevant)
+        self.keys[stage] = self._new_key(stage)
+        if not finished:
+            return self._plan(stage, "runs", "not finished yet")
+        because = [*(str(change) for change in relevant), *(f"{name} is another" for name in redone)]
+        return self._plan(stage, "is redone", "; ".join(because))
+
+    def relevant(self, stage: StageName) -> list[Change]:
+        """Return the changes that a stage reads itself."""
+        found = [change for change in self.changes if _reaches(stage, change)]
+        before, after = (
+            stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in (self.old, self.new)
+        )
+        return found if before != after else [change for change in found if change.is_file]
+
+    def _plan_train(self, redone: list[StageName], relevant: list[Change]) -> StagePlan:
+        old = self.record.keys["train"]
+        step = newest_step(self.folder("train"))
+        start = self.record.continues
+        if step is not None:
+            start = Continuation(
+                run=self.run_dir.name, key=old, step=step, stage_dir=Path("stages") / old, counts_on=True
+            )
+        unmarked = [change for change in relevant if not change.adjustable]
+        if start is None or not start.counts_on or not (redone or unmarked):
+            self._check_steps(start)
+            self.continues = start
+            self.keys["train"] = self._new_key("train")
+            if start is None or not start.counts_on:
+                return self._plan("train", "runs", "no checkpoint yet")
+            return self._plan("train", "continues", f"from step {start.step} of {start.key}")
+        because = "; ".join(
+            [*(f"{change.key} changes" for change in unmarked), *(f"{name} is redone" for name in redone)]
+        )
+        if not self.restart:
+            raise ConfigError(
+                f"train of {self.run_dir.name} would start over, without the {start.step} steps of {start.key}: "
+                f"{because}; only the settings that specrl resume --help lists may change while a run goes on. Add "
+                "--restart to start over (those steps stay on disk), or start another run: --set name=NAME"
+            )
+        self.continues = self.record.origin
+        self.keys["train"] = self._new_key("train")
+        return self._plan("train", "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
+
+    def _check_steps(self, start: Continuation | None) -> None:
+        steps = self.new.train.num_steps
+        if start is not None and start.counts_on and steps < start.step:
+            raise ConfigError(
+                f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or more"
+            )
+
+    def _new_key(self, stage: StageName) -> str:
+        inputs = {name: self.keys[name] for name in INPUTS[stage]}
+        start = self.continues if stage == "train" else self.record.origin if stage == "prepare" else None
+        return stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
+
+    def _plan(self, stage: StageName, action: Action, reason: str) -> StagePlan:
+        return StagePlan(stage, self.keys[stage], action, reason)
+
+    def folder(self, stage: StageName) -> Path:
+        """Return the folder of a stage's results before the change."""
+        return self.run_dir / "stages" / self.record.keys[stage]
+
+
+def revise(
+    run_dir: Path,
+    old: RunRecord,
+    record: RunRecord,
+    configs: tuple[Config, Config],
+    changes: Sequence[Change],
+    *,
+    stage_code: str,
+    new_code: bool,
+    restart: bool,
+) -> Revision:
+    """Return what a change means for every stage.
+
+    Args:
+        old: The record before the change.
+        record: The record after it, still with the keys and the continuation of before.
+        configs: The configurations before and after it.
+        stage_code: The `code_digest` of the sources that new jobs will run.
+        new_code: Whether that differs from what jobs ran before.
+        restart: Whether training may start over.
+
+    Raises:
+        ConfigError: Training would start over and may not, or has made more steps than it is to make.
+    """
+    reviser = Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
+    stages = tuple(reviser.plan(stage) for stage in STAGES)
+    kept = reviser.keys["train"] == old.keys["train"]
+    update = {"keys": reviser.keys, "continues": old.continues if kept else reviser.continues}
+    return Revision(
+        record.model_copy(update=update), stages, tuple(changes), new_code, tuple(reviser.relevant("train"))
+    )
+
+
+def _reaches(stage: StageName, change: Change) -> bool:
+    if stage != "prepare" and change.key.startswith(SOURCE_KEYS):
+        return False
+    sections = SECTIONS[stage]
+    return change.section in (*sections, "validate") if stage == "train" else change.section in sections

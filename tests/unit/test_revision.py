@@ -1,0 +1,170 @@
+"""What a change means for each stage of a run whose stages have got so far."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specrl.artifacts import write_json
+from specrl.config import STAGES, ConfigError, StageName, change_config, dump_config, parse_config
+from specrl.events import read_events, record_event
+from specrl.keys import run_keys
+from specrl.lineage.changes import adjustable_keys, config_changes
+from specrl.lineage.history import adopt_history, begin_continuation
+from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
+from specrl.lineage.revision import Revision, revise
+
+CONFIG = parse_config({"name": "run", "train": {"num_steps": 4}})
+
+
+def make_run(folder: Path, finished: tuple[StageName, ...], step: int | None) -> RunRecord:
+    """A run's folder with finished stages, and a checkpoint of its train stage."""
+    record = RunRecord(settings=json.loads(dump_config(CONFIG)), code="0" * 12, files={}, keys=run_keys(CONFIG, "code"))
+    write_record(folder, record)
+    for stage in finished:
+        write_json(folder / "stages" / record.keys[stage] / "result.json", {})
+    if step is not None:
+        checkpoint = folder / "stages" / record.keys["train"] / "checkpoints" / f"step={step:06d}"
+        write_json(checkpoint / "manifest.json", {})
+    return record
+
+
+def change(folder: Path, *overrides: str, code: str = "code", restart: bool = False) -> Revision:
+    record = read_record(folder)
+    assert record is not None
+    new = change_config(CONFIG, list(overrides))
+    update = record.model_copy(update={"settings": json.loads(dump_config(new))})
+    changes = config_changes(CONFIG, new)
+    return revise(
+        folder, record, update, (CONFIG, new), changes, stage_code=code, new_code=code != "code", restart=restart
+    )
+
+
+def actions(revision: Revision) -> dict[StageName, str]:
+    return {plan.stage: plan.action for plan in revision.stages}
+
+
+ALL = dict.fromkeys(STAGES, "stays")
+AFTER_TRAIN = {"train": "continues", "validate": "is redone", "export": "is redone"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.num_steps=6", ALL | AFTER_TRAIN),
+        ("policy.lr=1e-6", ALL | AFTER_TRAIN),
+        ("data.reward='exact_match'", ALL | AFTER_TRAIN),
+        ("speculation.method='eagle3+replay'", ALL | AFTER_TRAIN),
+        ("train.loss.clip_high=0.3", ALL | AFTER_TRAIN),
+        ("validate.num_prompts=3", ALL | {"validate": "is redone", "export": "is redone"}),
+        ("validate.every=2", ALL | AFTER_TRAIN),
+        ("resources.minutes=3", ALL),
+        ("cluster.backend='slurm'", ALL),
+        ("precision.max_token_mult_prob_error=2.0", ALL | AFTER_TRAIN),
+    ],
+)
+def test_a_finished_run_goes_on_from_its_last_checkpoint(
+    override: str, expected: dict[StageName, str], tmp_path: Path
+) -> None:
+    record = make_run(tmp_path, STAGES, step=4)
+    revision = change(tmp_path, override)
+    assert actions(revision) == expected
+    kept = [stage for stage in STAGES if revision.record.keys[stage] == record.keys[stage]]
+    assert kept == [stage for stage in STAGES if expected[stage] == "stays"]
+    if expected["train"] == "continues":
+        start = revision.record.continues
+        assert start is not None
+        assert (start.key, start.step, start.counts_on) == (record.keys["train"], 4, True)
+    else:
+        assert revision.record.continues is None
+
+
+@pytest.mark.parametrize("override", ["model.dtype='float32'", "seed=3", "drafter.epochs=1", "precision.max_kl=0.1"])
+def test_other_settings_make_training_start_over_and_are_refused(override: str, tmp_path: Path) -> None:
+    make_run(tmp_path, STAGES, step=4)
+    with pytest.raises(ConfigError, match=r"would start over, without the 4 steps of train-.*--restart") as refused:
+        change(tmp_path, override)
+    assert override.partition("=")[0] in str(refused.value) or "is redone" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    revision = change(tmp_path, override, restart=True)
+    assert actions(revision)["train"] == "starts over"
+    assert revision.record.continues is None
+
+
+def test_other_code_runs_only_what_has_not_finished(tmp_path: Path) -> None:
+    make_run(tmp_path, ("prepare", "pretrain", "calibrate"), step=2)
+    revision = change(tmp_path, code="edited")
+    assert actions(revision) == ALL | {"train": "continues", "validate": "runs", "export": "runs"}
+    assert revision.events == [("code", f"code {'0' * 12}")]
+
+
+def test_other_code_leaves_a_finished_run_as_it_is(tmp_path: Path) -> None:
+    record = make_run(tmp_path, STAGES, step=4)
+    assert change(tmp_path, code="edited").record.keys == record.keys
+
+
+def test_a_drafter_that_nobody_pretrained_makes_training_start_over(tmp_path: Path) -> None:
+    make_run(tmp_path, STAGES, step=4)
+    assert actions(change(tmp_path, "speculation.method='ngram'"))["train"] == "continues"
+    with pytest.raises(ConfigError, match=r"speculation.method changes"):
+        change(tmp_path, "speculation.method='mtp'")
+
+
+def test_steps_that_are_made_cannot_be_taken_back(tmp_path: Path) -> None:
+    make_run(tmp_path, STAGES, step=4)
+    with pytest.raises(ConfigError, match=r"train.num_steps = 3: .* 4 steps; allowed: 4 or more"):
+        change(tmp_path, "train.num_steps=3")
+
+
+def test_a_run_without_a_checkpoint_begins_with_the_new_settings(tmp_path: Path) -> None:
+    make_run(tmp_path, ("prepare",), step=None)
+    revision = change(tmp_path, "policy.lr=1e-6")
+    assert actions(revision) == {
+        "prepare": "stays", "pretrain": "goes on", "calibrate": "runs", "train": "runs", "validate": "runs",
+        "export": "runs",
+    }  # fmt: skip
+    assert revision.record.continues is None
+
+
+def test_a_continuation_has_the_whole_history_and_leaves_the_other_alone(tmp_path: Path) -> None:
+    old, new = tmp_path / "stages" / "train-0", tmp_path / "stages" / "train-1"
+    for step in range(3):
+        for name in (
+            f"steps/step={step:06d}.json",
+            f"steps/step={step:06d}.svg",
+            f"rollouts/step={step:06d}/rank-0000.arrow",
+        ):
+            (old / name).parent.mkdir(parents=True, exist_ok=True)
+            (old / name).write_text(str(step))
+    record_event(old, "restart", "it was killed", 1)
+    start = Continuation(run="run", key="train-0", step=2, stage_dir=old, counts_on=True)
+    for _ in range(2):  # a call that was killed is made again
+        begin_continuation(new, start, [("settings", "policy.lr = 1 -> 2")])
+        adopt_history(new, start)
+    assert sorted(path.name for path in (new / "rollouts").iterdir()) == ["step=000000", "step=000001"]
+    assert len(list((new / "steps").iterdir())) == 4
+    assert [(event.kind, event.step) for event in read_events(new)] == [("restart", 1), ("settings", 2)]
+    assert len(read_events(old)) == 1
+    shutil.rmtree(new)
+    assert len(list(old.rglob("step=*"))) == 9
+
+
+def test_the_readme_lists_every_setting_that_may_change() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+    listed = [
+        f"{section.strip(' `')}.{name.strip(' `')}"
+        for line in lines[lines.index("| section | settings |") + 2 :]
+        if line.startswith("| `")
+        for section, names in [line.strip("|").split("|")]
+        for name in names.split(",")
+    ]
+    assert listed[: len(adjustable_keys())] == adjustable_keys()
+
+
+def test_a_record_of_another_version_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"code": "0"}')
+    with pytest.raises(ConfigError, match="specrl resume"):
+        read_record(tmp_path)
