@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specrl import logs
 from specrl.config import Config
+from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
@@ -43,6 +44,8 @@ class Trainer:
     """The drafter; None where none is trained."""
     spot: SpotTraining | None
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
+    rewards: RewardPool | None
+    """Computes the rewards; None on a rank whose engine has another first rank, which does it."""
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
@@ -160,3 +163,9 @@ class Trainer:
                 keep=config.keep_checkpoints,
                 kv_scales=self.engine.precision.kv_scales,
             )
+
+    def shutdown(self) -> None:
+        """End the engine and the processes of the rewards."""
+        self.engine.shutdown()
+        if self.rewards is not None:
+            self.rewards.close()

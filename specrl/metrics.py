@@ -31,6 +31,12 @@ _DEFINITIONS = (
         "Time of the step's rollouts, from the first request to the last response of any rank.",
     ),
     Metric(
+        "timing/reward_s",
+        "s",
+        "Part of timing/generation_s in which a rank had nothing to do but to wait for rewards, after its last "
+        "response and the use of its idle time; of the rank that waited longest.",
+    ),
+    Metric(
         "timing/policy_update_s",
         "s",
         "Time of the policy's update: log-prob passes, forward, backward and optimizer steps.",
@@ -163,6 +169,11 @@ _DEFINITIONS = (
     Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
+    Metric(
+        "reward/failures",
+        "responses",
+        "Responses of the step on which the reward failed, and which count as data.reward_on_failure.",
+    ),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric(

@@ -61,6 +61,7 @@ class StepParts:
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
             "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
+            **self.generated.metrics(),
             "rollout/response_length_mean": fmean(lengths),
             "rollout/response_length_max": float(max(lengths)),
             "rollout/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),

@@ -87,7 +87,16 @@ class DataConfig(Section):
     template."""
     reward: Adjustable[str] = "task"
     """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
-    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`."""
+    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`. It runs in
+    processes of its own, beside the rank, while the engine goes on generating."""
+    reward_workers: Adjustable[PositiveInt] = 4
+    """The largest number of processes in which a rank computes rewards. There is one at first, and more where rewards
+    take longer than 0.1 s."""
+    reward_timeout_s: Adjustable[PositiveFloat] = 30.0
+    """The longest that the reward of one response may take, in seconds; then its process is killed."""
+    reward_on_failure: Adjustable[Annotated[float, Field(allow_inf_nan=False)]] = 0.0
+    """The reward of a response on which the reward raises, takes too long, ends its process or returns no finite
+    number. Such failures are counted and logged. Where the reward fails on all responses of a step, the run stops."""
 
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:

@@ -1,4 +1,4 @@
-"""Problems before they become prompts, the protocols of their sources, and deterministic seeds."""
+"""Problems and the prompts made from them, the protocols of their sources, and deterministic seeds."""
 
 from __future__ import annotations
 
@@ -22,6 +22,33 @@ class Problem:
     """The data that the generator's own scorer needs besides the answer."""
     generator: int = 0
     """The generator's position in `data.generators`; 0 for files."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem as the policy gets it, with what its reward needs."""
+
+    id: int
+    """A 63-bit hash of stream, text and occurrence: unique within a batch, and the same in every run."""
+    text: str
+    """The question with the template applied."""
+    tokens: list[int]
+    """The text as token ids."""
+    answer: str
+    """The reference answer."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The problem's `question`, before the template, and `generator` and `entry` for the generator's own scorer."""
+
+    @property
+    def difficulty(self) -> str:
+        """A label for prompts whose answers are likely to be of similar length.
+
+        It consists of the generator and the number of terms or, where there are none, the prompt's length in steps of 8
+        tokens. reasoning-gym's own `difficulty` would not serve: it is the same for every problem of a generator.
+        """
+        terms = (self.metadata.get("entry") or {}).get("terms")
+        measure = f"{len(terms)} terms" if terms else f"{len(self.tokens) // 8 * 8} tokens"
+        return f"{self.metadata.get('generator', 0)}: {measure}"
 
 
 class Generator(Protocol):

@@ -7,42 +7,14 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from specrl.config import Config, ConfigError
 from specrl.data.held_out import held_out_problems, make_problems
-from specrl.data.problems import Problem, derive_seed
+from specrl.data.problems import Problem, Prompt, derive_seed
 
 CHAT = "chat"
 """The value of `data.template` that stands for the tokenizer's chat template."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A problem as the policy gets it, with what its reward needs."""
-
-    id: int
-    """A 63-bit hash of stream, text and occurrence: unique within a batch, and the same in every run."""
-    text: str
-    """The question with the template applied."""
-    tokens: list[int]
-    """The text as token ids."""
-    answer: str
-    """The reference answer."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """The problem's `question`, before the template, and `generator` and `entry` for the generator's own scorer."""
-
-    @property
-    def difficulty(self) -> str:
-        """A label for prompts whose answers are likely to be of similar length.
-
-        It consists of the generator and the number of terms or, where there are none, the prompt's length in steps of 8
-        tokens. reasoning-gym's own `difficulty` would not serve: it is the same for every problem of a generator.
-        """
-        terms = (self.metadata.get("entry") or {}).get("terms")
-        measure = f"{len(terms)} terms" if terms else f"{len(self.tokens) // 8 * 8} tokens"
-        return f"{self.metadata.get('generator', 0)}: {measure}"
 
 
 class PromptSource:

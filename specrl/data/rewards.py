@@ -1,28 +1,28 @@
-"""Rewards: numbers that say how good a response is. A reward must judge any text, and its failure never stops a run."""
+"""Rewards: numbers that say how good a response is. They run in worker processes, see `reward_pool`."""
 
 from __future__ import annotations
 
 import inspect
-import logging
-import math
+import reprlib
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from specrl.config import ConfigError, DataConfig
 from specrl.config.importing import import_function
 from specrl.data.answers import extract_answer, normalise
 from specrl.data.generators import make_generator
-from specrl.data.prompts import Prompt
-
-logger = logging.getLogger(__name__)
+from specrl.data.problems import Prompt
 
 Reward = Callable[[Prompt, str], float]
-"""(prompt, response) -> reward, a finite number."""
+"""(prompt, response) -> reward; whatever a user's function returns, `judge` checks it."""
 RewardFunction = Callable[[str, str, str], float]
 """(prompt, response, answer) -> reward; all three are text."""
 
 MATH_VERIFY_SECONDS = 5
 """The time limit for each step of the comparison of two mathematical expressions."""
+LARGEST = 3.4e38
+"""The largest reward, by its size: rollouts keep rewards as 32-bit numbers."""
 _REGISTERED: dict[str, RewardFunction] = {}
 
 
@@ -43,7 +43,7 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def make_reward(config: DataConfig) -> Reward:
-    """Return the reward of `data.reward`: a finite number for every response, 0 where the scorer itself fails.
+    """Return the reward of `data.reward`, which may raise, return anything, hang or end its process.
 
     Raises:
         ConfigError: There is no such reward, or it does not fit the source of the data.
@@ -54,9 +54,9 @@ def make_reward(config: DataConfig) -> Reward:
                 'data.reward = "task" is a generator\'s own scorer; with data.source = "file" use one of '
                 f"{', '.join(_REGISTERED)}, or an import path package.module:function"
             )
-        return _guarded(_task_reward(config))
+        return _task_reward(config)
     function = _REGISTERED.get(config.reward) or _imported(config.reward)
-    return _guarded(lambda prompt, response: float(function(prompt.text, response, prompt.answer)))
+    return lambda prompt, response: function(prompt.text, response, prompt.answer)
 
 
 def _task_reward(config: DataConfig) -> Reward:
@@ -65,9 +65,34 @@ def _task_reward(config: DataConfig) -> Reward:
 
     def reward(prompt: Prompt, response: str) -> float:
         index: int = prompt.metadata["generator"]
-        return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
+        try:
+            return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
+        except Exception:  # generators score any right answer: a text that their parsers break on is none
+            return 0.0
 
     return reward
+
+
+def judge(reward: Reward, prompt: Prompt, response: str) -> float | str:
+    """Return the reward of a response or, where it fails, one line that says why.
+
+    It fails where it raises or returns what is not a finite number.
+    """
+    try:
+        value: Any = reward(prompt, response)
+    except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
+        return f"raised {type(error).__name__}: {shortened(str(error))}"
+    try:
+        number = float("nan") if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one comes from tensors of several elements
+        number = float("nan")
+    return number if abs(number) <= LARGEST else f"returned {reprlib.repr(value)}, which is not a finite number"
+
+
+def shortened(text: str, limit: int = 120) -> str:
+    """Return a text on one line, with its middle left out where it has more than `limit` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 
 
 @register_reward("math_verify")
@@ -105,20 +130,3 @@ def _imported(path: str) -> RewardFunction:
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
     return function
-
-
-def _guarded(reward: Reward) -> Reward:
-    """Return a reward that is 0 where the given one raises or is not finite."""
-    failed: set[str] = set()
-
-    def guarded(prompt: Prompt, response: str) -> float:
-        try:
-            value = reward(prompt, response)
-        except Exception as error:  # scorers parse arbitrary text: a response that breaks one is not a right answer
-            if type(error).__name__ not in failed:
-                failed.add(type(error).__name__)
-                logger.warning("data.reward raised an error, which counts as 0 (logged once for each type): %r", error)
-            return 0.0
-        return value if math.isfinite(value) else 0.0
-
-    return guarded

@@ -1,4 +1,4 @@
-"""Collect scored rollouts: make a request with its own seed for each response, run the engine, apply the reward."""
+"""Collect scored rollouts: make a request with its own seed for each response, run the engine, ask for rewards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specrl.config import Config
-from specrl.data.prompts import Prompt
-from specrl.data.rewards import Reward
+from specrl.data.problems import Prompt
+from specrl.data.reward_pool import RewardPool, Scores, Scoring
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
 
@@ -23,38 +23,79 @@ class Origin:
     drafter_version: int = 0
 
 
+@dataclass(frozen=True)
+class Unscored:
+    """Responses whose rewards are still on their way."""
+
+    generation: Generation
+    origin: Origin
+    _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]
+    """For each response its prompt, its number among those to the prompt, its request and `Engine.stored_for`."""
+    _scoring: Scoring | None
+
+    def scored(self) -> tuple[list[Rollout], Scores]:
+        """Wait for the rewards, and return the rollouts with them; without rewards to wait for, all of them are 0.
+
+        Raises:
+            RewardError: The reward cannot be imported, or has lost too many processes.
+        """
+        responses = self.generation.responses
+        scores = self._scoring.wait() if self._scoring is not None else Scores([0.0] * len(responses), [], 0.0)
+        rollouts = [
+            _rollout(prompt, sample, request, response, reward, self.origin, stored)
+            for (prompt, sample, request, stored), response, reward in zip(
+                self._asked, responses, scores.rewards, strict=True
+            )
+        ]
+        return rollouts, scores
+
+
 def collect(
     engine: Engine,
     prompts: Sequence[Prompt],
     samples_per_prompt: int,
     config: Config,
-    reward: Reward,
+    rewards: RewardPool | None,
     origin: Origin,
     *,
     on_progress: Callable[[int, int], None] | None = None,
     on_iteration: Callable[[], None] | None = None,
     recall: bool = False,
     learn: bool = True,
-) -> tuple[list[Rollout], Generation]:
-    """Sample `samples_per_prompt` responses to each prompt and score them; groups stay together, in prompt order.
+) -> Unscored:
+    """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
-    The rollouts are a pure function of policy, run seed, step, prompt and sample index (invariant 1): which rank
-    generates them, in what batch and with which drafts, changes nothing but the time. The keyword arguments are
-    those of `Engine.generate`.
+    Each response is sent to its reward as soon as it is finished. The rollouts are a pure function of policy, run seed,
+    step, prompt and sample index (invariant 1): which rank generates them, in what batch and with which drafts, changes
+    nothing but the time. The other keyword arguments are those of `Engine.generate`.
+
+    Args:
+        rewards: The pool that computes the rewards; None where nobody reads them.
 
     Returns:
-        The scored rollouts, and the generation that they come from.
+        The responses, whose rewards can be waited for.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
+    scoring = rewards.begin(config.data) if rewards is not None else None
+
+    def on_response(index: int, response: Response) -> None:
+        if scoring is not None:
+            scoring.submit(index, wanted[index][0], response.text)
+
     generation = engine.generate(
-        requests, on_progress=on_progress, on_iteration=on_iteration, recall=recall, learn=learn
+        requests,
+        on_progress=on_progress,
+        on_iteration=on_iteration,
+        on_response=on_response,
+        recall=recall,
+        learn=learn,
     )
-    rollouts = [
-        _rollout(prompt, sample, request, response, reward(prompt, response.text), origin, engine.stored_for(request))
-        for (prompt, sample), request, response in zip(wanted, requests, generation.responses, strict=True)
+    asked = [
+        (prompt, sample, request, engine.stored_for(request))
+        for (prompt, sample), request in zip(wanted, requests, strict=True)
     ]
-    return rollouts, generation
+    return Unscored(generation, origin, asked, scoring)
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:

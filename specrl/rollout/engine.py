@@ -137,6 +137,7 @@ class Engine:
         *,
         on_progress: Callable[[int, int], None] | None = None,
         on_iteration: Callable[[], None] | None = None,
+        on_response: Callable[[int, Response], None] | None = None,
         stop: Callable[[], bool] | None = None,
         recall: bool = False,
         learn: bool = True,
@@ -147,6 +148,8 @@ class Engine:
             requests: The requests. The engine chooses their order and the batches; neither changes a token.
             on_progress: A function that is called as `on_progress(finished, total)` whenever some finish.
             on_iteration: A function that is called after every iteration that leaves requests unfinished.
+            on_response: A function that gets each response as soon as it is finished, with its request's place in
+                `requests`.
             stop: A function that is asked after every such iteration. Once it returns true, unfinished responses are
                 returned with the tokens that they have and `finish_reason = "abort"`. The ranks of a tensor-parallel
                 engine take the first one's answer, which costs a broadcast per iteration.
@@ -176,6 +179,8 @@ class Engine:
                 for request in finished:
                     index, internal = running.pop(request.name)
                     responses[index] = self._response(internal, request.tokens, request.finish_reason)
+                    if on_response is not None:
+                        on_response(index, responses[index])
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if running and on_iteration is not None:

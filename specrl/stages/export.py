@@ -13,7 +13,6 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import make_reward
 from specrl.distributed import join, leave
 from specrl.export.card import model_card, serve_command
 from specrl.export.speculators import write_speculators
@@ -81,19 +80,19 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
     engine.set_k(engine.longest_k)
     prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(config.validate_.num_prompts)
     with logs.phase("generation with the exported drafter"):
-        _, generation = collect(
+        unscored = collect(
             engine,
             prompts,
             1,
             config,
-            make_reward(config.data),
+            None,
             Origin(derive_seed(config.seed, "validate"), step=0),
             on_progress=lambda done, total: progress.update(
                 done, total, unit="response", phase="trying out the exported drafter"
             ),
         )
     engine.shutdown()
-    return generation.stats.acceptance_length
+    return unscored.generation.stats.acceptance_length
 
 
 def publish(

@@ -12,7 +12,7 @@ from specrl.context import StageContext
 from specrl.data.dealing import deal_longest_first
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import make_reward
+from specrl.data.reward_pool import refuse_failure, start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
@@ -38,7 +38,8 @@ def main(context: StageContext) -> None:
         metrics: dict[str, float] = {}
         if drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
-        rewards = [rollout.reward for share in ranks.gather(rollouts) for rollout in share]
+        everyone = ranks.gather(rollouts)[:: context.config.engine.tensor_parallel]
+        rewards = [rollout.reward for share in everyone for rollout in share]
         if ranks.is_first:
             tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
             tracker.log_metrics({"pretrain/num_responses": len(rewards), "pretrain/reward_mean": fmean(rewards)})
@@ -59,6 +60,7 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
     config = context.config
     path = rollout_path(rollouts_dir, 0, ranks.rank)
     if not path.exists():
+        rewards = start_rewards(config, ranks.rank)
         policy_dir = context.input("prepare", PrepareResult).policy_dir
         source = PromptSource(config, load_tokenizer(policy_dir))
         size = config.engine.tensor_parallel
@@ -67,17 +69,21 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
         with logs.phase("start of the engine"):
             engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
         with logs.phase("generation"):
-            rollouts, _ = collect(
+            unscored = collect(
                 engine,
                 prompts,
                 config.drafter.samples_per_prompt,
                 config,
-                make_reward(config.data),
+                rewards,
                 Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
                 on_progress=lambda done, total: progress.update(
                     done, total, unit="response", phase="answering task prompts"
                 ),
             )
+            rollouts, scores = unscored.scored()
+        refuse_failure(scores.failures, len(rollouts), config.data)
+        if rewards is not None:
+            rewards.close()
         engine.shutdown()
         write_rollouts(path, rollouts)
     return read_rollouts(path)

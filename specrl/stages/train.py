@@ -20,7 +20,7 @@ from specrl.artifacts import (
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import make_reward
+from specrl.data.reward_pool import start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.lineage.history import adopt_history
 from specrl.loop import Trainer
@@ -58,7 +58,7 @@ def main(context: StageContext) -> None:
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         trainer.run(first_step, progress)
         finish(context, trainer, tracker, time.monotonic() - started)
-        trainer.engine.shutdown()
+        trainer.shutdown()
     leave()
 
 
@@ -69,6 +69,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         if ranks.is_first:
             adopt_history(context.stage_dir, context.continues)
         ranks.barrier()
+    rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets if config.validate_.every else ())
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
     recipe = precision_recipe(context, prepared)
@@ -91,7 +92,8 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         policy=policy,
         drafter=drafter,
         spot=spot,
-        generator=RolloutGenerator(config, ranks, engine, source, make_reward(config.data), spot),
+        rewards=rewards,
+        generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
         precision=PrecisionMonitor(config, ranks, engine, training, observe_kv_cache(config, policy), layers_path),
         refit=Refit(
             engine,
@@ -103,7 +105,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             verify_every=config.engine.verify_every,
             counts_path=context.stage_dir / REFITS_FILE,
         ),
-        validation=Validation(config, ranks, engine, source, tracker, context.stage_dir),
+        validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
         checkpoint_dir=context.stage_dir / "checkpoints",
         continues=context.continues,

@@ -17,8 +17,9 @@ from specrl.artifacts import (
 )
 from specrl.config import Config
 from specrl.context import StageContext
-from specrl.data.problems import derive_seed
-from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.problems import Prompt, derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.data.reward_pool import RewardPool, start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
@@ -43,16 +44,17 @@ def main(context: StageContext) -> None:
     config = context.config
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
         source = PromptSource(config, load_tokenizer(prepared.policy_dir))
         with logs.phase("start of the engine"):
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
-        after, stats = answer_all(engine, sets, trained.steps, ranks, progress, "accuracy after")
+        after, stats = answer_all(engine, rewards, sets, trained.steps, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         speed = measure_speed(engine, prompts, config, progress) if engine.speculates else []
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
-        before, _ = answer_all(engine, sets, 0, ranks, progress, "accuracy before")
+        before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
             result = ValidateResult(
                 accuracy_before=before[0].accuracy,
@@ -69,11 +71,19 @@ def main(context: StageContext) -> None:
             log(tracker, result)
             write_result(context.stage_dir, result)
         engine.shutdown()
+        if rewards is not None:
+            rewards.close()
     leave()
 
 
 def answer_all(
-    engine: Engine, sets: list[HeldOutSet], step: int, ranks: Ranks, progress: Progress, phase: str
+    engine: Engine,
+    rewards: RewardPool | None,
+    sets: list[HeldOutSet],
+    step: int,
+    ranks: Ranks,
+    progress: Progress,
+    phase: str,
 ) -> tuple[list[SetScore], SpeculationStats]:
     """Return the scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
 
@@ -88,7 +98,7 @@ def answer_all(
             def on_progress(done: int, total: int, name: str = chosen.name) -> None:
                 progress.update(done, total, unit="response", phase=f"{phase}, {name}")
 
-            found.append(answer(engine, chosen, step, ranks, on_progress))
+            found.append(answer(engine, rewards, chosen, step, ranks, on_progress))
     return [score for score, _ in found], found[0][1]
 
 

@@ -12,9 +12,9 @@ from specrl import logs
 from specrl.artifacts import SetScore
 from specrl.config import Config
 from specrl.data.held_out import config_of_set
-from specrl.data.problems import derive_seed
-from specrl.data.prompts import Prompt, PromptSource
-from specrl.data.rewards import Reward, make_reward
+from specrl.data.problems import Prompt, derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.data.reward_pool import RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -32,24 +32,24 @@ class HeldOutSet:
     """The configuration under which it is answered, see `config_of_set`."""
     prompts: list[Prompt]
     samples_per_prompt: int
-    reward: Reward
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
     """Return the sets of `validate.sets` in their order.
 
     Raises:
-        ConfigError: A file, a generator or a reward is wrong, or there are fewer problems than asked for.
+        ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
     """
     found = []
     for name, chosen in config.validate_.held_out_sets.items():
-        own = config_of_set(config, name)
-        found.append(HeldOutSet(name, own, source.validation(name), chosen.samples_per_prompt, make_reward(own.data)))
+        prompts = source.validation(name)
+        found.append(HeldOutSet(name, config_of_set(config, name), prompts, chosen.samples_per_prompt))
     return found
 
 
 def answer(
     engine: Engine,
+    rewards: RewardPool | None,
     chosen: HeldOutSet,
     step: int,
     ranks: Ranks,
@@ -63,29 +63,37 @@ def answer(
     terms. Speculation changes no response (invariant 1), so that scores with and without it are the same.
 
     Args:
+        rewards: The pool that computes the rewards; None on ranks whose engine has another first rank.
         step: The number of RL steps that the policy has been trained for.
         learn: As in `Engine.generate`.
+
+    Raises:
+        RewardError: The reward fails on every response.
     """
     started = time.monotonic()
     size = chosen.config.engine.tensor_parallel
     own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"):
-        rollouts, generation = collect(
+        unscored = collect(
             engine,
             own,
             chosen.samples_per_prompt,
             chosen.config,
-            chosen.reward,
+            rewards,
             origin,
             on_progress=on_progress,
             learn=learn,
         )
-    shares = ranks.gather((_kept(rollouts, chosen.samples_per_prompt), generation.stats))[::size]
-    responses = _joined([kept for kept, _ in shares])
+        rollouts, scores = unscored.scored()
+    own_share = (_kept(rollouts, chosen.samples_per_prompt), unscored.generation.stats, scores.failures)
+    shares = ranks.gather(own_share)[::size]
+    responses = _joined([kept for kept, _, _ in shares])
+    all_failures = [failure for _, _, failures in shares for failure in failures]
+    refuse_failure(all_failures, responses.rewards.size, chosen.config.data)
     seconds = time.monotonic() - started
     score = score_set(step, chosen.name, responses, chosen.config.validate_.correct_reward, seconds)
-    return score, SpeculationStats.merge(stats for _, stats in shares)
+    return score, SpeculationStats.merge(stats for _, stats, _ in shares)
 
 
 def _kept(rollouts: list[Rollout], samples: int) -> SetResponses:

@@ -7,6 +7,7 @@ from pathlib import Path
 from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_scores
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
+from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import Tracker
@@ -21,15 +22,23 @@ class Validation:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, engine: Engine, source: PromptSource, tracker: Tracker, stage_dir: Path
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine,
+        source: PromptSource,
+        rewards: RewardPool | None,
+        tracker: Tracker,
+        stage_dir: Path,
     ) -> None:
         """Prepare the held-out sets; nothing is prepared where `validate.every` is 0.
 
         Raises:
-            ConfigError: A file, a generator or a reward is wrong, or there are fewer problems than asked for.
+            ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
         """
         self._every, self._num_steps = config.validate_.every, config.train.num_steps
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
+        self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
         self.curve: list[SetScore] = []
         """The scores of all versions that have been validated."""
@@ -52,7 +61,9 @@ class Validation:
 
     def run(self, step: int) -> None:
         """Validate the policy after `step` RL steps, which the engine must hold; write and log its scores."""
-        scores = [answer(self._engine, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets]
+        scores = [
+            answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets
+        ]
         self._engine.reset_prefix_cache()
         if self._ranks.is_first:
             write_scores(self._stage_dir, step, scores)

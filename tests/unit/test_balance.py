@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore
 
 from specrl.config import ConfigError, parse_config
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from specrl.mlflow_store import check_names
 from torch import Tensor
 
 from flows.cli import invoke
@@ -17,9 +16,10 @@ from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, ConfigError, DataConfig, load_config
 from specrl.config.importing import import_function
 from specrl.data import rewards
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt
 from specrl.data.rewards import make_reward
 from specrl.keys import run_keys
+from specrl.tracking.tracker import check_names
 from tests.contributing import write_files
 
 

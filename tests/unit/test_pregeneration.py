@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specrl.config import Config, parse_config
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer
 from specrl.data.generators import make_generator
-from specrl.data.prompts import Prompt
-from specrl.data.rewards import make_reward
+from specrl.data.problems import Prompt
+from specrl.data.rewards import judge, make_reward
 
 
 def prompt(answer: str, entry: dict[str, Any] | None = None) -> Prompt:
@@ -103,13 +103,17 @@ def test_an_imported_reward_gets_prompt_response_and_answer(tmp_path: Path, monk
     assert make_reward(file_reward(f"{name}:score"))(prompt("abc"), "xy") == pytest.approx(1.23)
 
 
-def test_an_imported_reward_that_fails_or_is_not_finite_counts_as_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = "def score(prompt, response, answer):\n    return float(response)\n"
     reward = make_reward(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
-    assert [reward(prompt("1"), text) for text in ("0.5", "weird", "nan", "inf", "other")] == [0.5, 0, 0, 0, 0]
-    assert len(caplog.records) == 1
+    assert [judge(reward, prompt("1"), text) for text in ("0.5", "nan", "-inf", "weird")] == [
+        0.5,
+        "returned nan, which is not a finite number",
+        "returned -inf, which is not a finite number",
+        "raised ValueError: could not convert string to float: 'weird'",
+    ]
 
 
 @pytest.mark.parametrize(

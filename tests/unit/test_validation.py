@@ -16,6 +16,7 @@ from specrl.config import Config, ConfigError, dump_config, parse_config
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks
 from specrl.keys import run_keys
 from specrl.metrics import find_metric
@@ -117,10 +118,10 @@ def test_sets_have_problems_and_sampling_of_their_own(tmp_path: Path) -> None:
     check_data(config)
     file, sums = held_out_sets(config, PromptSource(config, TOKENIZER))
     assert [prompt.text for prompt in file.prompts] == [f"question {number}" for number in range(4)]
-    assert (file.config.sampling.temperature, file.reward(file.prompts[0], "Answer: 4")) == (0, 1)
+    assert (file.config.sampling.temperature, make_reward(file.config.data)(file.prompts[0], "Answer: 4")) == (0, 1)
     assert all(len(prompt.metadata["entry"]["terms"]) == 6 for prompt in sums.prompts)
     assert (len(sums.prompts), sums.samples_per_prompt, sums.config.sampling.top_p) == (5, 3, 0.9)
-    assert sums.reward(sums.prompts[0], f"Answer: {sums.prompts[0].answer}") == 1
+    assert make_reward(sums.config.data)(sums.prompts[0], f"Answer: {sums.prompts[0].answer}") == 1
 
 
 def test_problems_of_a_set_are_never_trained_on() -> None:
@@ -195,7 +196,7 @@ def test_the_train_stage_depends_on_the_sets_only_where_it_validates(tmp_path: P
 def validation(config: Config, stage_dir: Path) -> Validation:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     engine: Any = None  # nothing is generated
-    return Validation(config, ranks, engine, PromptSource(config, TOKENIZER), Silent(), stage_dir)
+    return Validation(config, ranks, engine, PromptSource(config, TOKENIZER), None, Silent(), stage_dir)
 
 
 def test_the_first_the_last_and_every_nth_policy_are_validated_once(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def sample(subject: Subject, precision: str, recipe: Recipe, settings: Agreement
     found = {}
     for seed in settings.seeds:
         origin = Origin(seed, step=0)
-        found[seed] = collect(engine, prompts, settings.samples_per_prompt, config, lambda *_: 0.0, origin)[0]
+        found[seed] = collect(engine, prompts, settings.samples_per_prompt, config, None, origin).scored()[0]
     engine.assert_quantised()
     say(f"sampled with the engine in {precision}, FP8 {engine.mode}")
     engine.shutdown()

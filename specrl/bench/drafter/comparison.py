@@ -25,9 +25,9 @@ from specrl.bench.job import say
 from specrl.bench.settings import DrafterSettings
 from specrl.bench.subject import Subject
 from specrl.config import Config, PrecisionConfig
-from specrl.data.problems import derive_seed
-from specrl.data.prompts import Prompt, PromptSource
-from specrl.data.rewards import make_reward
+from specrl.data.problems import Prompt, derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request
@@ -72,7 +72,7 @@ class DrafterComparison:
         self.config = comparison_config(subject.config, settings)
         self.policy_dir = subject.first_policy_dir
         self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
-        self.reward = make_reward(self.config.data)
+        self.rewards = RewardPool(self.config.data)
         # The engine starts with the run's own drafter, and each refit replaces its weights. It keeps the shape and the
         # feature layers of that drafter, which is loaded here to check that it has those of the present configuration.
         assert subject.first_drafter_dir is not None
@@ -106,7 +106,7 @@ class DrafterComparison:
     def _answer(self, prompts: list[Prompt], stream: str) -> list[Rollout]:
         self.engine.set_k(0)
         origin = Origin(derive_seed(self.config.seed, stream), step=0)
-        return collect(self.engine, prompts, 1, self.config, lambda *_: 0.0, origin)[0]
+        return collect(self.engine, prompts, 1, self.config, None, origin).scored()[0]
 
     def run(self) -> list[float]:
         """Run the RL steps and return each one's acceptance length, as the engine counted it with the last drafter."""
@@ -135,9 +135,10 @@ class DrafterComparison:
         origin = Origin(self.config.seed, step, policy_version=step, drafter_version=step)
         prompts = self.source.batch(step)
         samples = self.settings.samples_per_prompt
-        rollouts, generation = collect(self.engine, prompts, samples, self.config, self.reward, origin)
+        unscored = collect(self.engine, prompts, samples, self.config, self.rewards, origin)
+        rollouts, _ = unscored.scored()
         assign_advantages(rollouts, self.config.train)
-        return rollouts, generation.stats.acceptance_length
+        return rollouts, unscored.generation.stats.acceptance_length
 
     def refit(self, observed: ObservedDrafter, version: int) -> None:
         """Give the engine the current policy and this drafter, and every drafter what it shares with the policy."""

@@ -7,8 +7,7 @@ from random import Random
 from typing import Any
 
 from specrl.config import Config
-from specrl.data.problems import derive_seed
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt, derive_seed
 
 REQUESTS = (
     "Explain {topic} to a ten-year-old.",

@@ -34,4 +34,5 @@ def main(job: BenchJob) -> None:
     found = DrafterFindings(results, counted, comparison.config, time.monotonic() - started)
     write_page(job, settings, found)
     comparison.engine.shutdown()
+    comparison.rewards.close()
     leave()

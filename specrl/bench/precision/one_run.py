@@ -29,7 +29,7 @@ def run_one(path: Path) -> None:
         engine, (held_out,) = trainer.engine, held_out_sets(config, trainer.generator.source)
         if engine.speculates:
             engine.set_k(engine.longest_k)
-        score, stats = answer(engine, held_out, config.train.num_steps, ranks)
+        score, stats = answer(engine, trainer.rewards, held_out, config.train.num_steps, ranks)
         report = train.precision_report(trainer)
         cuda = ranks.device.type == "cuda"
         end_result = EndResult(
@@ -41,7 +41,7 @@ def run_one(path: Path) -> None:
             memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         )
         write_json(context.stage_dir / END_RESULT_FILE, asdict(end_result))
-        engine.shutdown()
+        trainer.shutdown()
     leave()
 
 

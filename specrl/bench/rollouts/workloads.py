@@ -8,8 +8,7 @@ from dataclasses import replace
 from specrl.bench.rollouts.rounds import Workload
 from specrl.bench.settings import TAIL, TAIL_SIZE
 from specrl.config import Config
-from specrl.data.problems import derive_seed
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt, derive_seed
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Request, Response
 

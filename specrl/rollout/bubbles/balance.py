@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from specrl.data.dealing import deal_longest_first
-from specrl.data.prompts import Prompt
+from specrl.data.problems import Prompt
 
 WINDOW = 8
 """The number of latest steps whose responses count: enough to have seen every difficulty, and to follow the policy."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specrl.config import Config
-from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.problems import Prompt
+from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator

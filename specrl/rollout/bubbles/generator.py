@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.config import Config
-from specrl.data.prompts import Prompt, PromptSource
-from specrl.data.rewards import Reward
+from specrl.data.problems import Prompt
+from specrl.data.prompts import PromptSource
+from specrl.data.reward_pool import RewardFailure, RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
@@ -32,6 +33,14 @@ class StepRollouts:
     """Counters of speculation, summed over the engines; `decode_steps` are those of the engine that took the most."""
     bubbles: list[Bubble]
     """The bubble of each rank, in rank order."""
+    failures: list[RewardFailure]
+    """The responses on which the reward failed."""
+    reward_s: float
+    """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the rewards cost, by the names in MLflow."""
+        return {"reward/failures": float(len(self.failures)), "timing/reward_s": self.reward_s}
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class _Share:
     stats: SpeculationStats
     bubble: Bubble
     texts: list[PregeneratedText]
+    failures: list[RewardFailure]
+    reward_s: float
 
 
 class RolloutGenerator:
@@ -53,16 +64,17 @@ class RolloutGenerator:
         ranks: Ranks,
         engine: Engine,
         source: PromptSource,
-        reward: Reward,
+        rewards: RewardPool | None,
         training: Activity | None,
     ) -> None:
         """Prepare the use of idle time that `bubbles.use` asks for.
 
         Args:
+            rewards: The pool that computes rewards; None on ranks whose engine has another first rank.
             training: The training of the drafter while this rank waits; None unless `bubbles.use` asks for it.
         """
         self.source = source
-        self._config, self._ranks, self._engine, self._reward = config, ranks, engine, reward
+        self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._lengths = ResponseLengthEstimator()
         self._bubbles = Bubbles(config, ranks, engine, source, self._lengths, training)
 
@@ -83,6 +95,9 @@ class RolloutGenerator:
 
         The engine must hold the policy of version `step`. The rollouts depend on that policy, the run's seed and the
         step alone; ranks, drafts and bubbles change nothing but the time.
+
+        Raises:
+            RewardError: The reward fails on every response.
         """
         prompts = self.source.batch(step)
         shares = self._ranks.gather(self._own_share(prompts, step))
@@ -96,8 +111,10 @@ class RolloutGenerator:
             key=lambda rollout: (place[rollout.prompt_id], rollout.sample),
         )
         self._lengths.learn(prompts, ((rollout.prompt_id, len(rollout.response_tokens)) for rollout in rollouts))
+        failures = [failure for share in engines for failure in share.failures]
+        refuse_failure(failures, len(rollouts), self._config.data)
         assign_advantages(rollouts, self._config.train)
-        return StepRollouts(rollouts, stats, bubbles)
+        return StepRollouts(rollouts, stats, bubbles, failures, max(share.reward_s for share in shares))
 
     def probed(self, acceptance_length: float) -> None:
         """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
@@ -120,16 +137,17 @@ class RolloutGenerator:
             self._bubbles.beat()
             pace.on_iteration()
 
-        rollouts, generation = collect(
+        unscored = collect(
             self._engine,
             own,
             samples,
             config,
-            self._reward,
+            self._rewards,
             Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step),
             on_progress=pace.on_progress,
             on_iteration=on_iteration,
             recall=True,
         )
-        bubble, texts = self._bubbles.spend(step, started_at, generation, pace.rows())
-        return _Share(rollouts, generation.stats, bubble, texts)
+        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
+        rollouts, scores = unscored.scored()
+        return _Share(rollouts, unscored.generation.stats, bubble, texts, scores.failures, scores.waited_s)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from specrl.config import Config
-from specrl.data.prompts import Prompt, PromptSource
+from specrl.data.problems import Prompt
+from specrl.data.prompts import PromptSource
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.collect import Origin, make_request

@@ -1,0 +1,335 @@
+"""A pool of processes that compute the rewards of a rank's responses while the engine goes on generating.
+
+A reward that hangs, raises, ends its process or returns what is no number costs its own response the score
+`data.reward_on_failure`, and nothing else. Which process computes a reward, and when, changes no result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+from specrl.config import Config, DataConfig
+from specrl.data.held_out import config_of_set
+from specrl.data.problems import Prompt
+from specrl.data.reward_worker import START
+from specrl.data.rewards import shortened
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 600
+"""The time limit for a process to import the reward."""
+PATIENCE_SECONDS = 0.1
+"""The time that one reward may take before another process is started, up to `data.reward_workers`."""
+BACKLOG = 32
+"""The number of waiting responses at which another process is started."""
+TRIES = 2
+"""The processes that a reward may end until it counts as failed: the first one may have been killed by anybody."""
+LOST_IN_A_ROW = 16
+"""The time-outs and ended processes in a row, with no reward between them, after which the reward counts as broken."""
+LOGGED = 3
+"""The failures among the responses of one generation that are logged in full."""
+
+
+class RewardError(ValueError):
+    """A reward that judges no response at all: it cannot be imported, or it fails on every one."""
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """A response on which the reward failed; all texts are shortened."""
+
+    prompt: str
+    response: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; prompt {self.prompt!r}, response {self.response!r}"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of the responses of one generation."""
+
+    rewards: list[float]
+    """The reward of each response, in the order of their numbers."""
+    failures: list[RewardFailure]
+    """The responses on which the reward failed, in the same order; their reward is `data.reward_on_failure`."""
+    waited_s: float
+    """The time that was waited for them, in seconds."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    section: int
+    """The place in `RewardPool.sections` of the section whose reward is asked for."""
+    prompt: Prompt
+    response: str
+    results: SimpleQueue[tuple[int, float | RewardFailure | Exception]]
+
+    def failed(self, reason: str) -> RewardFailure:
+        return RewardFailure(shortened(self.prompt.text), shortened(self.response), reason)
+
+
+class RewardPool:
+    """The processes of one rank. One is started at once, others where rewards take long; each has a thread here."""
+
+    def __init__(self, config: DataConfig, *others: DataConfig) -> None:
+        """Start the first process, without waiting for it.
+
+        Args:
+            config: The section whose reward is used, and whose settings of rewards hold.
+            others: Further sections whose rewards are used.
+        """
+        self.config = config
+        self.sections = list(dict.fromkeys(section.model_dump_json() for section in (config, *others)))
+        """All these sections, as JSON."""
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.error: Exception | None = None
+        """The reason why the pool can do nothing more."""
+        self.closed = False
+        self._lock = threading.Lock()
+        self._lost = 0
+        self._workers: list[_Worker] = []
+        self.grow()
+
+    def begin(self, data: DataConfig) -> Scoring:
+        """Return the scoring of one generation's responses by the reward of one of the pool's sections."""
+        return Scoring(self, data)
+
+    def grow(self) -> None:
+        """Start another process, unless there are `data.reward_workers` of them."""
+        with self._lock:
+            if len(self._workers) < self.config.reward_workers and not self.closed:
+                self._workers.append(_Worker(self))
+
+    def answered(self) -> None:
+        """Take note of a process that has answered."""
+        with self._lock:
+            self._lost = 0
+
+    def lost(self, failure: RewardFailure) -> None:
+        """Take note of a process that was lost to a reward."""
+        with self._lock:
+            self._lost += 1
+            if self._lost == LOST_IN_A_ROW:
+                self.error = RewardError(
+                    f"data.reward = {self.config.reward!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
+                    f"{failure}; mend it, or give it more time (data.reward_timeout_s = "
+                    f"{self.config.reward_timeout_s:g})"
+                )
+
+    def close(self) -> None:
+        """End all processes, also those that are at work."""
+        with self._lock:
+            self.closed = True
+        for _ in self._workers:
+            self.jobs.put(None)
+        for worker in self._workers:
+            worker.end()
+
+
+class Scoring:
+    """The rewards of one generation's responses, each of which is asked for as soon as it is finished."""
+
+    def __init__(self, pool: RewardPool, data: DataConfig) -> None:
+        self._pool = pool
+        self._section = pool.sections.index(data.model_dump_json())
+        self._results: SimpleQueue[tuple[int, float | RewardFailure | Exception]] = SimpleQueue()
+        self._submitted = 0
+
+    def submit(self, number: int, prompt: Prompt, response: str) -> None:
+        """Ask for the reward of a response, which is given a number of its own.
+
+        Raises:
+            RewardError: The reward cannot be imported, or has lost too many processes.
+        """
+        if self._pool.error is not None:
+            raise self._pool.error
+        self._submitted += 1
+        self._pool.jobs.put(_Job(number, self._section, replace(prompt, tokens=[]), response, self._results))
+
+    def wait(self) -> Scores:
+        """Wait until all responses have their reward.
+
+        Raises:
+            RewardError: The reward cannot be imported, or has lost too many processes.
+        """
+        started = time.perf_counter()
+        results: dict[int, float | RewardFailure] = {}
+        while len(results) < self._submitted:
+            number, result = self._results.get()
+            if isinstance(result, Exception):
+                raise result
+            results[number] = result
+        ordered = [results[number] for number in sorted(results)]
+        failures = [result for result in ordered if isinstance(result, RewardFailure)]
+        on_failure = self._pool.config.reward_on_failure
+        for failure in failures[:LOGGED]:
+            logger.warning("data.reward failed and counts as %g: it %s", on_failure, failure)
+        if len(failures) > LOGGED:
+            logger.warning("data.reward failed on %d more responses", len(failures) - LOGGED)
+        rewards = [on_failure if isinstance(result, RewardFailure) else result for result in ordered]
+        return Scores(rewards, failures, time.perf_counter() - started)
+
+
+class _Worker:
+    """One process and the thread that waits for it. To the kernel this thread is the process's parent."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the process and, once there is nothing more to do, the thread."""
+        self._kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Start the process, and let it answer one response after another."""
+        try:
+            self._running()
+        except (OSError, RewardError) as error:
+            self._pool.error = error
+        while (job := self._pool.jobs.get()) is not None:
+            try:
+                result = self._pool.error or self._reward(job)
+            except Exception as error:  # whatever it is, the rank's main thread waits for an answer and shall raise it
+                self._pool.error = result = error
+            job.results.put((job.number, result))
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the process and what it has started; a process that has ended already is taken off the kernel's list."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _reward(self, job: _Job) -> float | RewardFailure:
+        """Return the reward of one response, from a new process where the present one ends on it."""
+        try:
+            message = pickle.dumps((job.section, job.prompt, job.response))
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+            return job.failed(f"cannot be asked, since the problem's data cannot be copied: {shortened(str(error))}")
+        if self._pool.jobs.qsize() > BACKLOG:
+            self._pool.grow()
+        for _ in range(TRIES):
+            connection = self._running()
+            try:
+                connection.send_bytes(message)
+                if not self._answers(connection):
+                    return self._lost(job, f"took longer than data.reward_timeout_s = {self._timeout:g}")
+                result = connection.recv()
+            except (EOFError, OSError):
+                self._kill()
+                continue
+            self._pool.answered()
+            return job.failed(result) if isinstance(result, str) else result
+        assert self._process is not None
+        return self._lost(job, f"ended its process {TRIES} times ({ending(self._process.returncode)})")
+
+    def _lost(self, job: _Job, reason: str) -> RewardFailure:
+        self._kill()
+        failure = job.failed(reason)
+        self._pool.lost(failure)
+        return failure
+
+    @property
+    def _timeout(self) -> float:
+        return self._pool.config.reward_timeout_s
+
+    def _answers(self, connection: Connection) -> bool:
+        """Return whether the answer comes in time; where it takes a while, another process is started meanwhile."""
+        patience = min(PATIENCE_SECONDS, self._timeout)
+        if connection.poll(patience):
+            return True
+        self._pool.grow()
+        return connection.poll(self._timeout - patience)
+
+    def _running(self) -> Connection:
+        """Return the connection to the process, which is started anew where it has ended."""
+        for _ in range(TRIES):
+            if self._connection is not None and self._process is not None and self._process.poll() is None:
+                return self._connection
+            if self._pool.closed:
+                break
+            self._start()
+        raise RewardError(f"data.reward = {self._pool.config.reward!r}: its process cannot be started, see the log")
+
+    def _start(self) -> None:
+        """Start the process and wait until it has imported the reward.
+
+        Raises:
+            RewardError: There is no such reward, or its import takes too long.
+        """
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, remote = Pipe()
+        with remote:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(remote.fileno())],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[remote.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it, and it ends with all it has started
+            )
+        try:
+            self._connection.send(sys.path)
+            self._connection.send(os.getpid())
+            self._connection.send(self._pool.sections)
+            if not self._connection.poll(START_SECONDS):
+                self._kill()
+                raise RewardError(
+                    f"data.reward = {self._pool.config.reward!r}: its import took longer than {START_SECONDS} s"
+                )
+            problem = self._connection.recv()
+        except (EOFError, OSError):
+            self._kill()
+            return
+        if problem:
+            raise RewardError(problem)
+
+
+def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> RewardPool | None:
+    """Start the pool of a rank; None where another rank of the same engine has the same responses and scores them.
+
+    Args:
+        sets: The names of the held-out sets that are to be scored as well.
+    """
+    if rank % config.engine.tensor_parallel:
+        return None
+    return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
+
+
+def refuse_failure(failures: Sequence[RewardFailure], num_responses: int, config: DataConfig) -> None:
+    """Refuse a reward that failed on all responses of a generation, over all ranks.
+
+    Raises:
+        RewardError: It did; the message names the first of them.
+    """
+    if num_responses and len(failures) == num_responses:
+        raise RewardError(
+            f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures[0]}; "
+            "nothing can be learned from it, so mend it and resume the run"
+        )
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, by the return code that `subprocess` gives it."""
+    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
