@@ -8,7 +8,7 @@ import typer
 
 from flows.commands import bench, devcluster, inspect, project, run, samples, serve, sync
 from flows.server import ServerError
-from slurm.backend import JobError
+from slurm.backend import JobError, StoppedError
 from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
 
@@ -32,6 +32,7 @@ devcluster.register(app)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -55,6 +56,9 @@ def invoke(arguments: list[str]) -> int:
     except (JobError, ServerError) as error:
         _complain(str(error))
         return EXIT_FAILED
+    except StoppedError as error:
+        print(error)
+        return EXIT_STOPPED
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
         return EXIT_INTERRUPTED

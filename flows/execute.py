@@ -11,6 +11,7 @@ from flows.folder import only_flow, write_config
 from flows.preflight import check
 from flows.server import PrefectServer
 from slurm.access import restrict
+from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
 
@@ -26,6 +27,7 @@ def execute(config: Config, *, resumed: bool = False) -> None:
     Raises:
         ConfigError: The run cannot start; nothing has been written.
         JobError: A stage failed.
+        StoppedError: `specrl stop` asked the run to stop.
     """
     restrict(config.cluster)
     for backend in backends_of(config):
@@ -46,7 +48,7 @@ def execute(config: Config, *, resumed: bool = False) -> None:
         server.wait()
         try:
             _run_flow(config.run_dir)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedError):
             finish_parent_run(config, "KILLED")
             raise
         except Exception:  # A signal that ends the flow is not an Exception: the jobs go on, and so does the run.
@@ -62,6 +64,8 @@ def _run_flow(run_dir: Path) -> None:
     # These import Prefect, which reads its environment once, at import: the server has set it by now.
     from flows.crashed_flows import mark_crashed_flows
     from flows.pipeline import pipeline
+    from tasks.run import forget_stop
 
+    forget_stop(run_dir)
     mark_crashed_flows(run_dir)
     pipeline(str(run_dir))

@@ -15,13 +15,21 @@ from typing import Literal, Protocol, cast
 from specrl.artifacts import RESULT_FILE, digest, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
+from specrl.segments import Reason, Segment
 
 Phase = Literal["pending", "running", "ended"]
-Cause = Literal["time limit", "memory", "cancelled"]
+Cause = Literal["time limit", "memory", "cancelled", "preempted", "node lost"]
+CONTEXT_FILE = "context.json"
+STOP_FILE = "stop"
+"""A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
 
 
 class JobError(RuntimeError):
     """A job could not be submitted, failed, or ran out of time. The message is one line for people."""
+
+
+class StoppedError(RuntimeError):
+    """The run was stopped because `specrl stop` asked for it. The message is one line for people."""
 
 
 class SilentSchedulerError(RuntimeError):
@@ -51,6 +59,17 @@ class Failure:
     """The exception that the rank raised, in one line; empty if none is known."""
     detail: str = ""
     """The scheduler's words about the end of a rank that raised nothing."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """What a rank's scheduler says about the job that it belongs to."""
+
+    job_id: str
+    end_at: float | None = None
+    """The Unix time at which the scheduler will end the job; None if it has no limit or the scheduler does not say."""
+    is_ending: bool = False
+    """Whether the scheduler is ending the job already."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +108,7 @@ class JobKey:
     @property
     def context_path(self) -> Path:
         """The file from which the job's ranks read their `StageContext`."""
-        return self.folder / "context.json"
+        return self.folder / CONTEXT_FILE
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,11 @@ class StageRequest:
     def result_path(self) -> Path:
         """The file that exists once the stage has finished."""
         return self.context.stage_dir / RESULT_FILE
+
+    @property
+    def stop_path(self) -> Path:
+        """The file that exists while the run is asked to stop."""
+        return self.context.run_dir / STOP_FILE
 
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""
@@ -192,7 +216,7 @@ class Job(Protocol):
 
 
 class Backend(Protocol):
-    """A scheduler. The flow calls the methods from `connect` to `submit`; each rank of a job calls the other two."""
+    """A scheduler. The flow calls the methods from `connect` to `submit`; the ranks of a job call the others."""
 
     @property
     def name(self) -> str:
@@ -237,4 +261,16 @@ class Backend(Protocol):
         """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
 
     def run_rank(self, request: StageRequest) -> None:
-        """Call the stage's function in this rank, and leave what `Job.failure` needs if it raises."""
+        """Call the stage's function in this rank."""
+
+    def place(self, request: StageRequest) -> JobPlace:
+        """Return what the scheduler says about this job, within seconds; the first rank asks, also after a signal."""
+
+    def requeue(self, request: StageRequest) -> None:
+        """Have the scheduler start this job again after its end, which is near.
+
+        Where it cannot, and the job simply ends, a flow that waits for it submits another one.
+        """
+
+    def why_ended(self, segment: Segment) -> Reason:
+        """Return why an earlier job of the stage ended that could not say so itself."""

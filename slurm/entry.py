@@ -6,19 +6,21 @@ time limit, preemption or the loss of a node) runs this program anew, and the st
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 from slurm.access import check_access, restrict
 from slurm.backend import StageRequest
 from slurm.environment import prepare_rank
+from slurm.ranks.supervisor import Supervisor, end_process
 from slurm.registry import backend_of
 from specrl import logs
 from specrl.context import StageContext
 
 
 def main(arguments: list[str]) -> None:
-    """Set up this rank, and call the stage's function through the backend.
+    """Set up this rank, call the stage's function under supervision, and end the process.
 
     Args:
         arguments: The file with the stage's context, and the function as `module:function`.
@@ -30,7 +32,9 @@ def main(arguments: list[str]) -> None:
     backend = backend_of(request.key.cluster)
     prepare_rank(request, backend)
     logs.set_up(context.config.cluster.log_level)
-    backend.run_rank(request)
+    code = Supervisor(request, backend).run()
+    logging.shutdown()
+    end_process(code)
 
 
 if __name__ == "__main__":

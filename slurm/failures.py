@@ -1,11 +1,16 @@
-"""Explain in one line why a job failed."""
+"""The errors that ranks leave behind, and the line that explains why a job failed."""
 
 from __future__ import annotations
 
+import json
+import time
+import traceback
 from pathlib import Path
 
-from slurm.backend import Job, State
+from slurm.backend import Failure, Job, State
+from specrl.artifacts import write_json
 from specrl.context import StageContext
+from specrl.segments import read_segments
 
 MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""
@@ -13,15 +18,41 @@ LOG_TAIL_BYTES = 4096
 """How many bytes are read from the end of a log to find its last line."""
 
 
+def write_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave the error that a rank of the job with this folder raised."""
+    write_json(_error_path(folder, rank), {"time": time.time(), "trace": "".join(traceback.format_exception(error))})
+
+
+def clear_error(folder: Path, rank: int) -> None:
+    """Remove the error that the rank left in an earlier job."""
+    _error_path(folder, rank).unlink(missing_ok=True)
+
+
+def first_error(folder: Path, ranks: int) -> Failure | None:
+    """Return the earliest error that a rank left, from which later ones mostly follow, or None."""
+    paths = {rank: _error_path(folder, rank) for rank in range(ranks)}
+    found = [(json.loads(path.read_text()), rank) for rank, path in paths.items() if path.exists()]
+    first = min(found, key=lambda item: float(item[0]["time"]), default=None)
+    return None if first is None else Failure(first[1], exception=last_error(first[0]["trace"]))
+
+
+def _error_path(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"
+
+
 def explain(job: Job, context: StageContext, state: State) -> str:
     """Return one line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
-    The error is the exception of the rank that failed first. If that rank raised none (because it was killed, or ran
-    out of memory or time), it is the limit that was reached, or else the last line of that rank's log.
+    The error is the reason why the stage was given up, or else the exception of the rank that failed first. If that
+    rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or else
+    the last line of that rank's log.
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
-    if failure.exception:
+    segments = read_segments(context.stage_dir)
+    if segments and segments[-1].job_id == job.job_id and segments[-1].gave_up is not None:
+        error = segments[-1].gave_up
+    elif failure.exception:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
         reached = _limit(context, state)
@@ -45,8 +76,8 @@ def _limit(context: StageContext, state: State) -> str:
         return f"it ran longer than resources.minutes = {resources.minutes}"
     if state.cause == "memory":
         return f"killed, most likely out of memory: resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}"
-    if state.cause == "cancelled":
-        return "it was cancelled"
+    if state.cause is not None:
+        return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")
     return ""
 
 

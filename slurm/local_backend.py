@@ -17,12 +17,13 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from slurm import submitit_jobs
-from slurm.backend import Failure, JobError, JobKey, Record, StageRequest, State
+from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
 from slurm.environment import LOOPBACK
-from slurm.local_controller import lock_path, outcome_path
-from slurm.walltime import MAX_TIMEOUTS
+from slurm.failures import first_error
+from slurm.local_controller import END_AT, lock_path, outcome_path
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
+from specrl.segments import Reason, Segment
 
 START_SECONDS = 60
 """The longest time that a controller may take to start Python and write its record."""
@@ -72,8 +73,7 @@ class LocalJob:
         return submitit_jobs.log_path(self.folder, self.job_id, rank)
 
     def failure(self, ranks: int) -> Failure:
-        raised = submitit_jobs.first_exception(self.folder, self.job_id, ranks)
-        return raised or Failure(rank=min(self._failed_ranks(), default=0))
+        return first_error(self.folder, ranks) or Failure(rank=min(self._failed_ranks(), default=0))
 
     def _failed_ranks(self) -> dict[int, int]:
         """Return the exit codes of the ranks that failed, by rank."""
@@ -142,7 +142,7 @@ class LocalBackend:
         known = False
         try:
             with interrupts_held(), submitit.helpers.clean_env():
-                executor.submit(submitit_jobs.StageFunction(request))
+                executor.start()
             assert executor.process is not None
             job = self._wait_for(executor.process, request)
             known = True
@@ -161,7 +161,16 @@ class LocalBackend:
         """
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
         end_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
-        submitit_jobs.run_rank(request)
+        request.call()
+
+    def place(self, request: StageRequest) -> JobPlace:
+        return JobPlace(os.environ["SUBMITIT_LOCAL_JOB_ID"], float(os.environ[END_AT]))
+
+    def requeue(self, request: StageRequest) -> None:
+        """Do nothing: the controller reads in the stage's segments whether it goes on."""
+
+    def why_ended(self, segment: Segment) -> Reason:
+        return "killed"  # with its controller, which would have said anything else
 
     def _wait_for(self, process: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
         """Return the job of the controller that was just started, or of one that another flow started before it.
@@ -209,9 +218,13 @@ class _DetachedExecutor(LocalExecutor):
     reach."""
 
     def __init__(self, request: StageRequest, environment: dict[str, str]) -> None:
-        super().__init__(request.key.folder, max_num_timeout=MAX_TIMEOUTS)
+        super().__init__(request.key.folder)
         self.request, self.environment = request, environment
         self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the controller, without the pickle that submitit would write for it."""
+        self._submit_command(self._submitit_command_str)
 
     @property
     def _submitit_command_str(self) -> str:

@@ -12,14 +12,21 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from submitit.local.local import Controller, LocalJobEnvironment
+from submitit.local.local import Controller
 
-from slurm.backend import Record
+from slurm.backend import CONTEXT_FILE, Record
+from slurm.ranks.supervisor import ATTEMPT, WALLTIME_SIGNAL
 from specrl.artifacts import write_json
+from specrl.context import StageContext
 from specrl.processes import start_ticks
+from specrl.segments import Reason, end_segment, last_recorded_step, read_segments
+
+END_AT = "SPECRL_END_AT"
+"""The variable in which the ranks find the Unix time at which the controller will end them."""
 
 FAILURE_GRACE_SECONDS = 5
 """How long the other ranks may still run after one has failed, so that they notice it and say so in their logs."""
@@ -28,10 +35,49 @@ LOCK_SECONDS = 3
 
 
 class LocalController(Controller):
-    """Starts the ranks as submitit's controller does, ends all of them when one fails, and records how each ended."""
+    """Starts the ranks as submitit's controller does, ends all of them when one fails, and starts them again where the
+    stage is to go on, as a scheduler would queue its job again."""
 
     timed_out = False
     exit_codes: Sequence[int | None] = ()
+
+    def __init__(self, folder: Path, context: StageContext) -> None:
+        super().__init__(folder)
+        self.context = context
+
+    def run(self, max_retry: int | None = None) -> None:
+        """Run the ranks, and run them again for as long as the stage is to go on.
+
+        Args:
+            max_retry: How many times the ranks are started at most; None for as often as the stage wants.
+        """
+        for attempt in count():
+            begun = len(read_segments(self.context.stage_dir))
+            os.environ.update({ATTEMPT: str(attempt), END_AT: str(time.time() + self.timeout_s)})
+            try:
+                self.start_tasks()
+                self.wait()
+            finally:
+                self.kill_tasks()
+            if attempt + 1 == max_retry or not self._goes_on(begun):
+                return
+
+    def _goes_on(self, begun: int) -> bool:
+        """Say how the segment ended if its ranks could not, and return whether the stage goes on in another one.
+
+        Args:
+            begun: The number of segments before this one.
+        """
+        stage_dir, cluster = self.context.stage_dir, self.context.config.cluster_of(self.context.stage)
+        segments = read_segments(stage_dir)
+        if len(segments) == begun:  # the ranks ended before they could do anything
+            return False
+        reason: Reason = "failed"
+        if self.timed_out:
+            reason = "walltime"
+        elif -signal.SIGKILL in self.exit_codes:
+            reason = "killed"
+        return end_segment(stage_dir, segments[-1].number, reason, last_recorded_step(stage_dir), cluster)
 
     def wait(self, freq: int = 10) -> Sequence[int | None]:
         """Wait for the ranks, and return their exit codes when all have ended or when it is time to end them.
@@ -55,7 +101,7 @@ class LocalController(Controller):
                 give_up_at = min(give_up_at, now + FAILURE_GRACE_SECONDS)
             if warn_at is not None and now > warn_at:
                 warn_at = None
-                self._forward_signal(LocalJobEnvironment._usr_sig())
+                self._forward_signal(WALLTIME_SIGNAL)
             time.sleep(1 / freq)
 
 
@@ -76,7 +122,7 @@ def main(arguments: list[str]) -> None:
             return
         started = start_ticks(os.getpid())
         Record("local", str(os.getpid()), started, os.uname().nodename, time.time()).write(record_path)
-        controller = LocalController(folder)
+        controller = LocalController(folder, StageContext.load(folder / CONTEXT_FILE))
         try:
             controller.run()
         finally:

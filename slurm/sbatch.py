@@ -9,11 +9,14 @@ from typing import Any
 
 from slurm import submitit_jobs
 from slurm.backend import StageRequest
+from slurm.ranks.supervisor import AGAIN_CODE
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import names_gpus
 
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
 """The options that submitit reads itself, and writes."""
+AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
+"""The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
 CONTAINER_PYTHON = "python3"
 
 
@@ -75,6 +78,7 @@ def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, 
         "job_name": request.key.job_name,
         **{name.replace("-", "_"): options[name] for name in OF_SUBMITIT},
         "setup": [*request.key.cluster.setup, *exports],
+        "teardown": AGAIN,
         "srun_args": srun_options(config, stage),
         "additional_parameters": {name: value for name, value in options.items() if name not in OF_SUBMITIT},
         "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse

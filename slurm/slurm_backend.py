@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import io
+import logging
 import os
 import re
 import shlex
@@ -12,28 +13,62 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import submitit
 from submitit.core.utils import FailedJobError
 
 from slurm import submitit_jobs
-from slurm.backend import Cause, Failure, JobError, JobKey, Record, SilentSchedulerError, StageRequest, State
+from slurm.backend import (
+    Cause,
+    Failure,
+    JobError,
+    JobKey,
+    JobPlace,
+    Record,
+    SilentSchedulerError,
+    StageRequest,
+    State,
+)
 from slurm.devcluster import DevCluster
 from slurm.environment import LOOPBACK, interface_towards, interface_variables
+from slurm.failures import first_error
+from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
-from slurm.walltime import MAX_TIMEOUTS
 from specrl.config import ClusterConfig, Config, StageName
+from specrl.segments import Reason, Segment
+
+logger = logging.getLogger(__name__)
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+UNDECIDED = (PENDING | RUNNING) - {"REQUEUED"}
+"""Words of Slurm's accounting about a job that does not say how it ended."""
 UNKNOWN = "no longer in the queue"
 SUCCEEDED = {"COMPLETED", UNKNOWN}
-CAUSES: dict[str, Cause] = {"TIMEOUT": "time limit", "OUT_OF_MEMORY": "memory", "CANCELLED": "cancelled"}
+CAUSES: dict[str, Cause] = {
+    "TIMEOUT": "time limit",
+    "OUT_OF_MEMORY": "memory",
+    "CANCELLED": "cancelled",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node lost",
+    "BOOT_FAIL": "node lost",
+}
+REASONS: dict[str, Reason] = {
+    "TIMEOUT": "walltime",
+    "CANCELLED": "cancelled",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node lost",
+    "BOOT_FAIL": "node lost",
+    "REQUEUED": "requeued",
+}
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 COMMAND_SECONDS = 30
 """How long one of Slurm's commands may take before Slurm counts as silent."""
+RANK_COMMAND_SECONDS = 5
+"""The same for a rank, whose job may be about to end."""
 ONE_HOST = "SPECRL_ONE_HOST"
 """A variable that the development cluster sets: its nodes are all this machine, and their names do not resolve."""
 
@@ -74,7 +109,7 @@ class SlurmJob:
         return submitit_jobs.log_path(self.folder, self.job_id, rank)
 
     def failure(self, ranks: int) -> Failure:
-        return submitit_jobs.first_exception(self.folder, self.job_id, ranks) or self._srun_error()
+        return first_error(self.folder, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
         """Return which rank ended badly, and how, as srun writes it at the end of the first rank's log."""
@@ -138,7 +173,7 @@ class SlurmBackend:
         executor.update_parameters(**parameters(request, environment))
         try:
             with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-                job = executor.submit(submitit_jobs.StageFunction(request))
+                job = executor.start()
         except FailedJobError as error:
             raise JobError(f"Slurm refuses the job: {_reason(str(error))}") from error
         _write_record(request.key, job.job_id)
@@ -146,19 +181,57 @@ class SlurmBackend:
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
+        ranks = submitit_jobs.rank_environment() | {ATTEMPT: os.environ.get("SLURM_RESTART_COUNT", "0")}
         if one_host:
-            return submitit_jobs.rank_environment() | LOOPBACK
+            return ranks | LOOPBACK
         interface = request.key.cluster.interface or interface_towards(submitit_jobs.other_host())
-        return submitit_jobs.rank_environment() | interface_variables(interface)
+        return ranks | interface_variables(interface)
 
     def run_rank(self, request: StageRequest) -> None:
-        submitit_jobs.run_rank(request)
+        request.call()
+
+    def place(self, request: StageRequest) -> JobPlace:
+        job_id = os.environ["SLURM_JOB_ID"]
+        try:
+            answer = _ask("squeue", "-h", "-j", job_id, "-o", "%T %e", seconds=RANK_COMMAND_SECONDS).split()
+        except (JobError, SilentSchedulerError) as error:  # a container may lack Slurm's commands
+            logger.warning("%s", error)
+            known = os.environ.get("SLURM_JOB_END_TIME")
+            return JobPlace(job_id, float(known) if known else None)
+        if not answer or answer[0] != "RUNNING":
+            return JobPlace(job_id, is_ending=True)
+        with contextlib.suppress(ValueError):  # a job without a limit has no such time
+            return JobPlace(job_id, datetime.fromisoformat(answer[1]).timestamp())
+        return JobPlace(job_id)
+
+    def requeue(self, request: StageRequest) -> None:
+        try:
+            _ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        except (JobError, SilentSchedulerError) as error:
+            logger.warning("the job's script has to queue it again: %s", error)
+
+    def why_ended(self, segment: Segment) -> Reason:
+        """Return what accounting says: it has a line for each time that the job ran, and the present one comes last."""
+        try:
+            lines = _ask(
+                "sacct", "-nPXD", "-j", segment.job_id, "-o", "State", seconds=RANK_COMMAND_SECONDS
+            ).splitlines()
+        except SilentSchedulerError:
+            lines = []
+        ended = [line.split()[0] for line in lines if line and line.split()[0] not in UNDECIDED]
+        if ended:
+            return REASONS.get(ended[-1], "killed")
+        return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
 
 
 class _StageExecutor(submitit.SlurmExecutor):
     def __init__(self, request: StageRequest) -> None:
-        super().__init__(request.key.folder, max_num_timeout=MAX_TIMEOUTS)
+        super().__init__(request.key.folder)
         self.request = request
+
+    def start(self) -> submitit.Job[None]:
+        """Submit the job, without the pickle that submitit would write for it."""
+        return self._submit_command(self._submitit_command_str)
 
     @property
     def _submitit_command_str(self) -> str:
@@ -185,21 +258,24 @@ def _reason(text: str) -> str:
     return "; ".join(line.removeprefix("sbatch: error: ").strip() for line in lines)
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     """Return the output of one of Slurm's commands.
+
+    Args:
+        seconds: How long it may take.
 
     Raises:
         JobError: The command is not installed.
         SilentSchedulerError: It failed or took too long.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError as error:
         if command[0] == "sacct":
             raise SilentSchedulerError("no sacct") from error
         raise JobError(f"{command[0]} is not installed: --cluster slurm works where Slurm's commands are") from error
     except subprocess.TimeoutExpired as error:
-        raise SilentSchedulerError(f"{command[0]} took more than {COMMAND_SECONDS} s") from error
+        raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
     if done.returncode:
         raise SilentSchedulerError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
     return done.stdout

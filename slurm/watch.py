@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import Job, JobError, SilentSchedulerError, State
+from slurm.backend import STOP_FILE, Cause, Job, JobError, SilentSchedulerError, State, StoppedError
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
-from slurm.walltime import longest_minutes
 from specrl.artifacts import RESULT_FILE
 from specrl.context import StageContext
 from specrl.progress import ProgressState, read_progress
+from specrl.segments import Reason, Segment, end_segment, last_recorded_step, read_segments
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
@@ -23,25 +23,49 @@ LEAVE_SECONDS = 60
 FILES_SECONDS = 30
 """How long a result may take to become visible on a shared file system after its job has ended."""
 OVERTIME_MINUTES = 10
-"""How long the flow waits for the scheduler to end a job whose time, with all repetitions, is up."""
+"""How long the flow waits for the scheduler to end a job whose time is up."""
+RETURN_SECONDS = 30
+"""How long the flow waits for the scheduler to queue a job again that it took away."""
+RETURNING: frozenset[Cause | None] = frozenset({"preempted", "node lost"})
+"""The causes after which a scheduler mostly queues the job again by itself."""
+REASONS: dict[Cause | None, Reason] = {
+    "preempted": "preempted",
+    "node lost": "node lost",
+    "time limit": "walltime",
+    "cancelled": "cancelled",
+}
+"""The reason for which a segment ended, by the cause that the scheduler gives."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
-def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> None:
-    """Wait until the stage's result exists and its job has ended.
+def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
+    """Wait until the stage's result exists and its job has ended, or until the stage needs another job.
 
     Args:
         on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
         clock: Returns a time in seconds that only goes forward.
 
+    Returns:
+        Whether the stage has finished. If not, it goes on in a job that is still to be submitted.
+
     Raises:
         JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
+        StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
     """
     watch = _Watch(job, context, clock)
-    while not watch.finished():
+    while not watch.over():
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
+    return watch.result_at is not None
+
+
+def stopped_line(context: StageContext) -> str:
+    """Return the line about a run that has been stopped before or in this stage."""
+    segments = read_segments(context.stage_dir)
+    step = segments[-1].last_step if segments else None
+    where = f"in {context.stage}" if step is None else f"in {context.stage} after step {step}"
+    return f"run {context.config.name} was stopped {where}; continue it with: specrl resume {context.config.name}"
 
 
 class _Watch:
@@ -49,16 +73,19 @@ class _Watch:
 
     def __init__(self, job: Job, context: StageContext, clock: Callable[[], float]) -> None:
         self.job, self.context, self.clock = job, context, clock
+        self.cluster = context.config.cluster_of(context.stage)
         self.state = State("pending", "SUBMITTED")
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
+        self.num_segments = 0
 
-    def finished(self) -> bool:
-        """Look at the job once more, and return whether the stage is finished.
+    def over(self) -> bool:
+        """Look at the job once more, and return whether the stage has finished or needs another job.
 
         Raises:
             JobError: The job failed, or waited or ran for longer than it may.
+            StoppedError: `specrl stop` asked the run to stop.
         """
         now = self.clock()
         if self.result_at is None and self._has_result():
@@ -69,10 +96,44 @@ class _Watch:
                 self.job.cancel()  # a rank hangs on its way out and would keep the allocation
                 return True
             return self.state.phase == "ended"
-        if self.state.phase == "ended" and now - self.since > (0 if self.state.failed else FILES_SECONDS):
-            raise JobError(explain(self.job, self.context, self.state))
+        if self.state.phase == "ended":
+            return self._ended_without_result(now - self.since)
         self._check_limits(now)
         return False
+
+    def _ended_without_result(self, seconds: float) -> bool:
+        """Return whether another job is needed; False while it is not yet certain that this one has ended for good.
+
+        Args:
+            seconds: How long ago it ended.
+        """
+        context, returning = self.context, self.state.cause in RETURNING
+        reason = self._reason()
+        if reason is None and seconds <= (RETURN_SECONDS if returning else 0 if self.state.failed else FILES_SECONDS):
+            return False
+        if reason == "stopped":
+            raise StoppedError(stopped_line(context))
+        if self._goes_on(reason):
+            return True
+        raise JobError(explain(self.job, context, self.state))
+
+    def _reason(self) -> Reason | None:
+        """Return why the latest segment of this job ended, if that is known."""
+        segments = self._segments()
+        return segments[-1].reason if segments else None
+
+    def _goes_on(self, reason: Reason | None) -> bool:
+        """End the latest segment if no rank could, and return whether the stage is to go on in another job."""
+        segments, stage_dir = self._segments(), self.context.stage_dir
+        if not segments:  # it was taken away before it could begin
+            return self.state.cause in RETURNING
+        reason = reason or REASONS.get(self.state.cause, "failed")
+        last_step = last_recorded_step(stage_dir)
+        return end_segment(stage_dir, segments[-1].number, reason, last_step, self.cluster)
+
+    def _segments(self) -> list[Segment]:
+        """Return the segments of the stage that are this job's."""
+        return [segment for segment in read_segments(self.context.stage_dir) if segment.job_id == self.job.job_id]
 
     def _has_result(self) -> bool:
         if not (self.context.stage_dir / RESULT_FILE).exists():
@@ -82,7 +143,7 @@ class _Watch:
 
     def _ask(self, now: float) -> None:
         pause = self.job.ask_seconds if self.result_at is None else LEAVING_ASK_SECONDS
-        if self.state.phase == "ended" or now - self.asked_at < pause:
+        if (self.state.phase == "ended" and self.state.cause not in RETURNING) or now - self.asked_at < pause:
             return
         self.asked_at = now
         try:
@@ -94,20 +155,24 @@ class _Watch:
                 ) from error
             return
         self.answered_at = now
-        if state.phase != self.state.phase:
-            self.since = now
+        num_segments = len(self._segments())
+        if state.phase != self.state.phase or num_segments != self.num_segments:
+            self.since, self.num_segments = now, num_segments
         self.state = state
         if state.phase == "ended" and self.result_at is None and self._has_result():
             self.result_at = now
 
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
-        if self.state.phase == "pending" and minutes > self.context.config.cluster.queue_minutes:
+        if self.state.phase == "pending" and (self.context.run_dir / STOP_FILE).exists():
             self.job.cancel()
-            limit = f"cluster.queue_minutes = {self.context.config.cluster.queue_minutes}"
+            raise StoppedError(stopped_line(self.context))
+        if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
+            self.job.cancel()
+            limit = f"cluster.queue_minutes = {self.cluster.queue_minutes}"
             raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and was cancelled")
         allowed = self.context.config.resources_of(self.context.stage)
-        if self.state.phase == "running" and minutes > longest_minutes(allowed) + OVERTIME_MINUTES:
+        if self.state.phase == "running" and minutes > allowed.minutes + OVERTIME_MINUTES:
             self.job.cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and was cancelled")
 

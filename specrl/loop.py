@@ -6,13 +6,17 @@ stage; each rank holds an engine, its shard of the policy, and the drafter.
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from specrl import logs
 from specrl.config import Config
 from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
+from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
@@ -21,7 +25,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics
+from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
@@ -30,6 +34,8 @@ from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 from specrl.validation.validation import Validation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Trainer:
     validation: Validation
     recorder: StepRecorder
     checkpoint_dir: Path
+    lifetime: Lifetime
     continues: Continuation | None = None
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
 
@@ -84,12 +91,30 @@ class Trainer:
 
         Args:
             first_step: The step that `restore` returned.
+
+        Raises:
+            LeftJobError: The next step does not fit into the time left, or somebody wants the job to end.
         """
         with logs.phase("first refit"):
             self.recorder.log(first_step, self.refit_engine(version=first_step).timing())
+        self.lifetime.begin_steps(first_step, recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
         for step in range(first_step, self.config.train.num_steps):
+            if (stop := self.lifetime.at_boundary(self.ranks, step)) is not None:
+                self.leave(step, stop)
             with logs.step(step):
                 self.step(step, progress)
+        self.lifetime.end_steps()
+
+    def leave(self, step: int, stop: Stop) -> NoReturn:
+        """Leave the job before this step, with a checkpoint from which another job begins with it.
+
+        Raises:
+            LeftJobError: Always.
+        """
+        logger.info("leaving before step %d: %s (%s)", step, stop.reason, stop.text)
+        if step != self.lifetime.first_step and step % self.config.train.checkpoint_every != 0:
+            self.save(step)
+        raise LeftJobError(stop)
 
     def step(self, step: int, progress: Progress) -> None:
         """Run one step: rollouts of policy version `step`, then policy, drafter and engine of version `step + 1`."""
@@ -155,14 +180,20 @@ class Trainer:
         self.recorder.write_rollouts(step, rollouts)
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
             self.recorder.write(record)
-            checkpoint.save(
-                self.checkpoint_dir,
-                self.policy,
-                self.drafter,
-                step + 1,
-                keep=config.keep_checkpoints,
-                kv_scales=self.engine.precision.kv_scales,
-            )
+            self.save(step + 1)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint from which this step can start."""
+        started = time.monotonic()
+        checkpoint.save(
+            self.checkpoint_dir,
+            self.policy,
+            self.drafter,
+            step,
+            keep=self.config.train.keep_checkpoints,
+            kv_scales=self.engine.precision.kv_scales,
+        )
+        self.lifetime.saved(time.monotonic() - started)
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards."""

@@ -216,6 +216,12 @@ def read_steps(steps_dir: Path) -> list[StepRecord]:
     return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
 
 
+def recent_seconds(steps_dir: Path, number: int) -> list[float]:
+    """Return the wall times of the last steps that have a record, at most `number` of them, in seconds."""
+    paths = sorted(steps_dir.glob("step=*.json"))[-number:]
+    return [float(json.loads(path.read_text())["metrics"]["timing/step_s"]) for path in paths]
+
+
 def _record(data: dict[str, Any]) -> StepRecord:
     by_source = {source: SourceCounts(*counts) for source, counts in data["by_source"].items()}
     return StepRecord(**{**data, "by_source": by_source, "ranks": [timeline_from(rank) for rank in data["ranks"]]})

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from slurm.backend import Job, JobKey, Record, State
+from slurm.backend import STOP_FILE, Job, JobKey, Record, State, StoppedError
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
-from slurm.watch import wait
-from specrl.artifacts import RESULT_FILE, point_to
+from slurm.watch import stopped_line, wait
+from specrl.artifacts import RESULT_FILE, point_to, write_text
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.progress import ProgressState
 from specrl.report.results import CONFIG_FILE
+from specrl.segments import end_segment, last_recorded_step, read_segments
 from specrl.tracking import RUN_ID_FILE
 
 
@@ -125,6 +126,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
 
     Raises:
         JobError: The job failed.
+        StoppedError: `specrl stop` asked the run to stop.
     """
     assert {done.stage for done in inputs} == set(INPUTS[stage])
     folder = run.folder(stage)
@@ -151,22 +153,57 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
 
 
 def _work(run: Run, context: StageContext, entry: str) -> None:
-    """Attach to the stage's job or submit one, and wait for it.
+    """Attach to the stage's job or submit one, and wait for it; and again while the stage needs another job.
 
     An interrupt by the user (Ctrl-C) cancels the job. When another signal ends the flow, the job goes on and can be
     found again.
     """
     try:
-        job = attach_or_submit(context, entry, run.record.code_dir(run.config.run_dir))
-        if job is None:
-            return
-        run.reporter.submitted(context.stage, job)
-        wait(job, context, lambda state, progress: run.reporter.polled(context.stage, state, progress))
+        while not stop_asked(run.config.run_dir):
+            job = attach_or_submit(context, entry, run.record.code_dir(run.config.run_dir))
+            if job is None:
+                return
+            run.reporter.submitted(context.stage, job)
+            if wait(job, context, lambda state, progress: run.reporter.polled(context.stage, state, progress)):
+                return
+            reason = read_segments(context.stage_dir)[-1].reason
+            run.reporter.note(f"{context.stage}: job {job.job_id} ended ({reason}); the stage goes on in another one")
+        raise StoppedError(stopped_line(context))
     except KeyboardInterrupt:
         if (job := find(JobKey(run.config, context.key))) is not None:
-            job.cancel()
+            _cancel(job, context.stage_dir, run.config)
             run.reporter.note(f"{context.stage}: cancelled {job.backend} job {job.job_id}")
         raise
+
+
+def _cancel(job: Job, stage_dir: Path, config: Config) -> None:
+    """Cancel a job, and note in its stage's segments that this is why it ended."""
+    job.cancel()
+    segments = read_segments(stage_dir)
+    if segments and segments[-1].job_id == job.job_id:
+        end_segment(stage_dir, segments[-1].number, "cancelled", last_recorded_step(stage_dir), config.cluster)
+
+
+def stop_asked(run_dir: Path) -> bool:
+    """Return whether `specrl stop` has asked the run to stop since it was last started."""
+    return (run_dir / STOP_FILE).exists()
+
+
+def ask_to_stop(run_dir: Path) -> list[Job]:
+    """Ask a run to stop, and return the jobs that still leave; those that only wait in the queue are cancelled."""
+    write_text(run_dir / STOP_FILE, "")
+    leaving = []
+    for job in live_jobs(read_run_config(run_dir)).values():
+        if job.state().phase == "pending":
+            job.cancel()
+        else:
+            leaving.append(job)
+    return leaving
+
+
+def forget_stop(run_dir: Path) -> None:
+    """Take back that a run was asked to stop, because it is started again."""
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
@@ -183,6 +220,7 @@ def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
     Args:
         say: Called with a line about each job.
     """
-    for job in live_jobs(read_run_config(run_dir)).values():
-        job.cancel()
+    config = read_run_config(run_dir)
+    for key, job in live_jobs(config).items():
+        _cancel(job, run_dir / "stages" / key, config)
         say(f"cancelled {job.backend} job {job.job_id}")

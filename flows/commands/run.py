@@ -1,4 +1,4 @@
-"""`specrl run` and `specrl resume`."""
+"""`specrl run`, `resume` and `stop`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, Runs
 from flows.execute import execute
 from flows.folder import find_run
 from flows.own_code import continue_with_own_code
-from slurm.registry import backend_of
+from slurm.registry import backend_of, backends_of
 from specrl.config import STAGES
 from specrl.lineage.changes import adjustable_keys
 
@@ -28,6 +28,7 @@ CHANGEABLE = (
 def register(app: typer.Typer) -> None:
     app.command("run")(run)
     app.command("resume")(resume)
+    app.command("stop")(stop)
 
 
 def run(
@@ -98,3 +99,19 @@ def resume(
         change_run(run_dir, Wishes(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
     if not dry_run:
         execute(read_run_config(run_dir), resumed=True)
+
+
+def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """Ask a run to stop where it can go on later.
+
+    Training finishes its step and writes a checkpoint; other stages leave at once. The command returns immediately, and
+    `specrl resume` continues the run.
+    """
+    from tasks.run import ask_to_stop, read_run_config
+
+    run_dir = find_run(name, runs_dir)
+    for backend in backends_of(read_run_config(run_dir)):
+        backend.connect()
+    for job in ask_to_stop(run_dir):
+        print(f"{job.backend} job {job.job_id} leaves after the step that runs")
+    print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {name}")

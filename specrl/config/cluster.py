@@ -119,6 +119,18 @@ class ClusterConfig(Section):
     ever write to it."""
     queue_minutes: PositiveInt = 24 * 60
     """How many minutes a job may wait in the queue before the flow gives up."""
+    max_segments: PositiveInt | None = None
+    """The most jobs that `specrl run` or `specrl resume` may use for one stage, each of which goes on where the one
+    before ended; as many as it takes if not given."""
+    max_attempts: PositiveInt = 3
+    """After how many jobs in a row without a new step (or, in stages without steps, without a new file) a stage is
+    given up. Jobs that the cluster took away (preempted, queued again by hand, lost with their node) count a tenth."""
+    hang_minutes: PositiveFloat = 10.0
+    """A rank that gives no sign of life for this long, and an RL step that takes this long and ten times its usual
+    time, are taken to hang: all ranks write their Python stacks to their logs, and the job ends and is queued again."""
+    start_minutes: PositiveFloat = 60.0
+    """The same limit for what has no usual time yet: the start of the ranks, loading and compiling, the first step of
+    each job, and what follows the last step."""
 
 
 class TrackingConfig(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import AutoConfig
 
-from specrl import logs
+from specrl import lifetime, logs
 from specrl.artifacts import (
     CalibrateResult,
     PrecisionReport,
@@ -36,6 +36,7 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
+from specrl.segments import TRAIN_PROGRESS
 from specrl.step_record import StepRecorder, mean_of, read_steps, step_seconds_median, timing_share, total_stats
 from specrl.tracking import Tracker, stage_run
 from specrl.training.drafter.drafters import load_drafter, save_policy
@@ -51,6 +52,7 @@ REFITS_FILE = "refits.json"
 def main(context: StageContext) -> None:
     """Run the stage in this rank; what a killed job had completed is not done again."""
     started = time.monotonic()
+    lifetime.current().expect_steps()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
@@ -107,7 +109,8 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         ),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
-        checkpoint_dir=context.stage_dir / "checkpoints",
+        checkpoint_dir=context.stage_dir / TRAIN_PROGRESS,
+        lifetime=lifetime.current(),
         continues=context.continues,
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
+from specrl.lifetime import LeftJobError
 from specrl.tracking.sender import RUN_ID_FILE
 from specrl.tracking.spool import Spool
 from specrl.tracking.store import check_server, import_mlflow
@@ -89,8 +90,8 @@ def last_of(spool: Spool) -> str | None:
 def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
 
-    A stage that was killed continues its child, whose id lies in the stage's folder. The stage never waits for MLflow
-    except, for a short time, after the block.
+    It stays RUNNING when the stage leaves its job to go on in another one. A stage that was killed continues its child,
+    whose id lies in the stage's folder. The stage never waits for MLflow except, for a short time, after the block.
     """
     if not ranks.is_first:
         yield Silent()
@@ -100,12 +101,16 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     tracker = SpoolTracker(spool, context.mlflow_run_id)
     tracker.start(context.stage, {"specrl.key": context.key})
     uploader = Uploader(context.config, spool)
-    status: Status = "FAILED"
+    status: Status | None = "FAILED"
     try:
         yield tracker
         status = "FINISHED"
+    except LeftJobError:
+        status = None
+        raise
     finally:
-        tracker.end(status)
+        if status is not None:
+            tracker.end(status)
         if not uploader.close(STAGE_PATIENCE_SECONDS):
             logger.warning("MLflow is still away; the flow sends what %s logged, or specrl sync does", context.key)
 

@@ -17,13 +17,10 @@ from specrl.stages.train import precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
-from specrl.training.megatron import checkpoint
 
 
 @pytest.mark.parametrize(("step", "is_due"), [(0, False), (1, True), (2, True)])
-def test_a_step_has_its_record_before_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, is_due: bool
-) -> None:
+def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, is_due: bool) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
@@ -33,9 +30,7 @@ def test_a_step_has_its_record_before_its_checkpoint(
         **{"recorder": recorder, "policy": None, "drafter": None, "checkpoint_dir": tmp_path},
     )
     found: list[int] = []
-    monkeypatch.setattr(
-        checkpoint, "save", lambda *_, **__: found.extend(item.step for item in read_steps(recorder.steps_dir))
-    )
+    trainer.save = lambda step: found.extend(item.step for item in read_steps(recorder.steps_dir))
     bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
     record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
     Trainer.store(cast(Any, trainer), record, [])

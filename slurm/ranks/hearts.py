@@ -1,0 +1,73 @@
+"""The signs of life of a job's ranks: one small file per rank on the shared file system, and a flag when one hangs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HANG_FILE = "hang"
+
+
+class Hearts:
+    """Writes this rank's signs of life, and watches those of others.
+
+    The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
+    the clocks of hosts differ.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the folder of this job, and on the first rank remove those of earlier ones.
+
+        Args:
+            folder: A folder that all ranks of this job, and no other job, have.
+            clock: Returns a time in seconds that only goes forward.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        self._folder, self._rank, self._clock = folder, rank, clock
+        self._beats = 0
+        watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
+        self._seen = {other: ("", clock()) for other in watched}
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self._beats += 1
+        self._path(self._rank).write_text(str(self._beats))
+
+    def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
+        """Return which watched rank gives no sign of life any more, and since when, in one line; None if all do.
+
+        Args:
+            hang_seconds: How long a rank may be silent.
+            start_seconds: How long it may be silent before its first sign.
+        """
+        now = self._clock()
+        for rank, (text, since) in self._seen.items():
+            found = self._read(rank)
+            if found != text:
+                self._seen[rank] = (found, now)
+            elif now - since > (hang_seconds if text else start_seconds):
+                return f"rank {rank} has given no sign of life for {now - since:.0f} s"
+        return None
+
+    def report_hang(self, text: str) -> None:
+        """Tell all ranks that the job hangs."""
+        (self._folder / HANG_FILE).write_text(text)
+
+    def reported_hang(self) -> bool:
+        """Return whether a rank has reported that the job hangs."""
+        return (self._folder / HANG_FILE).exists()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
+
+    def _read(self, rank: int) -> str:
+        try:
+            return self._path(rank).read_text()  # opening a file makes NFS look again, asking for its times does not
+        except FileNotFoundError:
+            return ""

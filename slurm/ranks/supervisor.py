@@ -1,0 +1,264 @@
+"""The supervision of a rank by a thread of its own: signals, the time left, `specrl stop`, and signs of life.
+
+A signal interrupts no collective: Python runs its handlers in the main thread, between two of its instructions, which
+may be minutes away. So the handlers here do nothing, and the thread reads from a socket which signals have come. It has
+the loop leave at the next boundary of steps or, where there is none in time, ends the job itself, so that being queued
+again never depends on the main thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+from slurm.backend import Backend, StageRequest
+from slurm.failures import clear_error, write_error
+from slurm.ranks.hearts import Hearts
+from specrl import lifetime
+from specrl.config import Resources
+from specrl.events import record_event
+from specrl.lifetime import LeftJobError, Lifetime, Stop
+from specrl.segments import (
+    AGAIN,
+    Reason,
+    add_to_segment,
+    begin_segment,
+    end_segment,
+    last_recorded_step,
+    read_segments,
+)
+
+logger = logging.getLogger(__name__)
+
+WALLTIME_SIGNAL, PREEMPTION_SIGNAL = signal.SIGUSR2, signal.SIGTERM
+WARNING_SECONDS = 90
+"""How many seconds before its time limit a job is warned by a signal, where its time limit allows that."""
+EXIT_SECONDS = 10
+"""How many seconds before its end a job is left at the latest, so that it can be queued again."""
+GRACE_SECONDS = 20
+"""How many seconds a job is taken to have left after a signal, where the scheduler does not say."""
+AGAIN_CODE, STOPPED_CODE = 144, 143
+"""The exit codes of a first rank that leaves a job so that the stage goes on in another one, and because it is stopped
+in the middle of something. They are not 0, which would leave the other ranks waiting."""
+ATTEMPT = "SPECRL_ATTEMPT"
+"""A variable in which a backend that starts a job of the same id again says how many times it has done so."""
+
+
+def warning_seconds(resources: Resources) -> int:
+    """Return how many seconds before its limit a job is warned: at most a quarter of the limit."""
+    return min(WARNING_SECONDS, resources.minutes * 15)
+
+
+class Supervisor:
+    """Runs the stage in this rank, and listens meanwhile to whoever wants to end it."""
+
+    def __init__(self, request: StageRequest, backend: Backend) -> None:
+        self.request, self.backend = request, backend
+        self.rank = int(os.environ["RANK"])
+        self.cluster, self.stage_dir = request.key.cluster, request.context.stage_dir
+        self.lifetime = Lifetime(self.cluster)
+        attempt = "-".join([os.environ["MASTER_PORT"], os.environ.get(ATTEMPT, "0")])
+        self.hearts = Hearts(request.key.folder / "hearts" / attempt, self.rank, int(os.environ["WORLD_SIZE"]))
+        self.segment: int | None = None
+        """The number of this job's segment, on the first rank."""
+        self._end_at: float | None = None
+        self._first_step_said = self._stacks_written = False
+        self._beat_at = float("-inf")
+        self._beat_seconds = min(15.0, 60 * self.cluster.hang_minutes / 20)
+
+    def run(self) -> int:
+        """Call the stage's function and return the exit code of this rank."""
+        lifetime.set_current(self.lifetime)
+        wake_up = _listen()
+        clear_error(self.request.key.folder, self.rank)
+        try:
+            if self.rank == 0:
+                self._begin()
+            threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
+            self.backend.run_rank(self.request)
+        except LeftJobError as left:
+            return self._leave(left.stop) if self.rank == 0 else 0
+        except Exception as error:
+            traceback.print_exc()
+            write_error(self.request.key.folder, self.rank, error)
+            self._end("failed")
+            return 1
+        self._end("finished")
+        return 0
+
+    def _begin(self) -> None:
+        """Begin this job's segment, and end the one before if its job could not.
+
+        Raises:
+            ValueError: The scheduler has queued the job again although the stage does not get any further.
+        """
+        place = self.backend.place(self.request)
+        self._end_at = place.end_at
+        if place.end_at is not None:
+            self.lifetime.leave_by = place.end_at - self._exit_seconds()
+        before = read_segments(self.stage_dir)
+        if before and before[-1].reason is None:
+            reason = self.backend.why_ended(before[-1])
+            end_segment(self.stage_dir, before[-1].number, reason, last_recorded_step(self.stage_dir), self.cluster)
+            before = read_segments(self.stage_dir)
+            if before[-1].gave_up is not None and before[-1].job_id == place.job_id:
+                raise ValueError(before[-1].gave_up)
+        self.segment = begin_segment(self.stage_dir, place.job_id, os.uname().nodename).number
+        if before:
+            text = f"job {self.segment} goes on; the one before: {before[-1].reason}"
+            record_event(self.stage_dir, "restart", text)
+
+    def _watch(self, wake_up: socket.socket) -> None:
+        """Listen until the process ends."""
+        while True:
+            woken, _, _ = select.select([wake_up], [], [], min(1.0, self._beat_seconds))
+            try:
+                for number in wake_up.recv(4096) if woken else b"":
+                    self._told(number)
+                self._look(60 * self.cluster.hang_minutes)
+            except OSError as error:  # a full or silent disk is no reason to stop listening
+                logger.warning("supervision: %s", error)
+
+    def _look(self, hang_seconds: float) -> None:
+        """Look once at everything that is not told by a signal."""
+        now = time.monotonic()
+        if now - self._beat_at >= self._beat_seconds:
+            self._beat_at = now
+            # This one writes the stacks of a process that no Python thread can run in any more.
+            faulthandler.dump_traceback_later(hang_seconds, exit=False)
+            self.hearts.beat()
+            if self.hearts.reported_hang():
+                self._write_stacks()
+            stopped = self.hearts.stopped(hang_seconds, 60 * self.cluster.start_minutes)
+            if stopped is not None:
+                self._hang(stopped)
+        if (overdue := self.lifetime.overdue()) is not None:
+            self._write_stacks()
+            if self.rank == 0:
+                self._hang(overdue)
+        if self.rank == 0:
+            self._look_as_first()
+
+    def _look_as_first(self) -> None:
+        life = self.lifetime
+        if not self._first_step_said and self.segment is not None and life.first_step is not None:
+            add_to_segment(self.stage_dir, self.segment, first_step=life.first_step)
+            self._first_step_said = True
+        if life.wish is None and self.request.stop_path.exists():
+            self._wish(Stop("stopped", "specrl stop"))
+        if life.leave_by is not None and time.time() > life.leave_by:
+            self._exit(life.wish or Stop("walltime", "the time limit of the job is near"))
+
+    def _told(self, number: int) -> None:
+        """Have the job left because a signal says that it will end."""
+        if number not in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
+            return
+        name = signal.Signals(number).name
+        if self.rank != 0:
+            reason: Reason = "walltime" if number == WALLTIME_SIGNAL else "preempted"
+            self.lifetime.ask_to_leave(Stop(reason, name))
+            return
+        place = self.backend.place(self.request)
+        if place.is_ending:
+            logger.warning("%s: the scheduler ends this job", name)
+            end_process(128 + number)
+        now, warned = time.time(), number == WALLTIME_SIGNAL
+        guess = now + (warning_seconds(self.request.resources) if warned else GRACE_SECONDS)
+        end_at = place.end_at if place.end_at is not None else guess
+        is_limit = warned and (self._end_at is None or end_at >= self._end_at)
+        stop = Stop("walltime" if is_limit else "preempted", f"{name}, {end_at - now:.0f} s before the end of the job")
+        self._wish(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
+
+    def _wish(self, stop: Stop, leave_by: float | None = None) -> None:
+        """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""
+        logger.warning("leaving the job (%s)", stop.text)
+        if self.lifetime.has_steps:
+            self.lifetime.ask_to_leave(stop, leave_by)
+        else:
+            self._exit(stop)
+
+    def _hang(self, text: str) -> NoReturn:
+        """Have all ranks write their stacks, and end the job."""
+        logger.error("%s; ending the job", text)
+        self.hearts.report_hang(text)
+        self._write_stacks()
+        time.sleep(2 * self._beat_seconds + 1)  # the others look for the report whenever they give a sign of life
+        record_event(self.stage_dir, "hang", text, self.lifetime.step)
+        self._exit(Stop("hang", text))
+
+    def _write_stacks(self) -> None:
+        if not self._stacks_written:
+            self._stacks_written = True
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+    def _exit(self, stop: Stop) -> NoReturn:
+        """End this process, and with it the job, whatever its main thread does."""
+        code = self._leave(stop)
+        os._exit(code or STOPPED_CODE)
+
+    def _leave(self, stop: Stop) -> int:
+        """End the segment, have the job queued again if the stage is to go on, and return this rank's exit code."""
+        try:
+            again = self._end(stop.reason, stop.text)
+        except OSError as error:  # the disk is full; the next job says how this one ended
+            logger.warning("the end of the job is not recorded: %s", error)
+            again = stop.reason in AGAIN
+        if again:
+            self.backend.requeue(self.request)
+            return AGAIN_CODE
+        return 1 if stop.reason in AGAIN else 0
+
+    def _end(self, reason: Reason, text: str = "") -> bool:
+        """Append that the segment has ended, and return whether the stage is to go on in another job.
+
+        Only the first rank says so, or for one that hangs the second.
+        """
+        if self.rank != 0 and reason != "hang":
+            return False
+        number = self.segment if self.rank == 0 else read_segments(self.stage_dir)[-1].number
+        if number is None:  # it could not even begin
+            return False
+        return end_segment(self.stage_dir, number, reason, self.lifetime.last_step, self.cluster, text)
+
+    def _exit_seconds(self) -> float:
+        return min(EXIT_SECONDS, warning_seconds(self.request.resources) / 3)
+
+
+def _listen() -> socket.socket:
+    """Have signals written to a socket the moment they come, and return the end to read them from.
+
+    Processes that are forked from this one get the usual handlers: what ends them is none of this rank's business.
+    """
+    read_end, write_end = socket.socketpair()
+    write_end.setblocking(False)
+    _kept_open.append(write_end)
+    signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+    for number in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
+        signal.signal(number, lambda number, frame: None)
+    os.register_at_fork(after_in_child=_forget_signals)
+    return read_end
+
+
+_kept_open: list[socket.socket] = []
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once. Everything is written; tearing down an engine would take seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,188 @@
+"""The lifetime of a rank: whether the next RL step may begin, and whether the work that is under way takes too long.
+
+Whoever ends jobs (the scheduler, `specrl stop`, a rank that hangs) is listened to by a thread of the rank, which writes
+down in this object what it heard. The loop asks at the boundary of each step, and all ranks get the same answer. A rank
+that no job started has an object that knows of no end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol, TypeVar
+
+from specrl.config import ClusterConfig
+from specrl.segments import Reason
+
+T = TypeVar("T")
+
+RECENT_STEPS = 20
+"""How many of the last steps say how long a step takes."""
+STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5
+"""What the longest recent step and checkpoint are multiplied by to tell how long the next ones may take."""
+HANG_FACTOR = 10
+"""How many times the median of the recent steps a step may take before it counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The wish that a stage leaves its job."""
+
+    reason: Reason
+    text: str
+    """Who wishes it, in a few words."""
+
+
+class LeftJobError(BaseException):
+    """All ranks leave the stage at a boundary of steps, from where another job goes on. It is no error of theirs."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__(stop.text)
+        self.stop = stop
+
+
+class Together(Protocol):
+    """The ranks of a job, as far as they are needed here."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order, on every rank (collective)."""
+
+
+class Lifetime:
+    """What this rank knows of the end of its job, and how long its steps take.
+
+    The stage calls `expect_steps`, `begin_steps`, `at_boundary`, `saved` and `end_steps`, in this order; a thread calls
+    the others at any time.
+    """
+
+    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.time) -> None:
+        """Create the lifetime of a rank that has just been started.
+
+        Args:
+            clock: Returns the Unix time.
+        """
+        self.leave_by: float | None = None
+        """The Unix time by which the ranks must have left the job; None where no end is known."""
+        self.first_step: int | None = None
+        self.step: int | None = None
+        """The step that runs; None before the first and after the last one."""
+        self._cluster, self._clock = cluster or ClusterConfig(), clock
+        self._expects_steps = False
+        self._stop: Stop | None = None
+        self._began_at = clock()
+        self._seconds: list[float] = []
+        self._past_seconds: list[float] = []
+        self._checkpoint_seconds = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the stage asks at boundaries of steps."""
+        return self.step is not None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that this job has completed."""
+        if self.first_step is None:
+            return None
+        done = self.first_step + len(self._seconds) - 1
+        return done if done >= self.first_step else None
+
+    @property
+    def wish(self) -> Stop | None:
+        """The wish to leave that this rank knows of."""
+        return self._stop
+
+    def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
+        """Have the ranks leave at the next boundary; the first wish stays, and so does the earliest time.
+
+        Args:
+            leave_by: The Unix time by which the ranks must have left.
+        """
+        with self._lock:
+            self._stop = self._stop or stop
+            if leave_by is not None:
+                self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
+
+    def expect_steps(self) -> None:
+        """Say that the stage has steps, so that its start is watched too."""
+        self._expects_steps, self._began_at = True, self._clock()
+
+    def begin_steps(self, step: int, past_seconds: Sequence[float] = ()) -> None:
+        """Say that steps begin, with this one.
+
+        Args:
+            past_seconds: How long the last steps of earlier jobs took.
+        """
+        self.first_step = self.step = step
+        self._past_seconds = list(past_seconds)[-RECENT_STEPS:]
+        self._began_at = self._clock()
+
+    def at_boundary(self, ranks: Together, step: int) -> Stop | None:
+        """Return why this step is not to begin, or None if it is (collective)."""
+        assert self.first_step is not None, "begin_steps comes first"
+        now = self._clock()
+        if step > self.first_step:
+            self._seconds.append(now - self._began_at)
+        self.step, self._began_at = step, now
+        wishes = ranks.gather(self._stop or self._too_late(now))
+        return next((wish for wish in wishes if wish is not None), None)
+
+    def saved(self, seconds: float) -> None:
+        """Say how long a checkpoint took."""
+        self._checkpoint_seconds = max(self._checkpoint_seconds, seconds)
+
+    def end_steps(self) -> None:
+        """Say that all steps are done."""
+        now = self._clock()
+        self._seconds.append(now - self._began_at)
+        self.step, self._began_at = None, now
+
+    def overdue(self) -> str | None:
+        """Return what takes too long and since when, in one line, or None while nothing does."""
+        seconds, limit = self._clock() - self._began_at, self._limit_seconds()
+        if seconds <= limit:
+            return None
+        what = "the start of the stage" if self.first_step is None else "what follows the steps"
+        if self.step is not None:
+            what = f"step {self.step}"
+        usual = f", where {median(self._seconds):.1f} s are usual" if self.step is not None and self._seconds else ""
+        return f"{what} has taken {seconds:.0f} s{usual}"
+
+    def _limit_seconds(self) -> float:
+        """Return how long what is under way may take."""
+        if not self._expects_steps:
+            return float("inf")  # only the time limit of the job tells how long such a stage may take
+        if self.step is None or not self._seconds:
+            return 60 * self._cluster.start_minutes
+        return max(60 * self._cluster.hang_minutes, HANG_FACTOR * median(self._seconds[-RECENT_STEPS:]))
+
+    def _too_late(self, now: float) -> Stop | None:
+        """Return the wish to leave that comes of the time left, or None if the next step and a checkpoint fit into it.
+
+        The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
+        """
+        if self.leave_by is None or not self._seconds:
+            return None
+        longest = max([*self._seconds[-RECENT_STEPS:], *self._past_seconds[len(self._seconds) :]])
+        needed = STEP_MARGIN * longest + CHECKPOINT_MARGIN * self._checkpoint_seconds
+        left = self.leave_by - now
+        if needed <= left:
+            return None
+        return Stop("walltime", f"{left:.0f} s are left, a step with a checkpoint may take {needed:.0f} s")
+
+
+_of_process = [Lifetime()]
+
+
+def current() -> Lifetime:
+    """Return the lifetime of this process."""
+    return _of_process[-1]
+
+
+def set_current(lifetime: Lifetime) -> None:
+    """Make this the lifetime of this process, before the stage begins."""
+    _of_process.append(lifetime)

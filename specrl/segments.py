@@ -1,0 +1,162 @@
+"""The jobs in which a stage was worked on, one after the other: a job is a segment of its stage.
+
+`stages/KEY/segments.jsonl` is only ever appended to, since its writers may be killed at any time: by the first rank, by
+whoever ends the job, and by the flow. A line holds the number of a segment and what has become known about it; what is
+known first stays.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specrl.artifacts import append_line, digest, read_lines
+from specrl.config import ClusterConfig
+
+Reason = Literal[
+    "finished", "walltime", "preempted", "requeued", "node lost", "hang", "killed", "stopped", "cancelled", "failed"
+]
+AGAIN: frozenset[Reason] = frozenset({"walltime", "preempted", "requeued", "node lost", "hang", "killed"})
+"""The reasons after which the stage goes on in another job."""
+TAKEN_AWAY: frozenset[Reason] = frozenset({"preempted", "requeued", "node lost"})
+"""The reasons for which the cluster, and not the stage, is answerable."""
+TAKEN_AWAY_FACTOR = 10
+"""How many times as many jobs without progress are allowed when the cluster took them away."""
+SEGMENTS_FILE = "segments.jsonl"
+TRAIN_PROGRESS = "checkpoints"
+"""The folder of the train stage whose contents say how far it is; all else is redone from there."""
+NO_PROGRESS = frozenset({SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow_run_id", "tracking"})
+"""Files and folders into which a stage writes although it gets no further."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One job of a stage. Times are Unix seconds; what is not known is None."""
+
+    number: int
+    """Counted from 1."""
+    job_id: str
+    host: str
+    """The host of the first rank."""
+    started: float
+    mark: str
+    """A digest of what the stage had completed when the job began."""
+    ended: float | None = None
+    reason: Reason | None = None
+    """Why it ended; None while it runs, and where nobody has said so yet."""
+    first_step: int | None = None
+    """The RL step that the job began with."""
+    last_step: int | None = None
+    """The last RL step that it completed."""
+    gave_up: str | None = None
+    """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
+
+
+def read_segments(stage_dir: Path) -> list[Segment]:
+    """Return the segments of a stage in their order."""
+    known: dict[int, dict[str, Any]] = {}
+    for line in read_lines(stage_dir / SEGMENTS_FILE):
+        known[line["number"]] = {**line, **known.get(line["number"], {})}
+    return [Segment(**known[number]) for number in sorted(known) if "started" in known[number]]
+
+
+def begin_segment(stage_dir: Path, job_id: str, host: str) -> Segment:
+    """Append the segment of the job that begins now, and return it."""
+    number = max((segment.number for segment in read_segments(stage_dir)), default=0) + 1
+    segment = Segment(number, job_id, host, time.time(), progress_mark(stage_dir))
+    append_line(stage_dir / SEGMENTS_FILE, json.dumps(_without_none(asdict(segment))))
+    return segment
+
+
+def add_to_segment(stage_dir: Path, number: int, **known: object) -> None:
+    """Append what has become known about a segment, by the names of its fields."""
+    append_line(stage_dir / SEGMENTS_FILE, json.dumps({"number": number, **_without_none(known)}))
+
+
+def end_segment(
+    stage_dir: Path, number: int, reason: Reason, last_step: int | None, cluster: ClusterConfig, text: str = ""
+) -> bool:
+    """Append that a segment has ended, and return whether the stage is to go on in another job.
+
+    Args:
+        last_step: The last RL step that it completed, if any.
+        text: More about the reason, in a few words.
+    """
+    add_to_segment(stage_dir, number, ended=time.time(), reason=reason, last_step=last_step)
+    segments = read_segments(stage_dir)
+    if segments[-1].reason not in AGAIN or segments[-1].gave_up is not None:
+        return False
+    limit = reached_limit(segments, progress_mark(stage_dir), cluster)
+    if limit is not None:
+        add_to_segment(stage_dir, number, gave_up=f"{limit}; the last time: {text}" if text else limit)
+    return limit is None
+
+
+def progress_mark(stage_dir: Path) -> str:
+    """Return a digest of what the stage has completed: its files, or in the train stage its checkpoints."""
+    is_train = stage_dir.name.startswith("train-")
+    root = stage_dir / TRAIN_PROGRESS if is_train else stage_dir
+    found = []
+    for path in root.rglob("*"):
+        name = path.relative_to(root)
+        if not any(part.startswith(".") or part in NO_PROGRESS for part in name.parts) and path.is_file():
+            found.append((str(name), path.stat().st_size))
+    return digest(sorted(found))
+
+
+def last_recorded_step(stage_dir: Path) -> int | None:
+    """Return the last RL step whose record lies in the stage's folder, or None."""
+    return max((int(path.stem.partition("=")[2]) for path in stage_dir.glob("steps/step=*.json")), default=None)
+
+
+def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig) -> str | None:
+    """Return in one line why a stage is not to go on in another job, or None if it is.
+
+    Only segments since the stage was last ended for good count: `specrl resume` begins anew.
+
+    Args:
+        segments: All segments of the stage; the last one has ended.
+        mark: The digest of what the stage has completed by now.
+    """
+    series = _latest_series(segments)
+    if cluster.max_segments is not None and len(series) >= cluster.max_segments:
+        return f"not finished after {len(series)} jobs: cluster.max_segments = {cluster.max_segments}"
+    vain = []
+    for segment in reversed(series):
+        if segment.mark != mark:
+            break
+        vain.append(segment)
+    own = sum(segment.reason not in TAKEN_AWAY for segment in vain)
+    if own < cluster.max_attempts and len(vain) < TAKEN_AWAY_FACTOR * cluster.max_attempts:
+        return None
+    reasons = ", ".join(str(segment.reason) for segment in reversed(vain))
+    where = "" if vain[0].first_step is None else f" at step {_next_step(vain[0])}"
+    advice = ", or one step takes longer than a job may" if vain[0].reason == "walltime" else ""
+    return (
+        f"no progress in {len(vain)} jobs in a row{where} ({reasons}): "
+        f"cluster.max_attempts = {cluster.max_attempts} reached{advice}"
+    )
+
+
+def _latest_series(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments since the last one that was not to be followed by another one."""
+    series: list[Segment] = []
+    for segment in reversed(segments):
+        if segment.gave_up is not None or segment.reason not in AGAIN:
+            break
+        series.insert(0, segment)
+    return series
+
+
+def _next_step(segment: Segment) -> int:
+    """Return the step in which a segment ended."""
+    assert segment.first_step is not None
+    return segment.first_step if segment.last_step is None else segment.last_step + 1
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

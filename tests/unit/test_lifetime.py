@@ -1,0 +1,112 @@
+"""Whether a step may begin, and whether one takes too long, on a clock that the test sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurm.ranks.hearts import Hearts
+from specrl.config import ClusterConfig
+from specrl.lifetime import Lifetime, Stop
+
+
+class Ranks:
+    """The ranks of a job of which this one is the first; the others have wishes of their own."""
+
+    def __init__(self, *others: Stop | None) -> None:
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def life(clock: Clock) -> Lifetime:
+    lifetime = Lifetime(ClusterConfig(hang_minutes=1, start_minutes=5), clock)
+    lifetime.expect_steps()
+    return lifetime
+
+
+def test_a_step_that_does_not_fit_with_its_checkpoint_is_not_begun(life: Lifetime, clock: Clock) -> None:
+    life.leave_by = 1100
+    life.begin_steps(4)
+    assert life.at_boundary(Ranks(), 4) is None
+    clock.now += 30
+    life.saved(10)
+    assert life.at_boundary(Ranks(), 5) is None  # 70 s are left, 37.5 + 15 s are needed
+    clock.now += 20
+    stop = life.at_boundary(Ranks(), 6)
+    assert stop == Stop("walltime", "50 s are left, a step with a checkpoint may take 52 s")
+    assert (life.first_step, life.last_step) == (4, 5)
+
+
+def test_the_steps_of_earlier_jobs_tell_too_but_the_first_step_always_begins(life: Lifetime, clock: Clock) -> None:
+    life.leave_by = 1100
+    life.begin_steps(0, past_seconds=[200, 80])
+    assert life.at_boundary(Ranks(), 0) is None
+    clock.now += 1
+    stop = life.at_boundary(Ranks(), 1)
+    assert stop is not None
+    assert "may take 100 s" in stop.text
+
+
+def test_the_wish_of_any_rank_is_the_answer_on_all_and_the_first_wish_stays(life: Lifetime) -> None:
+    life.begin_steps(0)
+    wish = Stop("preempted", "SIGTERM")
+    assert life.at_boundary(Ranks(None, wish), 0) == wish
+    life.ask_to_leave(Stop("stopped", "specrl stop"))
+    life.ask_to_leave(wish, leave_by=1010)
+    assert life.at_boundary(Ranks(wish), 1) == Stop("stopped", "specrl stop")
+    assert life.leave_by == 1010
+
+
+def test_a_step_is_overdue_by_its_own_history(life: Lifetime, clock: Clock) -> None:
+    clock.now += 301
+    assert life.overdue() == "the start of the stage has taken 301 s"
+    life.begin_steps(7)
+    life.at_boundary(Ranks(), 7)
+    clock.now += 20
+    life.at_boundary(Ranks(), 8)
+    clock.now += 199
+    assert life.overdue() is None  # more than the floor, less than ten steps
+    clock.now += 2
+    assert life.overdue() == "step 8 has taken 201 s, where 20.0 s are usual"
+    life.end_steps()
+    assert life.overdue() is None
+
+
+def test_a_stage_without_steps_is_never_overdue(clock: Clock) -> None:
+    life = Lifetime(ClusterConfig(), clock)
+    clock.now += 10**6
+    assert life.overdue() is None
+
+
+def test_a_rank_whose_heart_stops_is_named(tmp_path: Any, clock: Clock) -> None:
+    folder = tmp_path / "1"
+    hearts = [Hearts(folder, rank, 3, clock) for rank in range(3)]
+    for heart in hearts[:2]:
+        heart.beat()
+    assert [heart.stopped(60, 300) for heart in hearts] == [None, None, None]
+    clock.now += 61
+    hearts[0].beat()
+    assert hearts[0].stopped(60, 300) == "rank 1 has given no sign of life for 61 s"  # rank 2 may still be starting
+    assert hearts[1].stopped(60, 300) is None
+    clock.now += 61
+    assert hearts[1].stopped(60, 300) == "rank 0 has given no sign of life for 61 s"
+    hearts[0].report_hang("rank 1")
+    assert hearts[2].reported_hang()
+    assert not Hearts(tmp_path / "2", 0, 3, clock).reported_hang()
+    assert not folder.exists()
