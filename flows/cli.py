@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from flows.commands import bench, devcluster, inspect, project, run, samples, serve, sync
+from flows.commands import bench, devcluster, inspect, project, remove, run, samples, serve, sync, watch
 from flows.server import ServerError
 from slurm.backend import JobError, StoppedError
 from slurm.devcluster import DevClusterError
@@ -24,6 +24,8 @@ app = typer.Typer(
 run.register(app)
 inspect.register(app)
 samples.register(app)
+watch.register(app)
+remove.register(app)
 sync.register(app)
 bench.register(app)
 serve.register(app)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from slurm.backend import Job, State
 from specrl.config import STAGES
-from specrl.progress import ProgressState
+from specrl.progress import ProgressState, clock, words
 from tasks.run import Finished, Reporter
 
 LINE_SECONDS = 10
@@ -103,24 +103,6 @@ class BarReporter(PlainReporter):
             self._bars.remove_task(self._bar)
             self._bar = None
         super().finished(stage, done)
-
-
-def words(progress: ProgressState) -> str:
-    """Return progress in words, such as `12/160 response  loss 0.41  ETA 1:20`."""
-    left = progress.eta_seconds
-    parts = [
-        f"{progress.done:g}/{progress.total:g} {progress.unit}".rstrip(),
-        progress.message,
-        f"ETA {clock(left)}" if left is not None and progress.done < progress.total else "",
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as `M:SS`, or as `H:MM:SS` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _ProgressArtifacts:

@@ -17,6 +17,8 @@ from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE
 
 LOCK_FILE = ".flow.lock"
+LOCK_SECONDS = 1
+"""How long a flow tries to take the lock, which `specrl watch` and `specrl ls` hold for an instant when they look."""
 HOLDER_FILE = ".flow.holder"
 """A file that names the process that holds the lock, for the error message of another process."""
 
@@ -79,7 +81,7 @@ def only_flow(run_dir: Path) -> Iterator[None]:
     check_access(run_dir)
     holder = run_dir / HOLDER_FILE
     try:
-        lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=0)
+        lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=LOCK_SECONDS)
     except Timeout:
         who = holder.read_text() if holder.exists() else "another process"
         raise ConfigError(f"run {run_dir.name} is already being worked on by {who}; end that first") from None

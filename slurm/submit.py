@@ -66,6 +66,17 @@ def find(key: JobKey) -> Job | None:
     return None
 
 
+def find_now(key: JobKey) -> Job | None:
+    """Return the stage's job if it is pending or running, or None.
+
+    Raises:
+        JobError: The scheduler cannot be used from here.
+        SilentSchedulerError: The scheduler does not answer at the moment.
+    """
+    found = (backend.find(key) for backend in _backends(key))
+    return next((job for job in found if job is not None), None)
+
+
 def _backends(key: JobKey) -> list[Backend]:
     """Return the backend of the configuration and, where that was another one, the one with the stage's last job."""
     cluster = key.cluster

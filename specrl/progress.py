@@ -96,3 +96,21 @@ def read_progress(stage_dir: Path) -> ProgressState | None:
         return ProgressState(**json.loads((stage_dir / PROGRESS_FILE).read_text()))
     except (FileNotFoundError, json.JSONDecodeError, TypeError):  # not yet there, or of another version of the code
         return None
+
+
+def words(progress: ProgressState) -> str:
+    """Return progress in words, such as `12/160 response  loss 0.41  ETA 1:20`."""
+    left = progress.eta_seconds
+    parts = [
+        f"{progress.done:g}/{progress.total:g} {progress.unit}".rstrip(),
+        progress.message,
+        f"ETA {clock(left)}" if left is not None and progress.done < progress.total else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as `M:SS`, or as `H:MM:SS` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

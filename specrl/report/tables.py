@@ -14,16 +14,21 @@ Rows = Sequence[Sequence[str | Text]]
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
     """Print rows under their column names; a column whose name begins with `>` is aligned to the right."""
-    if not console.is_terminal:
+    if console.is_terminal:
+        console.print(drawn_table(title, columns, rows))
+    else:
         print_line(console, plain_table(title, columns, rows))
-        return
+
+
+def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
+    """Return the rows as a table for a terminal."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
         # Text, so that square brackets in a path are not read as markup.
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    console.print(table)
+    return table
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.display import clock, words
-from specrl.progress import Progress, ProgressState, read_progress
+from specrl.progress import Progress, ProgressState, clock, read_progress, words
 
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:

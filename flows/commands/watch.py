@@ -1,0 +1,256 @@
+"""`specrl watch`: a live view of a run, from its files and its scheduler."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+
+from flows.commands.options import RunName, RunsDir
+from flows.folder import find_run, is_worked_on
+from flows.own_code import continue_with_own_code
+from slurm.backend import JobError, JobKey, SilentSchedulerError
+from slurm.submit import find_now
+from specrl.artifacts import RESULT_FILE
+from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.events import Event, read_events
+from specrl.lineage.record import read_record
+from specrl.progress import clock, read_progress, words
+from specrl.report.tables import drawn_table, print_line, print_table
+from tasks.run import read_run_config
+
+LOOK_SECONDS = 2.0
+"""The pause between two looks at the run's files."""
+ASK_SECONDS = 5.0
+"""The least number of seconds between two questions to the scheduler."""
+LINE_SECONDS = 10.0
+"""The least number of seconds between two plain lines about the same stage while its state stays."""
+RECENT_STEPS = 10
+"""How many of the last steps say how long a step takes."""
+NUM_EVENTS = 5
+"""How many of the last events are shown."""
+
+
+@dataclass(frozen=True)
+class StageView:
+    """The present state of one stage."""
+
+    stage: StageName
+    state: str
+    """`finished`, `waits`, or the state of its job."""
+    detail: str
+    """What the stage last reported."""
+    is_live: bool = False
+    """Whether a job of it is pending or running, as far as that is known."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Everything that is shown of a run."""
+
+    name: str
+    stages: list[StageView]
+    training: list[tuple[str, str]]
+    """What is known of the training, in words by name."""
+    events: list[str]
+    """All events, one line each."""
+    has_flow: bool
+    """Whether a flow works on the run."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing works on the run."""
+        return not self.has_flow and not any(view.is_live for view in self.stages)
+
+    @property
+    def end(self) -> str:
+        """How a run that is over ended, with what to do next."""
+        if all(view.state == "finished" for view in self.stages):
+            return f"run {self.name} has finished: specrl show {self.name}"
+        return f"nothing works on run {self.name}; continue it with: specrl resume {self.name}"
+
+
+class Watcher:
+    """Looks at a run again and again."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self.run_dir, self.config = run_dir, config
+        self._asked: dict[str, tuple[float, tuple[str, bool]]] = {}
+
+    def look(self) -> RunView:
+        """Return what the files and the scheduler say now."""
+        has_flow = is_worked_on(self.run_dir)
+        record = read_record(self.run_dir)
+        folders = {
+            stage: self.run_dir / "stages" / key for stage, key in (record.keys if record is not None else {}).items()
+        }
+        views, is_next = [], True
+        for stage in STAGES:
+            views.append(self._stage(stage, folders.get(stage), is_next=is_next))
+            is_next = is_next and views[-1].state == "finished"
+        events = sorted(
+            ((event, stage) for stage, folder in folders.items() for event in read_events(folder)),
+            key=lambda entry: entry[0].time,
+        )
+        training = training_rows(folders["train"], self.config) if "train" in folders else []
+        return RunView(self.run_dir.name, views, training, [event_line(*entry) for entry in events], has_flow)
+
+    def _stage(self, stage: StageName, folder: Path | None, *, is_next: bool) -> StageView:
+        """Return the state of a stage; only that of the first unfinished one is asked for."""
+        if folder is None or not is_next:
+            return StageView(stage, "waits", "")
+        if (folder / RESULT_FILE).exists():
+            return StageView(stage, "finished", clock(json.loads((folder / RESULT_FILE).read_text())["seconds"]))
+        state, is_live = self._job(folder.name)
+        progress = read_progress(folder)
+        if progress is None:
+            return StageView(stage, state, "", is_live)
+        ago = clock(max(time.time() - progress.updated_at, 0.0))
+        return StageView(stage, state, f"{words(progress)}  (said {ago} ago)", is_live)
+
+    def _job(self, key: str) -> tuple[str, bool]:
+        """Return the state of a stage's job in words, and whether there is such a job."""
+        asked_at, answer = self._asked.get(key, (float("-inf"), ("", False)))
+        if time.monotonic() - asked_at >= ASK_SECONDS:
+            answer = _ask(JobKey(self.config, key))
+            self._asked[key] = time.monotonic(), answer
+        return answer
+
+
+def _ask(key: JobKey) -> tuple[str, bool]:
+    try:
+        job = find_now(key)
+        if job is None:
+            return "no job", False
+        state = job.state()
+    except JobError as error:  # such as a local job on another host
+        return str(error), True
+    except SilentSchedulerError as error:
+        return f"unknown: {error}", True
+    where = f"{job.backend} job {job.job_id}"
+    if state.phase == "pending":
+        return f"in the queue ({state.detail}), {where}", True
+    return f"{'runs' if state.phase == 'running' else 'ended'}, {where}", state.phase == "running"
+
+
+def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
+    """Return what the records of the last steps say, in words by name; nothing before the first step."""
+    paths = sorted((stage_dir / "steps").glob("step=*.json"))
+    if not paths:
+        return []
+    last = [_metrics(path) for path in paths[-RECENT_STEPS:]]
+    now, done = last[-1], int(paths[-1].stem.partition("=")[2]) + 1
+    step_s = median(metrics["timing/step_s"] for metrics in last)
+    rewards = [metrics["reward/mean"] for metrics in last]
+    left = (config.train.num_steps - done) * step_s
+    rows = [
+        ("step", f"{done}/{config.train.num_steps}"),
+        ("reward", f"{rewards[-1]:.3f} (mean of {len(rewards)} steps {fmean(rewards):.3f})"),
+        ("acceptance length", f"{now['spec/acceptance_length']:.2f}"),
+        ("generation", f"{now['performance/generation_tokens_per_s']:.0f} tokens/s"),
+        ("time of a step", f"{step_s:.1f} s"),
+    ]
+    return [*rows, ("ETA of training", clock(left))] if left > 0 else rows
+
+
+def _metrics(path: Path) -> Mapping[str, float]:
+    metrics: Mapping[str, float] = json.loads(path.read_text())["metrics"]
+    return metrics
+
+
+def event_line(event: Event, stage: StageName) -> str:
+    """Return an event in one line."""
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
+    step = "" if event.step is None else f" step {event.step}"
+    return f"{when}  {stage}{step}  {event.kind}: {event.text}"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("watch")(watch)
+
+
+def watch(
+    name: RunName,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state, and return.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Watch a run: its stages, its training, its place in the queue and the latest events.
+
+    It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
+    the run's folder can watch it as well.
+    """
+    run_dir = find_run(name, runs_dir)
+    try:
+        config = read_run_config(run_dir)
+    except ConfigError:  # of another version of specrl, whose copy in the run's folder understands it
+        continue_with_own_code(run_dir, ["watch", str(run_dir), *(["--once"] if once else [])])
+        raise
+    watcher, console = Watcher(run_dir, config), Console(soft_wrap=True, highlight=False)
+    view = watcher.look()
+    if once or view.is_over:
+        for title, columns, rows in _tables(view):
+            print_table(console, title, columns, rows)
+        if view.is_over:
+            print_line(console, view.end)
+        return
+    try:
+        view = _watch_live(watcher, console) if console.is_terminal else _watch_lines(watcher, console)
+    except KeyboardInterrupt:
+        print_line(console, f"run {run_dir.name} goes on")
+        return
+    print_line(console, view.end)
+
+
+def _tables(view: RunView) -> list[tuple[str, tuple[str, ...], Any]]:
+    """Return the title, the columns and the rows of each table."""
+    tables: list[tuple[str, tuple[str, ...], Any]] = [
+        (
+            f"Run {view.name}",
+            ("stage", "state", "progress"),
+            [(stage.stage, stage.state, stage.detail) for stage in view.stages],
+        )
+    ]
+    if view.training:
+        tables.append(("Training", ("what", "now"), view.training))
+    if view.events:
+        tables.append(("Events", ("latest",), [(event,) for event in view.events[-NUM_EVENTS:]]))
+    return tables
+
+
+def _watch_live(watcher: Watcher, console: Console) -> RunView:
+    """Show the tables until the run is over, and return the last view."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = watcher.look()
+            live.update(Group(*(drawn_table(*table) for table in _tables(view))), refresh=True)
+            if view.is_over:
+                return view
+            time.sleep(LOOK_SECONDS)
+
+
+def _watch_lines(watcher: Watcher, console: Console) -> RunView:
+    """Print what is new until the run is over, and return the last view."""
+    said: dict[str, tuple[float, str, str]] = {}
+    num_events: int | None = None
+    while True:
+        view = watcher.look()
+        for event in view.events[-NUM_EVENTS if num_events is None else num_events :]:
+            print_line(console, event)
+        num_events = len(view.events)
+        for stage in view.stages:
+            said_at, state, detail = said.get(stage.stage, (float("-inf"), "waits", ""))
+            is_old = time.monotonic() - said_at >= LINE_SECONDS
+            if stage.state != state or (stage.detail != detail and is_old and stage.is_live):
+                said[stage.stage] = time.monotonic(), stage.state, stage.detail
+                print_line(console, f"{stage.stage:9}  {stage.state}  {stage.detail}".rstrip())
+        if view.is_over:
+            return view
+        time.sleep(LOOK_SECONDS)

@@ -1,0 +1,107 @@
+"""`specrl rm` removes what it says, and nothing that a link points to, a job works on or another run needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.cli import invoke
+from flows.folder import only_flow, write_config
+from slurm.submit import attach_or_submit, live_jobs
+from specrl.config import Config, parse_config
+from specrl.context import StageContext
+from specrl.lineage.record import Continuation, RunRecord, write_record
+from tasks.run import begin
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(tmp_path: Path, name: str = "demo") -> tuple[Config, RunRecord]:
+    config = parse_config({"name": name, "runs_dir": str(tmp_path / "runs"), "model": {"source": "tiny"}})
+    config.run_dir.mkdir(parents=True, mode=0o700)
+    write_config(config)
+    record = begin(config)
+    train = config.run_dir / "stages" / record.keys["train"]
+    for part in ("checkpoints/step=000002", "rollouts/step=000000", "steps"):
+        (train / part).mkdir(parents=True)
+        (train / part / "file").write_bytes(b"x" * 1000)
+    (config.run_dir / "rollouts").symlink_to(train / "rollouts")
+    return config, record
+
+
+def rm(config: Config, *arguments: str) -> int:
+    return invoke(["rm", config.name, "--runs-dir", str(config.runs_dir), *arguments])
+
+
+def test_parts_of_a_run_are_removed_and_the_rest_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, record = make_run(tmp_path)
+    train = config.run_dir / "stages" / record.keys["train"]
+    assert rm(config, "--checkpoints", "--yes") == 0
+    output = capsys.readouterr().out
+    assert f"stages/{train.name}/checkpoints  1000 B" in output
+    assert "training has not finished: without its checkpoints it starts over" in output
+    assert output.endswith("removed 1000 B\n")
+    assert sorted(path.name for path in train.iterdir()) == ["rollouts", "steps"]
+    assert rm(config, "--rollouts", "--yes") == 0
+    assert [path.name for path in train.iterdir()] == ["steps"]
+    capsys.readouterr()
+    assert rm(config, "--rollouts", "--checkpoints", "--yes") == 0
+    assert capsys.readouterr().out == "run demo has no checkpoints and no rollouts\n"
+
+
+def test_a_whole_run_is_removed_but_nothing_that_it_points_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = make_run(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("precious")
+    (config.run_dir / "link").symlink_to(kept)
+    (config.run_dir / "stages" / "link").symlink_to(kept)
+    os.link(kept / "file", config.run_dir / "stages" / "hard")
+    assert rm(config) == 2
+    assert "nobody can be asked here; --yes removes without asking" in capsys.readouterr().err
+    assert config.run_dir.is_dir()
+    assert rm(config, "--yes") == 0
+    assert not config.run_dir.exists()
+    assert (kept / "file").read_text() == "precious"
+    assert "MLflow keeps what the run has logged" in capsys.readouterr().out
+    elsewhere, _ = make_run(tmp_path, "elsewhere")
+    (config.runs_dir / "linked").symlink_to(elsewhere.run_dir)
+    assert invoke(["rm", "linked", "--yes", "--runs-dir", str(config.runs_dir)]) == 2
+    assert elsewhere.run_dir.is_dir()
+
+
+def test_a_run_that_is_worked_on_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = make_run(tmp_path)
+    with only_flow(config.run_dir):
+        assert rm(config, "--yes") == 2
+    assert "already being worked on by process" in capsys.readouterr().err
+    monkeypatch.setenv("DUMMY_PREPARE", "60")
+    context = StageContext(config, "prepare", record.keys["prepare"], config.run_dir / "stages" / "prepare", {}, "")
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    assert job is not None
+    try:
+        assert rm(config, "--yes") == 2
+        assert f"local job {job.job_id} works on run demo" in capsys.readouterr().err
+    finally:
+        job.cancel()
+    assert not live_jobs(config)
+    assert rm(config, "--yes") == 0
+
+
+def test_checkpoints_that_another_run_has_yet_to_read_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, record = make_run(tmp_path)
+    fork, started = make_run(tmp_path, "fork")
+    train = config.run_dir / "stages" / record.keys["train"]
+    start = Continuation(run="demo", key=record.keys["train"], step=2, stage_dir=train, counts_on=False)
+    write_record(fork.run_dir, started.model_copy(update={"continues": start}))
+    assert rm(config, "--checkpoints", "--yes") == 2
+    assert "run fork starts from a checkpoint of run demo" in capsys.readouterr().err
+    (fork.run_dir / "stages" / started.keys["train"] / "result.json").write_text(json.dumps({}))
+    assert rm(config, "--checkpoints", "--yes") == 0
