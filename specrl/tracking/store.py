@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
 """The environment's defaults for MLflow: no telemetry, no progress bar; a spool's sender does the retries."""
+PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
+"""MLflow, and modules that its client imports only when it first needs them."""
 HEADLINES = (
     "reward/mean",
     "spec/acceptance_length",
@@ -58,10 +61,8 @@ def import_mlflow() -> None:
     """Import MLflow with this project's defaults, which takes seconds. Not for two threads at a time."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # A client would import these when it first needs them.
-    import mlflow.data.meta_dataset
-    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-
+    for module in PARTS:
+        importlib.import_module(module)
     # A database that is away is one line of the sender's, and not a traceback at every attempt.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 

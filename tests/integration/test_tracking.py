@@ -1,29 +1,37 @@
-"""Runs in a real MLflow store: sqlite, and once a server."""
+"""Runs in a real MLflow store: sqlite, and servers that stop, hang and fail."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 import torch
 from matplotlib.figure import Figure
+from mlflow import MlflowClient
 
+from flows.preflight import check_tracking
 from specrl.config import Config, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
-from specrl.processes import free_port
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.tracking import finish_parent_run, registered_version, stage_run, start_parent_run, tracking_uri
+from specrl.tracking import (
+    Tracker,
+    finish_parent_run,
+    registered_version,
+    runs,
+    stage_run,
+    start_parent_run,
+    sync_run,
+    tracking_uri,
+    uploader,
+)
+from specrl.tracking.spool import Spool
+from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
@@ -44,8 +52,6 @@ def stage_of(config: Config, parent: str) -> StageContext:
 
 
 def client_of(config: Config) -> Any:
-    from mlflow import MlflowClient
-
     return MlflowClient(tracking_uri(config))
 
 
@@ -234,36 +240,138 @@ def test_a_server_that_is_away_is_one_clear_line(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{tmp_path}/server.db",
-        "--artifacts-destination",
-        f"{tmp_path}/store",
-    ]
-    environment = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
-    uri = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(900):  # its imports take a minute on a busy machine
-            try:
-                urlopen(f"{uri}/health", timeout=1)
-                break
-            except (URLError, OSError):
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.2)
-        yield uri
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def proxy(server: MlflowServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
 
 
-def test_a_server_takes_everything_that_a_file_does(tmp_path: Path, server: str) -> None:
-    config = make_config(tmp_path / "runs", "served", server)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits for a store that is away."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setattr(uploader, "LONGEST_PAUSE_SECONDS", 0.1)
+    for name in ("STAGE_PATIENCE_SECONDS", "FLOW_PATIENCE_SECONDS", "RESUME_PATIENCE_SECONDS"):
+        monkeypatch.setattr(runs, name, 0.5)
+
+
+def outages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return which of the two lines about an outage were logged, in their order."""
+    texts = [record.getMessage() for record in caplog.records]
+    return [word for text in texts for word in ("away", "back") if f"is {word} " in text]
+
+
+def test_a_server_takes_everything_that_a_file_does(tmp_path: Path, server: MlflowServer) -> None:
+    config = make_config(tmp_path / "runs", "served", server.uri)
     log_everything(config)
     parent = (config.run_dir / "mlflow_run_id").read_text().strip()
     check_everything(config, parent)
     assert not (config.runs_dir / "mlflow.db").exists()
+
+
+def log_step(tracker: Tracker, folder: Path, step: int) -> None:
+    """Log what a training step does: metrics and a picture, and after some steps a new version of a model."""
+    picture = folder / f"step={step}.svg"
+    picture.write_text(f"<svg>{step}</svg>")
+    tracker.log_metrics({"reward/mean": step / 10, "policy/loss": float("nan")}, step)
+    tracker.log_artifact(picture, "gantt")
+    model = folder / f"drafter-{step}"
+    model.mkdir()
+    (model / "weights").write_text(str(step))
+    tracker.register_model_version(f"{folder.parent.name}-drafter", model, {"specrl.score": str(-step)})
+    tracker.flush()
+
+
+def check_steps(config: Config, parent: str, steps: int) -> None:
+    """Check that everything of the steps has arrived, in order and once."""
+    client, child = MlflowClient(config.tracking.uri), only_child(config, parent)
+    for run_id in (child.info.run_id, parent):
+        history = client.get_metric_history(run_id, "reward/mean")
+        assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(steps)]
+    assert len(client.get_metric_history(child.info.run_id, "policy/loss")) == steps
+    pictures = client.list_artifacts(child.info.run_id, "gantt")
+    assert {Path(file.path).name for file in pictures} == {f"step={step}.svg" for step in range(steps)}
+    versions = client.search_model_versions(f"run_id = '{child.info.run_id}'")
+    assert sorted((int(found.version), found.tags["specrl.score"]) for found in versions) == [
+        (step + 1, str(-step)) for step in range(steps)
+    ]
+    assert client.get_model_version_by_alias(versions[0].name, "best").version == "1"
+
+
+def test_nothing_is_lost_or_doubled_while_a_server_is_in_trouble(
+    tmp_path: Path, proxy: Proxy, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path / "runs", "troubled", proxy.uri)
+    parent = start_parent_run(config)
+    context = stage_of(config, parent)
+    context.stage_dir.mkdir(parents=True)
+    modes: list[Mode] = ["lose", "error", "hang", "lose"]
+    proxy.become("lose")  # the server creates the stage's run, and nobody learns of it
+    with stage_run(context, FIRST) as tracker:
+        for step, mode in enumerate(modes):
+            proxy.become(mode)
+            log_step(tracker, context.stage_dir, step)
+            wait_until(lambda: proxy.requests >= 3)
+        proxy.become("pass")
+        log_step(tracker, context.stage_dir, len(modes))
+    check_steps(config, parent, len(modes) + 1)
+    assert statuses(config, parent) == ["FINISHED"]
+    told = outages(caplog)
+    assert told == ["away", "back"] * (len(told) // 2)
+    assert told
+
+
+def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
+    tmp_path: Path, server: MlflowServer, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path / "runs", "relaunched", server.uri)
+    parent = start_parent_run(config)
+    context = stage_of(config, parent)
+    context.stage_dir.mkdir(parents=True)
+    with stage_run(context, FIRST) as tracker:
+        log_step(tracker, context.stage_dir, 0)
+        wait_until(lambda: not Spool(context.stage_dir).has_waiting())
+        server.kill()
+        log_step(tracker, context.stage_dir, 1)
+    assert check_tracking(config) == []
+    assert start_parent_run(config) == parent
+    with stage_run(context, FIRST) as tracker:
+        log_step(tracker, context.stage_dir, 2)
+    finish_parent_run(config, "FINISHED")
+    assert "specrl sync relaunched" in caplog.text
+    assert sync_run(config) == [config.run_dir, context.stage_dir]
+    server.start()
+    assert sync_run(config) == []
+    check_steps(config, parent, 3)
+    assert statuses(config, parent) == ["FINISHED"]
+    assert client_of(config).get_run(parent).info.status == "FINISHED"
+
+
+def test_a_full_disk_costs_only_what_is_logged_meanwhile(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(runs_dir, "full-disk")
+    parent = start_parent_run(config)
+    context = stage_of(config, parent)
+    with stage_run(context, FIRST) as tracker:
+        tracker.log_metrics({"policy/loss": 0.5}, step=0)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Spool(context.stage_dir).path.stat().st_size + 10, hard))
+        try:
+            for step in (1, 2):
+                tracker.log_metrics({"policy/loss": 0.5}, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        tracker.log_metrics({"policy/loss": 0.5}, step=3)
+    history = client_of(config).get_metric_history(only_child(config, parent).info.run_id, "policy/loss")
+    assert [point.step for point in history] == [0, 3]
+    lines = [record.getMessage() for record in caplog.records if "tracking" in record.name]
+    assert sum("is lost until there is room again" in line for line in lines) == 1
+    assert sum("2 entries were lost" in line for line in lines) == 1
