@@ -7,8 +7,7 @@ stage; each rank holds an engine, its shard of the policy, and the drafter.
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,10 +26,11 @@ from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
+from specrl.training.checkpoint.checkpoints import Checkpoints
+from specrl.training.checkpoint.load import load
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
 from specrl.validation.validation import Validation
@@ -57,7 +57,7 @@ class Trainer:
     refit: Refit
     validation: Validation
     recorder: StepRecorder
-    checkpoint_dir: Path
+    checkpoints: Checkpoints
     lifetime: Lifetime
     continues: Continuation | None = None
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
@@ -73,14 +73,17 @@ class Trainer:
         Returns:
             The first step to run.
         """
-        found = checkpoint.latest(self.checkpoint_dir)
-        if found is None and self.continues is not None:
-            found = self.continues.checkpoint_dir
+        with logs.phase("loading of the checkpoint"):
+            found = self.checkpoints.restore(self.drafter)
+            if found is None and self.continues is not None:
+                found = load(self.continues.checkpoint_dir, self.policy, self.drafter)
         first_step = 0
         if found is not None:
-            with logs.phase("loading of the checkpoint"):
-                first_step = checkpoint.load(found, self.policy, self.drafter)
-            self.engine.precision.restore(checkpoint.kv_scales(found))  # the loop's first refit ships them
+            first_step = found.step
+            scales = found.state["kv_scales"]
+            self.engine.precision.restore(KvScales(**scales) if scales else None)  # the loop's first refit ships them
+            self.refit.restore_guard(found.state["drafter_guard"])
+            self.generator.resume(found.rank_states)
         self.recorder.drop_from(first_step)
         self.validation.restore(first_step)
         self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)
@@ -103,6 +106,8 @@ class Trainer:
                 self.leave(step, stop)
             with logs.step(step):
                 self.step(step, progress)
+        with logs.phase("writing of the last checkpoint"):
+            self.checkpoints.wait()
         self.lifetime.end_steps()
 
     def leave(self, step: int, stop: Stop) -> NoReturn:
@@ -114,6 +119,7 @@ class Trainer:
         logger.info("leaving before step %d: %s (%s)", step, stop.reason, stop.text)
         if step != self.lifetime.first_step and step % self.config.train.checkpoint_every != 0:
             self.save(step)
+        self.checkpoints.wait()
         raise LeftJobError(stop)
 
     def step(self, step: int, progress: Progress) -> None:
@@ -171,7 +177,7 @@ class Trainer:
                 self.validation.run(version)
 
     def store(self, record: StepRecord, rollouts: list[Rollout]) -> None:
-        """Write this rank's rollouts and, when one is due, a checkpoint from which the next step can start.
+        """Write this rank's rollouts and begin, when one is due, a checkpoint from which the next step can start.
 
         The record goes before the checkpoint, with the times measured so far: after the checkpoint nobody runs this
         step again, so a kill before the record is finished would leave the step without any.
@@ -181,19 +187,15 @@ class Trainer:
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
             self.recorder.write(record)
             self.save(step + 1)
+        else:
+            self.checkpoints.check()
 
     def save(self, step: int) -> None:
-        """Write a checkpoint from which this step can start."""
-        started = time.monotonic()
-        checkpoint.save(
-            self.checkpoint_dir,
-            self.policy,
-            self.drafter,
-            step,
-            keep=self.config.train.keep_checkpoints,
-            kv_scales=self.engine.precision.kv_scales,
-        )
-        self.lifetime.saved(time.monotonic() - started)
+        """Begin to write the checkpoint from which `step` can start, beside the generation of that step."""
+        scales = self.engine.precision.kv_scales
+        state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
+        self.checkpoints.save(step, self.refit.drafter_state(), state, self.generator.state())
+        self.lifetime.saved(self.checkpoints.seconds)
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards."""

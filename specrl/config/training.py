@@ -115,7 +115,9 @@ class TrainConfig(Section):
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
-    """Number of checkpoints to keep, the newest first."""
+    """Number of checkpoints to keep, the newest first; the best one is kept beside them."""
+    keep_every: Adjustable[PositiveInt | None] = None
+    """Also keep the checkpoints of all steps that are multiples of this number; None keeps no others."""
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:

@@ -283,6 +283,18 @@ class Engine:
         assert self._drafting is not None and self.max_k, "no drafter"
         return DraftObserver(self._drafting, k)
 
+    def drafting_state(self) -> dict[str, Any] | None:
+        """Return as JSON what the engine has learned about drafts and their times; None if it does not draft."""
+        if self._drafting is None:
+            return None
+        return {"controller": self._drafting.controller.state(), "text": self._drafting.texts.acceptance.state()}
+
+    def restore_drafting(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `drafting_state` returned, on whatever rank."""
+        if self._drafting is not None and state is not None:
+            self._drafting.controller.restore(state["controller"])
+            self._drafting.texts.acceptance.restore(state["text"])
+
     def control_with(self, controller: Controller) -> None:
         """Let another controller choose how far to draft while no `k` is set."""
         assert self._drafting is not None, "an engine that does not draft"

@@ -39,6 +39,7 @@ from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
 from specrl.segments import TRAIN_PROGRESS
 from specrl.step_record import StepRecorder, mean_of, read_steps, step_seconds_median, timing_share, total_stats
 from specrl.tracking import Tracker, stage_run
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.drafter.drafters import load_drafter, save_policy
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.megatron.fp8 import LinearPrecision
@@ -109,7 +110,11 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         ),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
-        checkpoint_dir=context.stage_dir / TRAIN_PROGRESS,
+        checkpoints=Checkpoints(
+            context.stage_dir / TRAIN_PROGRESS,
+            policy,
+            Retention(config.train.keep_checkpoints, config.train.keep_every),
+        ),
         lifetime=lifetime.current(),
         continues=context.continues,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import load
 from specrl.training.features import FeatureSpec
-from specrl.training.megatron import checkpoint
 from specrl.training.megatron.policy import Policy
 
 # isort: split
@@ -77,7 +80,7 @@ def sequences() -> list[TokenSequence]:
 def my_batches(policy: Policy) -> list[MicroBatch]:
     """Uneven on purpose: of two data-parallel ranks, the second has the last sequence only."""
     rows = sequences()
-    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:])[policy.dp_rank]
+    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:], [], [])[policy.dp_rank]
     return pack(mine, 90)
 
 
@@ -128,6 +131,12 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     return result
 
 
+def state_of(policy: Policy) -> dict[str, Tensor]:
+    """This rank's part of masters and moments."""
+    shards = enumerate(policy.shards())
+    return {f"{index} {kind}": flat.clone() for index, shard in shards for kind, flat in shard.state.items()}
+
+
 def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: str, scratch: Path) -> dict[str, Any]:
     """Four steps, against two, a checkpoint, a fresh policy and two more."""
     config = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1], **CONFIG)
@@ -137,25 +146,58 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
 
     straight, interrupted = fresh(), fresh()
     metrics = [straight.train_step(my_batches(straight), loss)[0] for _ in range(4)]
-    for _ in range(2):
-        interrupted.train_step(my_batches(interrupted), loss)
+    checkpoints = Checkpoints(scratch, interrupted, Retention(1))
     for step in (1, 2):
-        checkpoint.save(scratch, interrupted, None, step, keep=1)
+        interrupted.train_step(my_batches(interrupted), loss)
+        checkpoints.save(step, None, {}, {"rank": ranks.rank})
+    interrupted.train_step(my_batches(interrupted), loss)  # while it is written
+    checkpoints.wait()
     resumed = fresh()
-    found = checkpoint.latest(scratch)
-    assert found is not None
-    step = checkpoint.load(found, resumed, None)
+    found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
+    assert found is not None and [state["rank"] for state in found.rank_states] == list(range(ranks.world_size))
     again = [resumed.train_step(my_batches(resumed), loss)[0] for _ in range(2)]
     return {
-        "step": step,
+        "step": found.step,
         "kept": sorted(path.name for path in scratch.iterdir()),
         "metrics": (metrics[2:], again),
         "weights": (weights_of(straight), weights_of(resumed)),
-        "optimizer": (straight.optimizer.state(), resumed.optimizer.state()),
+        "optimizer": (state_of(straight), state_of(resumed)),
     }
 
 
-def _rank_main(rank: int, world: int, layouts: list[tuple[int, int]], port: int, scratch: Path) -> None:
+@dataclass(frozen=True)
+class Move:
+    """A checkpoint of one layout that another one goes on from."""
+
+    source: str
+    """The folder of a checkpoint, below the scratch folder."""
+    layout: tuple[int, int]
+
+    def folder(self, world: int) -> str:
+        """The folder to which `world` ranks write the same state again, below the scratch folder."""
+        return f"moved-{world}-{self.layout}-from-{self.source.partition('/')[0]}"
+
+
+def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
+    """What a layout makes of another one's checkpoint, and two more steps from it."""
+    config = PolicyConfig(tensor_parallel=move.layout[0], pipeline_parallel=move.layout[1], **CONFIG)
+    policy = Policy(scratch / "llama-tied", config, dtype="float32", ranks=ranks, seed=0)
+    deadline = time.monotonic() + 300
+    while not (source := scratch / move.source).exists():  # it may be under way in other processes
+        assert time.monotonic() < deadline, move
+        time.sleep(0.1)
+    load(source, policy, None)
+    restored = weights_of(policy)
+    checkpoints = Checkpoints(scratch / move.folder(ranks.world_size), policy, Retention(1))
+    checkpoints.save(2, None, {}, {})
+    metrics = [policy.train_step(my_batches(policy), loss)[0] for _ in range(2)]
+    checkpoints.wait()
+    return {"metrics": metrics, "restored": restored, "weights": weights_of(policy)}
+
+
+def _rank_main(
+    rank: int, world: int, layouts: list[tuple[int, int]], moves: list[Move], port: int, scratch: Path
+) -> None:
     environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -170,13 +212,17 @@ def _rank_main(rank: int, world: int, layouts: list[tuple[int, int]], port: int,
             results[dtype] = run_resume(scratch / "llama-tied", layout, ranks, dtype, folder)
         torch.save(results, scratch / f"result-{world}-{layout}-{rank}.pt")
         parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves three start-ups
+    for move in moves:
+        results = run_move(scratch, move, ranks)
+        torch.save(results, scratch / f"{move.folder(world)}-{rank}.pt")
+        parallel_state.destroy_model_parallel()
     leave()
 
 
-def start(world: int, layouts: list[tuple[int, int]], scratch: Path) -> ProcessContext:
-    """Run (tensor, pipeline) parallel sizes `layouts`, one after another, on `world` ranks."""
-    port = free_port()
-    context = torch.multiprocessing.spawn(_rank_main, (world, layouts, port, scratch), nprocs=world, join=False)
+def start(world: int, layouts: list[tuple[int, int]], moves: list[Move], scratch: Path) -> ProcessContext:
+    """Run (tensor, pipeline) parallel sizes `layouts`, one after another, on `world` ranks, and then `moves`."""
+    arguments = (world, layouts, moves, free_port(), scratch)
+    context = torch.multiprocessing.spawn(_rank_main, arguments, nprocs=world, join=False)
     assert context is not None
     return context
 
@@ -184,3 +230,8 @@ def start(world: int, layouts: list[tuple[int, int]], scratch: Path) -> ProcessC
 def results_of(world: int, layout: tuple[int, int], scratch: Path) -> list[dict[str, Any]]:
     """What every rank left."""
     return [torch.load(scratch / f"result-{world}-{layout}-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def moved(world: int, move: Move, scratch: Path) -> list[dict[str, Any]]:
+    """What every rank left of a move."""
+    return [torch.load(scratch / f"{move.folder(world)}-{rank}.pt", weights_only=False) for rank in range(world)]

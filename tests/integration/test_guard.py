@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -38,11 +37,11 @@ class ToyTrainer:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.weights, "updates": 3}
+    def state_dict(self) -> Weights:
+        return self.weights
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights = state["model"]
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in state.items()}
 
 
 @pytest.fixture(scope="module")

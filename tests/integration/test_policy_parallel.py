@@ -8,10 +8,21 @@ from typing import Any
 import policy_worker as worker
 import pytest
 import torch
+from policy_worker import Move
+from safetensors.torch import load_file
 from torch import Tensor
+
+from specrl.training.checkpoint.manifest import read_manifest, stored_name
 
 LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
 PARALLEL = ["tensor", "pipeline", "data"]
+MOVES = {
+    "2 ranks to 1": (1, Move("resume-float32-2-(1, 1)/step=000002", (1, 1))),
+    "2 ranks to 1 to 4": (4, Move("moved-1-(1, 1)-from-resume-float32-2-(1, 1)/step=000002", (1, 1))),
+    "TP and PP 1 to 2": (4, Move("resume-float32-1-(1, 1)/step=000002", (2, 2))),
+    "TP 2 to 1": (4, Move("resume-float32-2-(2, 1)/step=000002", (1, 2))),
+    "PP 2 to 1": (4, Move("resume-float32-2-(1, 2)/step=000002", (2, 1))),
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +35,15 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(scratch: Path) -> dict[str, list[dict[str, Any]]]:
-    started = []
-    for ranks in (1, 2):
-        layouts = [layout for world, layout in LAYOUTS.values() if world == ranks]
-        started.append(worker.start(ranks, layouts, scratch))
-    for context in started:
-        while not context.join():
-            pass
+    for together in ((1, 2), (4,)):
+        started = []
+        for ranks in together:
+            layouts = [layout for world, layout in LAYOUTS.values() if world == ranks]
+            moves = [move for world, move in MOVES.values() if world == ranks]
+            started.append(worker.start(ranks, layouts, moves, scratch))
+        for context in started:
+            while not context.join():
+                pass
     return {name: worker.results_of(world, layout, scratch) for name, (world, layout) in LAYOUTS.items()}
 
 
@@ -136,3 +149,42 @@ def test_a_resumed_policy_continues_bit_by_bit(
             straight, resumed = result[key]
             assert straight.keys() == resumed.keys()
             assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """Masters and moments of a checkpoint, put together from its pieces."""
+    manifest = read_manifest(folder)
+    found = {
+        f"{kind} {name}": torch.full((shape[0], *(shape[1:] or (1,))), torch.nan)
+        for name, shape in manifest.tensors.items()
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    }
+    for file in manifest.files:
+        tensors = load_file(folder / file.name)
+        for piece in file.pieces:
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                target = found[f"{kind} {piece.tensor}"][slice(*piece.rows), slice(*piece.columns)]
+                assert bool(target.isnan().all()), f"{piece} is stored twice"
+                target.copy_(tensors[stored_name(kind, piece)])
+    return found
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_checkpoint_is_read_by_every_layout(
+    results: dict[str, list[dict[str, Any]]], scratch: Path, name: str
+) -> None:
+    """Bit by bit what was stored; and two more steps, up to reduction order those of a run that never moved."""
+    world, move = MOVES[name]
+    stored, again = whole(scratch / move.source), whole(scratch / move.folder(world) / "step=000002")
+    assert stored.keys() == again.keys() and not any(tensor.isnan().any() for tensor in stored.values())
+    assert [key for key, tensor in stored.items() if not torch.equal(again[key], tensor)] == []
+    straight = results["alone"][0]["float32"]
+    for rank in worker.moved(world, move, scratch):
+        assert rank["metrics"][0].keys() == straight["metrics"][0][0].keys()
+        for found, expected in zip(rank["metrics"], straight["metrics"][0], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4)
+        for key, tensor in rank["restored"].items():
+            if f"master {key}" in stored:
+                assert torch.equal(tensor, stored[f"master {key}"].view_as(tensor)), key
+        for key, tensor in straight["weights"][0].items():
+            torch.testing.assert_close(rank["weights"][key], tensor, atol=2e-4, rtol=0, msg=key)

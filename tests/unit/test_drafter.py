@@ -262,12 +262,9 @@ def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> Non
 
 
 def assert_equal_state(left: dict[str, Any], right: dict[str, Any]) -> None:
-    for name, tensor in left["model"].items():
-        assert torch.equal(tensor, right["model"][name]), name
-    assert left["updates"] == right["updates"]
-    for index, slots in left["optimizer"]["state"].items():
-        for name, value in slots.items():
-            assert torch.equal(value, right["optimizer"]["state"][index][name]), (index, name)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
 
 
 def merge(left: Features, right: Features) -> Features:

@@ -28,7 +28,8 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.step_record import StepRecorder
 from specrl.tracking import Silent
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.megatron import checkpoint
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.manifest import read_manifest
 from specrl.training.megatron.policy import Policy
 
 LAYERS = 2
@@ -112,8 +113,10 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             drafter=None,
             engine=SimpleNamespace(precision=precision),
             recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
-            generator=SimpleNamespace(restore=lambda *args: None),
-            checkpoint_dir=tmp_path / "checkpoints",
+            generator=SimpleNamespace(restore=lambda *_: None, resume=lambda _: None, state=dict),
+            refit=SimpleNamespace(restore_guard=lambda _: None, guard_state=dict, drafter_state=lambda: None),
+            checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
+            continues=None,
         )
 
     first = trainer()
@@ -121,14 +124,15 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     assert first.engine.precision.kv_scales == CALIBRATED
     shipped = KvScales([0.1 + 0.2, 1e-9], [1 / 3, 2.5], [7.0, 0.25])  # to the last bit
     first.engine.precision.restore(shipped)
-    checkpoint.save(first.checkpoint_dir, policy, None, 1, keep=1, kv_scales=first.engine.precision.kv_scales)
-    found = checkpoint.latest(tmp_path / "checkpoints")
-    assert found is not None and checkpoint.kv_scales(found) == shipped
+    Trainer.save(first, 1)
+    first.checkpoints.wait()
     second = trainer()
     assert Trainer.restore(second, tmp_path) == 1
     assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
-    checkpoint.save(tmp_path / "plain", policy, None, 1, keep=1)  # with a BF16 one
-    assert checkpoint.kv_scales(tmp_path / "plain" / "step=000001") is None
+    second.engine.precision = EnginePrecision(PrecisionConfig(), None)  # with a BF16 one
+    Trainer.save_checkpoint(second, 2)
+    second.checkpoints.wait()
+    assert read_manifest(tmp_path / "checkpoints" / "step=000002").state["kv_scales"] is None
 
 
 def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:

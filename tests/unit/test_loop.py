@@ -24,13 +24,13 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3, keep_checkpoints=1)),
-        engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
-        **{"recorder": recorder, "policy": None, "drafter": None, "checkpoint_dir": tmp_path},
-    )
     found: list[int] = []
-    trainer.save = lambda step: found.extend(item.step for item in read_steps(recorder.steps_dir))
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3)),
+        recorder=recorder,
+        checkpoints=SimpleNamespace(check=lambda: None),
+        save=lambda _: found.extend(item.step for item in read_steps(recorder.steps_dir)),
+    )
     bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
     record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
     Trainer.store(cast(Any, trainer), record, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
@@ -32,6 +33,16 @@ class BubbleShare:
         """The acceptance length on the last probe."""
         self._gain: float | None = None
         """By how much the acceptance length on the last probe exceeds that on the one before."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as JSON."""
+        rates, past = dict(self._rates), dict(self._past)
+        return {"pregeneration": self.pregeneration, "rates": rates, "past": past, "probe": self._probe}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.pregeneration, self._probe = state["pregeneration"], state["probe"]
+        self._rates, self._past = dict(state["rates"]), dict(state["past"])
 
     def due(self, seconds: Mapping[str, float], expected: float | None) -> float:
         """Return the seconds for which pre-generation may go on now; 0 where it is the drafter's turn.

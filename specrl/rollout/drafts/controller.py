@@ -2,7 +2,8 @@
 
 Verifying a draft is nearly free while one request runs, and may cost more than it saves when many do. Where the balance
 lies depends on the machine, the model, the drafter and the text. No choice changes a token, so the controller may go by
-wall time and need not survive a restart: a new one starts afresh.
+wall time. What it has learned of lengths and their times is stored with a checkpoint, so that a restart need not try
+them all again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DraftOutcome
@@ -158,6 +160,36 @@ class Controller:
                 trial.after.append(seconds)
                 if len(trial.after) == trial.size:
                     self._finish_trial()
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as JSON; trials under way and the points of the curve are left out."""
+        buckets = {
+            str(key): {
+                "chosen": list(bucket.chosen),
+                "tokens": bucket.tokens.state(),
+                "log_costs": [[list(lengths), list(costs)] for lengths, costs in bucket.log_costs.items()],
+            }
+            for key, bucket in self._buckets.items()
+        }
+        return {
+            "choices": [list(choice) for choice in self.choices],
+            "tokens": self._shared.state(),
+            "buckets": buckets,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned; that of a controller with other lengths to choose from is ignored."""
+        if state["choices"] != [list(choice) for choice in self.choices]:
+            return
+        self._shared.restore(state["tokens"])
+        for key, stored in state["buckets"].items():
+            costs = {
+                DraftLengths(*lengths): deque(values, maxlen=self._settings.trial_window)
+                for lengths, values in stored["log_costs"]
+            }
+            tokens = TokensPerIteration(self.choices, self._settings)
+            tokens.restore(stored["tokens"])
+            self._buckets[int(key)] = Bucket(DraftLengths(*stored["chosen"]), tokens, costs)
 
     def drafter_changed(self) -> None:
         """Let new drafts soon outweigh old ones in what is expected, because weights have changed; times are kept."""

@@ -9,8 +9,8 @@ either way.
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,9 +36,9 @@ class TrainedDrafter(Protocol):
 
     def named_weights(self) -> Weights: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class AcceptanceWatch:
@@ -53,6 +53,17 @@ class AcceptanceWatch:
 
     def __init__(self) -> None:
         self.running: tuple[float, ...] | None = None
+        self._version: int | None = None
+        """The version of the drafter whose rates were taken in last; the same one counts once, restarts included."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the running value and the version of the last drafter in it, as JSON."""
+        return {"running": self.running, "version": self._version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.running = tuple(state["running"]) if state["running"] is not None else None
+        self._version = state["version"]
 
     def check(self, stats: SpeculationStats, version: int) -> None:
         """Compare the rates of one probe with the running value, and take them into it.
@@ -65,7 +76,7 @@ class AcceptanceWatch:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
         rates = stats.acceptance_rate_per_pos
         if self.running is None:
-            self.running = rates
+            self.running, self._version = rates, version
             return
         for position, (rate, running) in enumerate(zip(rates, self.running, strict=False), start=1):
             num_drafts = max(1, stats.drafted_per_pos[position - 1])
@@ -75,6 +86,9 @@ class AcceptanceWatch:
                     f"acceptance at position {position} fell to {rate:.3f} of {num_drafts} drafts on the probe "
                     f"with drafter version {version}; its running value was {running:.3f}"
                 )
+        if version == self._version:
+            return
+        self._version = version
         self.running = tuple(
             running + self.SMOOTHING * (rate - running) for rate, running in zip(rates, self.running, strict=False)
         )
@@ -138,6 +152,22 @@ class DrafterGuard:
         )
         return self._report(reloaded=False, failures=2)
 
+    def state(self) -> dict[str, Any]:
+        """Return the running value of acceptance, as JSON."""
+        return self._watch.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._watch.restore(state)
+
+    def drafter_state(self) -> dict[str, Tensor] | None:
+        """Return a copy of the drafter's present state on the CPU, which nobody changes; None without a drafter.
+
+        After a refit that is the last good version: either it was found good, or it was loaded again.
+        """
+        checked = self._drafter is not None and self._engine.speculates
+        return self._last_good if checked else snapshot(self._drafter)
+
     def take_events(self) -> list[str]:
         """Return the collapses since the last call, and what was done about each."""
         events, self._events = self._events, []
@@ -183,23 +213,15 @@ class DrafterGuard:
 
     def _reload(self) -> None:
         assert self._drafter is not None and self._last_good is not None
-        self._drafter.load_state_dict(copy.deepcopy(self._last_good))
+        self._drafter.load_state_dict(self._last_good)
         self._engine.refit_drafter(self._drafter.named_weights())
 
 
-def snapshot(drafter: TrainedDrafter | None) -> dict[str, Any] | None:
+def snapshot(drafter: TrainedDrafter | None) -> dict[str, Tensor] | None:
     """Return a copy of the drafter's state on the CPU; None without a drafter."""
-    return None if drafter is None else _to_cpu(drafter.state_dict())
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_cpu(item) for item in value]
-    return copy.deepcopy(value)
+    if drafter is None:
+        return None
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
 
 
 def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:

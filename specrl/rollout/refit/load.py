@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -113,6 +113,18 @@ class Refit:
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
         return RefitReport(parity, guard, verification_s)
+
+    def guard_state(self) -> dict[str, Any]:
+        """Return what the drafter's guard has learned, as JSON."""
+        return self._guard.state()
+
+    def restore_guard(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `guard_state` returned."""
+        self._guard.restore(state)
+
+    def drafter_state(self) -> dict[str, Tensor] | None:
+        """Return a copy of the drafter's state on the CPU as of the last refit; None without a drafter."""
+        return self._guard.drafter_state()
 
     def take_events(self) -> list[str]:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""

@@ -7,10 +7,9 @@ parameters only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,10 @@ WARMUP_STEPS = 10
 """The number of steps of pretraining in which the learning rate rises."""
 FINAL_LR_FRACTION = 0.05
 """The fraction of its peak that the learning rate falls to."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's names of its moments."""
 
 
 def choose_draft_vocabulary(token_lists: Iterable[Sequence[int]], vocab_size: int, size: int) -> Tensor:
@@ -371,16 +374,23 @@ class Drafter:
         assert isinstance(self.model, Eagle3)
         write_drafter(directory, config_dict(self.shape, self._policy_config, policy_version), self.named_weights())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return float32 parameters, optimizer state and update counter: what an exact resume needs beside `SHARED`."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "draft_tokens": self.draft_tokens,
-            "updates": self._updates,
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what an exact resume needs beside `SHARED`; the tensors are not copies.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+        It is the float32 parameters and Adam's moments under `model/...`, `exp_avg/...` and `exp_avg_sq/...`, the draft
+        vocabulary, and as int64 numbers the steps of Adam (`adam_steps`) and the updates of the drafter (`updates`).
+        """
+        state: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        steps = 0
+        for name, parameter in self.model.named_parameters():
+            if moments := self.optimizer.state.get(parameter):
+                steps = int(moments["step"])
+                state |= {f"{key}/{name}": moments[key] for key in MOMENTS}
+        counters = {"adam_steps": torch.tensor(steps), "updates": torch.tensor(self._updates)}
+        return {**state, **counters, "draft_tokens": self.draft_tokens}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
@@ -388,9 +398,16 @@ class Drafter:
         """
         if not torch.equal(state["draft_tokens"].to(self.ranks.device), self.draft_tokens):
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._updates = state["updates"]
+        self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
+        self.optimizer.state.clear()
+        steps, self._updates = int(state["adam_steps"]), int(state["updates"])
+        for name, parameter in self.model.named_parameters():
+            if f"exp_avg/{name}" in state:
+                moments = {key: state[f"{key}/{name}"].to(parameter.device, copy=True) for key in MOMENTS}
+                self.optimizer.state[parameter] = {
+                    **moments,
+                    "step": torch.tensor(float(steps), device=parameter.device),
+                }
 
 
 def schedule(step: int, num_steps: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
@@ -14,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
+from specrl.training.checkpoint.manifest import KINDS, MASTER
 from specrl.training.schedules import lr_factor
 
 
@@ -56,7 +58,8 @@ class PolicyOptimizer:
         self._planned_updates = num_updates
         self.num_updates = 0
         """The number of updates made so far."""
-        if not torch.cuda.is_available():
+        self._is_fused = not torch.cuda.is_available()
+        if self._is_fused:
             for group in self._adam.param_groups:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
@@ -86,45 +89,57 @@ class PolicyOptimizer:
         self.num_updates += 1
         return float(norm)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return this rank's FP32 masters, moments and counters by position; they are not copies."""
-        state = {"num_updates": torch.tensor(self.num_updates)}
-        for key, parameter in self._main_parameters():
-            state[f"{key}.master"] = parameter.detach()
-            for name, tensor in self._adam.state.get(parameter, {}).items():
-                state[f"{key}.{name}"] = tensor.detach()
-        for number, group in enumerate(self._adam.param_groups):
-            if "step" in group:  # Transformer Engine counts per group, PyTorch per parameter
-                state[f"group{number}.step"] = torch.tensor(int(group["step"]))
-        return state
+    def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
+        """Return which elements of a parameter this rank updates, and their state; None if it updates none of them.
+
+        Returns:
+            The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
+            and moments of these elements, by the names in `KINDS`. They are not copies.
+        """
+        place = self._distributed.model_param_group_index_map.get(parameter)
+        if place is None:
+            return None
+        elements = self._distributed._get_model_param_range_map(parameter)["param"]
+        group, position = place
+        main = self._adam.param_groups[group]["params"][position]
+        state = self._adam.state[main]
+        if not state:  # before the first update; Adam would begin with the same
+            state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
+            if self._counts_per_parameter:
+                state["step"] = torch.zeros((), device=main.device if self._is_fused else "cpu")
+        moments = {name: state[name].detach() for name in KINDS if name != MASTER}
+        return (elements.start, elements.end), {MASTER: main.detach().view(-1), **moments}
+
+    def counters(self) -> dict[str, int]:
+        """Return the number of updates, by which the learning rate goes, and that of Adam's steps."""
+        return {"num_updates": self.num_updates, "adam_steps": self._adam_steps()}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from what `state` returned on this rank of the same layout (collective).
+    def restored(self, counters: Mapping[str, int]) -> None:
+        """Continue from state that was copied into the tensors of `share_of`, on all ranks (collective).
 
-        Raises:
-            ValueError: The state belongs to another layout or model.
+        Args:
+            counters: What `counters` returned when that state was stored.
         """
-        self.num_updates = int(state["num_updates"])
-        for key, parameter in self._main_parameters():
-            own = {name.removeprefix(f"{key}."): tensor for name, tensor in state.items() if name.startswith(f"{key}.")}
-            master = own.pop("master", None)
-            if master is None or master.shape != parameter.shape:
-                raise ValueError(
-                    f"checkpoint does not fit this policy: {key} differs; resume with the same model and ranks"
-                )
-            parameter.copy_(master)
-            # Copies: loaded tensors may be views of the checkpoint's file.
-            self._adam.state[parameter] = {name: tensor.to(parameter.device, copy=True) for name, tensor in own.items()}
-        for number, group in enumerate(self._adam.param_groups):
-            if "step" in group:
-                group["step"] = int(state[f"group{number}.step"])
+        self.num_updates = counters["num_updates"]
+        if self._counts_per_parameter:
+            for state in self._adam.state.values():
+                state["step"].fill_(counters["adam_steps"])
+        else:
+            for group in self._adam.param_groups:
+                group["step"] = counters["adam_steps"]
         self._distributed._copy_main_params_to_model_params()
         self._ddp.start_param_sync(force_sync=True)
 
-    def _main_parameters(self) -> list[tuple[str, Tensor]]:
-        return [
-            (f"group{number}.{position}", parameter)
-            for number, group in enumerate(self._adam.param_groups)
-            for position, parameter in enumerate(group["params"])
-        ]
+    @property
+    def _counts_per_parameter(self) -> bool:
+        """Whether the optimizer counts its steps for each parameter, as PyTorch does, or for each group of them."""
+        return isinstance(self._adam, torch.optim.Adam)
+
+    def _adam_steps(self) -> int:
+        if self._counts_per_parameter:
+            found = {int(state["step"]) for state in self._adam.state.values() if state}
+        else:
+            found = {int(group["step"]) for group in self._adam.param_groups if group["params"] and "step" in group}
+        assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
+        return found.pop() if found else 0

@@ -33,6 +33,7 @@ from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
+from specrl.training.checkpoint.pieces import Shard
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import LayerInputs, assemble
@@ -46,6 +47,7 @@ from specrl.training.megatron.model import (
     transformer_config,
 )
 from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
+from specrl.training.megatron.shards import policy_shards, tensor_shapes
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
@@ -202,6 +204,20 @@ class Policy:
         if self._optimizer is None:
             raise ValueError("this policy was built with trainable=False: it has no optimizer")
         return self._optimizer
+
+    @property
+    def shape_in_words(self) -> str:
+        """The shape of the model, by which a checkpoint knows whether it fits."""
+        hf = self.hf_config
+        return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every Hugging Face tensor that is trained, by its name."""
+        return tensor_shapes(self._weights)
+
+    def shards(self) -> list[Shard]:
+        """Return this rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
+        return policy_shards(self.model, self._weights, self.optimizer)
 
     def train_step(
         self,

@@ -1,0 +1,301 @@
+"""The checkpoints of a stage: written beside the next step's generation, verified on load, removed when they are old.
+
+A step waits for a copy of the state in host memory only. A thread of each rank then writes the rank's file; that of the
+first rank waits for the others', writes the manifest and gives the folder its name. `directory/step=000012/` has all
+that step 12 needs, in safetensors and JSON, and any layout reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from specrl.artifacts import write_json
+from specrl.training.checkpoint.files import sync_folder, tensor_parts, write_blocks
+from specrl.training.checkpoint.host_copy import HostCopy
+from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainedDrafter, TrainedPolicy, load_verified
+from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
+
+BEST_FILE = "best.json"
+DAMAGED = "damaged-"
+"""The prefix of the folder of a checkpoint that was found damaged."""
+NICENESS = 10
+"""How far the writing threads stand back where processors are short, so that generation goes first."""
+POLL_SECONDS = 0.05
+"""The time between two looks of the first rank whether the others have written."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept beside the best one."""
+
+    last: int
+    """How many of the newest."""
+    every: int | None = None
+    """All those of steps that are multiples of this number; None for no others."""
+
+    def old(self, steps: list[int], best: int | None) -> list[int]:
+        """Return which of the steps with checkpoints need theirs no more.
+
+        Args:
+            steps: In ascending order.
+            best: The step whose checkpoint is the best.
+        """
+        others = (step for step in steps[: -self.last] if step != best)
+        return [step for step in others if self.every is None or step % self.every]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank has written of one checkpoint."""
+
+    files: tuple[StoredFile, ...]
+    rank_state: Mapping[str, Any]
+
+
+class Checkpoints:
+    """Writes and restores the checkpoints of one folder. All methods are collective over the ranks."""
+
+    def __init__(self, directory: Path, policy: TrainedPolicy, retention: Retention) -> None:
+        """Allocate the host memory for a copy of the state; remove what an interrupted start has left half-written."""
+        self.directory = directory
+        self._policy, self._ranks, self._retention = policy, policy.ranks, retention
+        self._copy = HostCopy(policy.shards())
+        self._pieces = self._ranks.gather(self._copy.pieces)
+        self.seconds = 0.0
+        """How long the last checkpoint took, from its copy to the last byte on disk; known on the first rank."""
+        self._writing: Future[None] | None = None
+        self._number = 0
+        """The number of saves so far, by which the ranks' messages about them are told apart."""
+        if self._ranks.is_first:
+            for unfinished in directory.glob(".step=*"):
+                shutil.rmtree(unfinished)
+        self._ranks.barrier()
+
+    def restore(self, drafter: TrainedDrafter | None) -> Restored | None:
+        """Restore policy, optimizer and drafter from the newest checkpoint that is whole; None if there is none at all.
+
+        Damaged ones are renamed.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
+        """
+        steps = self._ranks.gather(self._steps())[0]
+        damaged: list[str] = []
+        for step in reversed(steps):
+            damage = find_damage(self._folder(step), self._ranks)
+            if damage is None:
+                self._set_aside(steps[len(steps) - len(damaged) :])
+                restored = load_verified(self._folder(step), self._policy, drafter)
+                return replace(restored, damaged=tuple(damaged))
+            damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
+            logger.warning(damaged[-1])
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is whole ({'; '.join(damaged)}): put one back from a copy, or "
+                "remove the folder to begin again at the first step"
+            )
+        return None
+
+    def save(
+        self,
+        step: int,
+        drafter: Mapping[str, Tensor] | None,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+    ) -> None:
+        """Copy the present state and begin to write it as the checkpoint from which `step` starts.
+
+        The last save is waited for.
+
+        Args:
+            drafter: The drafter's state on the CPU, which nobody changes any more; the first rank's is written.
+            state: What is stored once, as JSON, the first rank's.
+            rank_state: What is stored for this rank, as JSON.
+
+        Raises:
+            CheckpointError: The last checkpoint could not be written.
+        """
+        if self._writing is not None and not self._writing.done():
+            logger.info("the next checkpoint is due: waiting until the last one is written")
+        self.wait()
+        self._copy.take()
+        manifest = Manifest(
+            step=step,
+            model=self._policy.shape_in_words,
+            counters=self._policy.optimizer.counters(),
+            tensors=self._policy.tensor_shapes(),
+            files=(),
+            has_drafter=drafter is not None,
+            state=dict(state),
+            rank_states=(),
+        )
+        self._number += 1
+        parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
+        if drafter is not None and self._ranks.is_first:
+            parts[DRAFTER_FILE] = tensor_parts(drafter)
+        number = self._number
+        self._writing = _beside(lambda: self._write(number, manifest, parts, rank_state))
+
+    def check(self) -> None:
+        """Raise CheckpointError on all ranks if the last checkpoint could not be written on any; do not wait for it."""
+        done = self._writing is not None and self._writing.done()
+        error = self._writing.exception() if done and self._writing is not None else None
+        found = next((text for text in self._ranks.gather(str(error) if error else None) if text), None)
+        if found is not None:
+            raise CheckpointError(found) from error
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._writing is not None:
+            self._writing.exception()
+        self.check()
+        self._writing = None
+
+    def mark_best(self, step: int) -> None:
+        """Keep the checkpoint from which `step` starts until another one is marked."""
+        if self._ranks.is_first:
+            write_json(self.directory / BEST_FILE, {"step": step})
+
+    def _write(
+        self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]], rank_state: Mapping[str, Any]
+    ) -> None:
+        """Write this rank's files; on the first rank complete the checkpoint when all ranks have written theirs."""
+        started = time.monotonic()
+        folder = self.directory / f".step={manifest.step:06d}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
+            report: _Report | str = _Report(tuple(files), rank_state)
+        except OSError as error:
+            report = f"rank {self._ranks.rank}: {error.strerror}"
+        reports = self._exchange(number, report)
+        if not self._ranks.is_first:
+            return
+        errors = [text for text in reports if isinstance(text, str)]
+        try:
+            if errors:
+                raise CheckpointError(errors[0])
+            self._complete(folder, manifest, [found for found in reports if isinstance(found, _Report)])
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({error}): make room "
+                "or mend the disk, then resume the run, which goes on from the checkpoint before"
+            ) from error
+        size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
+        self.seconds = time.monotonic() - started
+        logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
+
+    def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:
+        """Write the manifest, give the folder its name, and remove old checkpoints."""
+        files = [
+            replace(file, pieces=pieces if file.name != DRAFTER_FILE else ())
+            for report, pieces in zip(reports, self._pieces, strict=True)
+            for file in report.files
+        ]
+        rank_states = [report.rank_state for report in reports]
+        write_manifest(folder, replace(manifest, files=tuple(files), rank_states=rank_states))
+        sync_folder(folder)
+        final = self._folder(manifest.step)
+        if final.exists():  # of an earlier start, whose newer checkpoints were damaged
+            _remove(final)
+        folder.replace(final)
+        sync_folder(self.directory)
+        for step in self._retention.old(self._steps(), self._best()):
+            _remove(self._folder(step))
+        for damaged in self.directory.glob(f"{DAMAGED}*"):
+            _remove(damaged)
+
+    def _exchange(self, number: int, report: _Report | str) -> list[_Report | str]:
+        """Return all ranks' reports on the first rank, in the order of ranks; an empty list on the others.
+
+        The process group's store carries them: a collective of this thread would get mixed up with those of the step.
+        """
+        if self._ranks.world_size == 1:
+            return [report]
+        store = PrefixStore("specrl/checkpoints", self._ranks.store())
+        if not self._ranks.is_first:
+            store.set(f"{number}/{self._ranks.rank}", json.dumps(report if isinstance(report, str) else asdict(report)))
+            return []
+        found = [report]
+        for rank in range(1, self._ranks.world_size):
+            key = f"{number}/{rank}"
+            while not store.check([key]):  # a blocking wait would keep the step's own messages waiting
+                time.sleep(POLL_SECONDS)
+            data = json.loads(store.get(key))
+            store.delete_key(key)
+            found.append(data if isinstance(data, str) else _report(data))
+        return found
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step={step:06d}"
+
+    def _steps(self) -> list[int]:
+        """Return the steps that checkpoints are there for, in ascending order."""
+        return sorted(int(path.name.partition("=")[2]) for path in self.directory.glob("step=*"))
+
+    def _best(self) -> int | None:
+        path = self.directory / BEST_FILE
+        return int(json.loads(path.read_text())["step"]) if path.exists() else None
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Rename the checkpoints of these steps, so that nobody takes them for whole ones."""
+        if self._ranks.is_first:
+            for step in steps:
+                aside = self.directory / f"{DAMAGED}step={step:06d}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self._folder(step).replace(aside)
+        self._ranks.barrier()
+
+
+def latest(directory: Path) -> Path | None:
+    """Return the folder of the newest checkpoint, without looking into it; None if there is none."""
+    return max(directory.glob("step=*"), default=None)
+
+
+def _report(data: Mapping[str, Any]) -> _Report:
+    return _Report(tuple(StoredFile(**{**file, "pieces": ()}) for file in data["files"]), data["rank_state"])
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; a kill on the way leaves nothing that looks like one."""
+    hidden = folder.with_name(f".{folder.name.removeprefix(DAMAGED)}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.replace(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _beside(work: Callable[[], None]) -> Future[None]:
+    """Run `work` in a thread that stands back behind the others, and does not keep the process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            work()
+        except Exception as error:  # raised again on all ranks by `check`
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

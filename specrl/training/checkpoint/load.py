@@ -1,0 +1,127 @@
+"""Restoring policy, optimizer and drafter from a checkpoint of any layout, from any folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specrl.distributed import Ranks
+from specrl.training.checkpoint.manifest import CheckpointError, Manifest, find_damage, read_manifest, stored_name
+from specrl.training.checkpoint.pieces import Piece, Shard
+
+DRAFTER_FILE = "drafter.safetensors"
+
+
+class CountingOptimizer(Protocol):
+    """The interface by which a checkpoint sees the policy's optimizer."""
+
+    def counters(self) -> dict[str, int]: ...
+
+    def restored(self, counters: Mapping[str, int]) -> None: ...
+
+
+class TrainedPolicy(Protocol):
+    """The interface by which a checkpoint sees the policy."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def optimizer(self) -> CountingOptimizer: ...
+
+    @property
+    def shape_in_words(self) -> str: ...
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def shards(self) -> list[Shard]: ...
+
+
+class TrainedDrafter(Protocol):
+    """The interface by which a checkpoint sees the drafter, which is the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held beside policy, optimizer and drafter."""
+
+    step: int
+    """The step to run next."""
+    state: Mapping[str, Any]
+    """What the loop had stored once, see `Manifest.state`."""
+    rank_states: tuple[Mapping[str, Any], ...]
+    """What the loop had stored for each of the ranks of that time, which may have been more or fewer."""
+    damaged: tuple[str, ...] = ()
+    """One line for each newer checkpoint that was damaged."""
+
+
+def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
+    """Restore policy, optimizer and drafter from one checkpoint, verified, of any layout (collective).
+
+    Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit.
+
+    Args:
+        folder: The folder of one checkpoint; nothing in it is changed.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, was written with a policy of another shape, or has no drafter.
+    """
+    damage = find_damage(folder, policy.ranks)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
+    return load_verified(folder, policy, drafter)
+
+
+def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
+    """Do what `load` does, with a checkpoint in which `find_damage` found nothing (collective)."""
+    manifest = read_manifest(folder)
+    if manifest.model != policy.shape_in_words:
+        raise CheckpointError(
+            f"checkpoint {folder} holds a policy of {manifest.model}, this run has {policy.shape_in_words}: "
+            "resume with the same model, or start a new run from the exported policy"
+        )
+    if drafter is not None and not manifest.has_drafter:
+        raise CheckpointError(f"checkpoint {folder} holds no drafter: resume with speculation.method as it was")
+    _read_shards(folder, manifest, policy.shards())
+    policy.optimizer.restored(manifest.counters)
+    if drafter is not None:
+        drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
+    policy.ranks.barrier()
+    return Restored(manifest.step, manifest.state, tuple(manifest.rank_states))
+
+
+@torch.no_grad()
+def _read_shards(folder: Path, manifest: Manifest, shards: list[Shard]) -> None:
+    """Copy what the shards need into their tensors, reading nothing else."""
+    held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    for file in manifest.files:
+        for piece in file.pieces:
+            held[piece.tensor].append((file.name, piece))
+    files: dict[str, Any] = {}
+    for shard in shards:
+        offset = 0
+        for wanted in shard.pieces:
+            missing = wanted.size
+            for name, stored in held[wanted.tensor]:
+                common = wanted.overlap(stored)
+                if common is None:
+                    continue
+                if name not in files:
+                    files[name] = safe_open(folder / name, framework="pt")
+                for kind, flat in shard.state.items():
+                    part = files[name].get_slice(stored_name(kind, stored))[common.inside(stored)]
+                    matrix = flat[offset : offset + wanted.size].view(wanted.shape)
+                    matrix[common.inside(wanted)].copy_(part)
+                missing -= common.size
+            assert not missing, f"{missing} elements of {wanted} are in no file of {folder}"
+            offset += wanted.size

@@ -1,0 +1,145 @@
+"""The manifest of a checkpoint: what lies in which file, checksums, counters, and the small state of the loop.
+
+It is written last, so that a folder with one was complete once.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.artifacts import write_json
+from specrl.distributed import Ranks
+from specrl.training.checkpoint.files import wrong_block
+from specrl.training.checkpoint.pieces import Piece
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 2
+MASTER = "master"
+KINDS = (MASTER, "exp_avg", "exp_avg_sq")
+"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the line says which one, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A safetensors file of a checkpoint."""
+
+    name: str
+    size: int
+    """Its bytes."""
+    crc32: Sequence[int]
+    """The checksums of its blocks, see `write_blocks`."""
+    pieces: tuple[Piece, ...] = ()
+    """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of `manifest.json`."""
+
+    step: int
+    """The step to run next."""
+    model: str
+    """The shape of the policy in words; a policy of another shape cannot be restored from this checkpoint."""
+    counters: Mapping[str, int]
+    """The counters of the policy's optimizer."""
+    tensors: Mapping[str, Sequence[int]]
+    """The shape of each tensor of the policy, by its Hugging Face name; all are float32."""
+    files: tuple[StoredFile, ...]
+    has_drafter: bool
+    state: Mapping[str, Any]
+    """What the loop stores once, such as the scales of an FP8 KV cache."""
+    rank_states: Sequence[Mapping[str, Any]]
+    """What the loop stores for each rank, in the order of ranks."""
+
+
+def stored_name(kind: str, piece: Piece) -> str:
+    """Return the name of a piece in its file."""
+    (first, last), (left, right) = piece.rows, piece.columns
+    return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, with a checksum of its own."""
+    data = {"format": FORMAT, **asdict(manifest)}
+    data["files"] = [_packed(file) for file in manifest.files]
+    write_json(folder / MANIFEST_FILE, {**data, "crc32": _checksum(data)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another version.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        data = json.loads(path.read_text())
+        checksum = data.pop("crc32")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{MANIFEST_FILE} is missing") from error
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST_FILE} is damaged") from error
+    if checksum != _checksum(data):
+        raise CheckpointError(f"{MANIFEST_FILE} has the wrong checksum")
+    if data.pop("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST_FILE} was written by another version of specrl")
+    files = tuple(_unpacked(file) for file in data.pop("files"))
+    return Manifest(**data, files=files)
+
+
+def find_damage(folder: Path, ranks: Ranks) -> str | None:
+    """Return what is wrong with a checkpoint's files, or None if all is as it was written (collective).
+
+    Every byte is read once: the ranks share the blocks of the files among them.
+    """
+    found = _own_damage(folder, ranks)
+    return next((text for text in ranks.gather(found) if text is not None), None)
+
+
+def _own_damage(folder: Path, ranks: Ranks) -> str | None:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    for file, blocks in _deal(manifest.files, ranks):
+        path = folder / file.name
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{file.name} has {size} bytes instead of {file.size}"
+        if (block := wrong_block(path, file.crc32, blocks)) is not None:
+            return f"{file.name} has the wrong checksum in block {block}"
+    return None
+
+
+def _deal(files: Sequence[StoredFile], ranks: Ranks) -> Iterator[tuple[StoredFile, list[int]]]:
+    """Yield this rank's share of the blocks of all files."""
+    number = 0
+    for file in files:
+        blocks = [block for block in range(len(file.crc32)) if (number + block) % ranks.world_size == ranks.rank]
+        number += len(file.crc32)
+        if blocks:
+            yield file, blocks
+
+
+def _packed(file: StoredFile) -> dict[str, Any]:
+    pieces = [[piece.tensor, *piece.rows, *piece.columns] for piece in file.pieces]
+    return {"name": file.name, "size": file.size, "crc32": list(file.crc32), "pieces": pieces}
+
+
+def _unpacked(data: Mapping[str, Any]) -> StoredFile:
+    pieces = tuple(Piece(name, (top, bottom), (left, right)) for name, top, bottom, left, right in data["pieces"])
+    return StoredFile(data["name"], data["size"], data["crc32"], pieces)
+
+
+def _checksum(data: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True, default=str).encode())

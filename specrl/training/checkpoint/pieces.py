@@ -1,0 +1,101 @@
+"""Rectangles of named tensors, by which the shards of one layout find what they need in the shards of another.
+
+A rank's share of a parameter is a range of the flattened matrix that it holds, and that matrix is made of rows of
+Hugging Face tensors. In terms of those tensors the range is a list of rectangles, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor, under the tensor's Hugging Face name; a vector is a matrix with one column."""
+
+    tensor: str
+    rows: tuple[int, int]
+    """The first row and the one behind the last."""
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows and of columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def overlap(self, other: Piece) -> Piece | None:
+        """Return what two rectangles of the same tensor have in common, or None."""
+        rows = max(self.rows[0], other.rows[0]), min(self.rows[1], other.rows[1])
+        columns = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
+        return Piece(self.tensor, rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None
+
+    def inside(self, outer: Piece) -> tuple[slice, slice]:
+        """Return the rows and columns of this rectangle, counted from the corner of one that contains it."""
+        row, column = outer.rows[0], outer.columns[0]
+        return slice(self.rows[0] - row, self.rows[1] - row), slice(self.columns[0] - column, self.columns[1] - column)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Whole rows of a rank's matrix, which are a rectangle of one Hugging Face tensor."""
+
+    first: int
+    """The first of these rows in the rank's matrix."""
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of one parameter: the same elements of its master weight and of its optimizer's moments."""
+
+    pieces: tuple[Piece, ...]
+    state: Mapping[str, Tensor]
+    """Flat FP32 tensors by their name, such as `exp_avg`; their elements are those of the pieces, in order."""
+    is_written: bool
+    """Whether this rank writes it to checkpoints; other ranks may have a copy of the same."""
+
+
+def cut(bands: Iterable[Band], start: int, stop: int) -> list[Piece]:
+    """Return the rectangles that hold the elements `start` to `stop - 1` of a rank's flattened matrix, in their order.
+
+    Args:
+        bands: The rows of that matrix, from the first on; rows behind the last band are padding.
+    """
+    found: list[Piece] = []
+    for band in bands:
+        begin = band.first * band.piece.shape[1]
+        first, last = max(start - begin, 0), min(stop - begin, band.piece.size)
+        if first < last:
+            found += _rectangles(band.piece, first, last)
+    return found
+
+
+def _rectangles(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """Return a range of a rectangle's elements as the rest of a row, whole rows, and the beginning of a row."""
+    width, left = piece.shape[1], piece.columns[0]
+
+    def rectangle(first: int, last: int, begin: int, end: int) -> Piece:
+        row = piece.rows[0]
+        return Piece(piece.tensor, (row + first, row + last), (left + begin, left + end))
+
+    (first, begin), (last, end) = divmod(start, width), divmod(stop, width)
+    if first == last:
+        return [rectangle(first, first + 1, begin, end)]
+    found = []
+    if begin:
+        found.append(rectangle(first, first + 1, begin, width))
+        first += 1
+    if first < last:
+        found.append(rectangle(first, last, 0, width))
+    if end:
+        found.append(rectangle(last, last + 1, 0, end))
+    return found

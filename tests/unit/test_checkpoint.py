@@ -1,0 +1,281 @@
+"""Checkpoints on disk: rectangles, checksums, damage, retention, a full disk, and what the loop stores beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from specrl.distributed import Ranks
+from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SpeculationStats
+from specrl.rollout.drafts.controller import Controller
+from specrl.rollout.drafts.text_acceptance import TextAcceptance
+from specrl.rollout.errors import DrafterCollapseError
+from specrl.rollout.refit.drafter_guard import AcceptanceWatch
+from specrl.timeline import PREGENERATION, SPOT_TRAINING
+from specrl.training.checkpoint import files
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
+from specrl.training.checkpoint.pieces import Piece, Shard, cut
+from specrl.training.megatron.shards import bands, tensor_shapes
+from tests.unit.test_weights import MODELS, make_map, parts, shapes_on_disk
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+@given(st.sampled_from(MODELS), st.sampled_from([1, 2, 4]), st.data())
+def test_pieces_are_the_elements_of_a_range_of_what_a_rank_holds(
+    hf: LlamaConfig | Qwen2Config | Qwen3Config, size: int, data: st.DataObject
+) -> None:
+    weights = make_map(hf, size, 1)
+    shapes = tensor_shapes(weights)
+    parameter = data.draw(st.sampled_from(weights.parameters))
+    rank = data.draw(st.integers(0, size - 1))
+    tensors = [torch.randn(shape) for shape in shapes_on_disk(hf, parameter.hf)]
+    assert [shapes[name] for name in parameter.hf] == [tuple(tensor.shape) for tensor in tensors]
+    flat = weights.merge(parameter, parts(parameter, tensors, rank, size), size).flatten()
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(flat))] * 2)))
+    by_name = {name: tensor.view(len(tensor), -1) for name, tensor in zip(parameter.hf, tensors, strict=True)}
+    pieces = cut(bands(weights, parameter, rank, size), start, stop)
+    found = [by_name[piece.tensor][slice(*piece.rows), slice(*piece.columns)].flatten() for piece in pieces]
+    joined = torch.cat([*found, flat[:0]])
+    assert torch.equal(joined, flat[start : start + len(joined)])
+    assert not flat[start + len(joined) : stop].any()  # the padding of the vocabulary
+
+
+class ToyPolicy:
+    """One matrix of 6 x 4 on one rank."""
+
+    ranks = ALONE
+    shape_in_words = "toy"
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.state = {kind: torch.full((24,), value + index) for index, kind in enumerate(KINDS)}
+        self.optimizer = self
+        self.num_updates = 0
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (6, 4)}
+
+    def shards(self) -> list[Shard]:
+        return [Shard((Piece("weight", (0, 6), (0, 4)),), self.state, True)]
+
+    def counters(self) -> dict[str, int]:
+        return {"num_updates": self.num_updates}
+
+    def restored(self, counters: Mapping[str, int]) -> None:
+        self.num_updates = counters["num_updates"]
+
+    def train(self) -> None:
+        self.num_updates += 1
+        for tensor in self.state.values():
+            tensor.add_(1)
+
+
+class ToyDrafter:
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {"model/fc": torch.arange(6.0).view(2, 3), "updates": torch.tensor(3)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.state = dict(state)
+
+
+def save_steps(folder: Path, retention: Retention, *steps: int, best: int | None = None) -> None:
+    """A checkpoint for each step, in which every number says which one."""
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(folder, policy, retention)
+    for step in steps:
+        while policy.num_updates < step:
+            policy.train()
+        checkpoints.save(step, ToyDrafter().state, {"about": step}, {"rank": 0})
+        policy.train()  # while it is written
+        checkpoints.wait()
+        if step == best:
+            checkpoints.mark_best(step)
+
+
+def restored(folder: Path) -> tuple[int, float]:
+    """The step and the first master weight that a new start finds."""
+    policy = ToyPolicy()
+    found = Checkpoints(folder, policy, Retention(2)).restore(ToyDrafter())
+    assert found is not None and found.state == {"about": found.step}
+    return found.step, float(policy.state["master"][0])
+
+
+def test_a_checkpoint_is_the_state_when_it_was_taken_and_only_safetensors_and_json(tmp_path: Path) -> None:
+    save_steps(tmp_path, Retention(2), 3)
+    assert restored(tmp_path) == (3, 3.0)
+    folder = tmp_path / "step=000003"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "drafter.safetensors",
+        "manifest.json",
+        "policy-00000.safetensors",
+    ]
+    for name, tensor in ToyDrafter().state.items():
+        assert torch.equal(load_file(folder / "drafter.safetensors")[name], tensor)
+    assert Checkpoints(tmp_path / "none", ToyPolicy(), Retention(1)).restore(None) is None
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("policy-00000.safetensors", flip, "policy-00000.safetensors has the wrong checksum"),
+        ("drafter.safetensors", truncate, "bytes instead of"),
+        ("policy-00000.safetensors", Path.unlink, "policy-00000.safetensors is missing"),
+        ("manifest.json", Path.unlink, "manifest.json is missing"),
+        ("manifest.json", truncate, "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None], words: str
+) -> None:
+    save_steps(tmp_path, Retention(3), 1, 2, 3)
+    damage(tmp_path / "step=000003" / name)
+    with caplog.at_level(logging.WARNING):
+        assert restored(tmp_path) == (2, 2.0)
+    (line,) = [record.message for record in caplog.records]
+    assert "step=000003" in line and words in line
+    assert restored(tmp_path) == (2, 2.0)
+    save_steps(tmp_path, Retention(3), 3)  # the next start writes it anew
+    assert restored(tmp_path) == (3, 3.0)
+    assert not list(tmp_path.glob("damaged-*"))
+
+
+def test_without_a_whole_checkpoint_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    save_steps(tmp_path, Retention(2), 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"step=00000{step}" / "drafter.safetensors")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole .*put one back from a copy, or remove"):
+        restored(tmp_path)
+    with pytest.raises(CheckpointError, match="is damaged: drafter"):
+        load(tmp_path / "step=000002", ToyPolicy(), None)
+    assert len(list(tmp_path.glob("step=*"))) == 2
+
+
+def test_a_number_changed_in_the_manifest_is_damage(tmp_path: Path) -> None:
+    save_steps(tmp_path, Retention(2), 1)
+    path = tmp_path / "step=000001" / "manifest.json"
+    path.write_text(path.read_text().replace('"num_updates": 1', '"num_updates": 7'))
+    with pytest.raises(CheckpointError, match=r"manifest.json has the wrong checksum"):
+        read_manifest(tmp_path / "step=000001")
+
+
+def test_another_policy_or_a_missing_drafter_is_one_clear_line(tmp_path: Path) -> None:
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(tmp_path, policy, Retention(1))
+    checkpoints.save(1, None, {}, {})
+    checkpoints.wait()
+    with pytest.raises(CheckpointError, match="holds no drafter"):
+        checkpoints.restore(ToyDrafter())
+    policy.shape_in_words = "another"
+    with pytest.raises(CheckpointError, match="holds a policy of toy, this run has another"):
+        checkpoints.restore(None)
+
+
+def test_a_full_disk_is_one_line_at_the_next_boundary_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    save_steps(tmp_path, Retention(2), 1)
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(tmp_path, policy, Retention(2))
+    unfinished = tmp_path / ".step=000002.tmp"
+    unfinished.mkdir()
+    (unfinished / "policy-00000.safetensors").symlink_to("/dev/full")
+    checkpoints.save(2, None, {}, {})
+    with pytest.raises(CheckpointError, match=r"checkpoint for step 2 cannot be written .*No space left on device.*"):
+        checkpoints.wait()
+    assert not unfinished.exists()
+    assert restored(tmp_path) == (1, 1.0)
+
+
+def test_the_newest_the_best_and_every_so_manieth_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, Retention(2, every=4), *range(1, 11), best=3)
+    kept = sorted(int(path.name.removeprefix("step=")) for path in tmp_path.glob("step=*"))
+    assert kept == [3, 4, 8, 9, 10]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 3}
+
+
+def test_blocks_are_checked_one_by_one_across_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", 10)
+    content = Random(0).randbytes(47)
+    parts = [memoryview(content[start:stop]) for start, stop in ((0, 3), (3, 24), (24, 24), (24, 47))]
+    size, checksums = files.write_blocks(tmp_path / "file", parts)
+    assert (tmp_path / "file").read_bytes() == content and size == 47 and len(checksums) == 5
+    assert files.wrong_block(tmp_path / "file", checksums, range(5)) is None
+    (tmp_path / "file").write_bytes(content[:33] + b"?" + content[34:])
+    assert files.wrong_block(tmp_path / "file", checksums, (0, 1, 2, 4)) is None
+    assert files.wrong_block(tmp_path / "file", checksums, range(5)) == 3
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_a_controller_goes_on_with_what_it_had_learned() -> None:
+    def learn(controller: Controller, iterations: int) -> None:
+        for _ in range(iterations):
+            for batch in (1, 8):
+                lengths = controller.choose(batch)
+                outcomes = [DraftOutcome(DRAFTER, lengths.k, min(1, lengths.k))] * batch
+                controller.observe(batch, lengths, 0.01 * (1 + lengths.k), outcomes)
+
+    first, other = Controller(3, 0, 0), Controller(5, 0, 0)
+    learn(first, 300)
+    second = Controller(3, 0, 0)
+    second.restore(as_json(first.state()))
+    assert second.chosen() == first.chosen() != {}
+    assert second.is_settled(1) == first.is_settled(1) and second.is_settled(8) == first.is_settled(8)
+    assert as_json(second.state()) == as_json(first.state())
+    learn(second, 20)
+    other.restore(as_json(first.state()))  # whose lengths are others
+    assert other.chosen() == {}
+
+
+def test_text_acceptance_and_the_share_of_idle_time_go_on() -> None:
+    text, again = TextAcceptance(ControlSettings()), TextAcceptance(ControlSettings())
+    text.observe([DraftOutcome("replay", 4, 3, 2), DraftOutcome(DRAFTER, 3, 1)])
+    again.restore(as_json(text.state()))
+    assert again.probability(("replay", 2)) == text.probability(("replay", 2)) != again.probability(("replay", 1))
+    share, other = BubbleShare(), BubbleShare()
+    share.probed(1.5)
+    share.spent({PREGENERATION: 2.0, SPOT_TRAINING: 1.0})
+    share.probed(2.0)
+    share.learn({PREGENERATION: 2.0, SPOT_TRAINING: 1.0}, SpeculationStats())
+    other.restore(as_json(share.state()))
+    assert as_json(other.state()) == as_json(share.state()) and other.due({}, 5.0) == share.due({}, 5.0)
+
+
+def test_the_drafters_guard_counts_a_version_once_over_a_restart() -> None:
+    def probe(accepted: int) -> SpeculationStats:
+        return SpeculationStats(num_drafts=100, accepted_per_pos=(accepted,), drafted_per_pos=(100,))
+
+    watch, again = AcceptanceWatch(), AcceptanceWatch()
+    watch.check(probe(80), 1)
+    watch.check(probe(60), 2)
+    again.restore(as_json(watch.state()))
+    again.check(probe(60), 2)  # the first refit of a new start checks the same drafter again
+    assert again.running == watch.running == (0.7,)
+    with pytest.raises(DrafterCollapseError):
+        again.check(probe(5), 3)
