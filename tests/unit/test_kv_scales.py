@@ -118,6 +118,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
             continues=None,
             validation=SimpleNamespace(restore=lambda _: None),
+            lifetime=SimpleNamespace(saved=lambda _: None),
         )
 
     first = trainer()
@@ -131,7 +132,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     assert Trainer.restore(second, tmp_path) == 1
     assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
     second.engine.precision = EnginePrecision(PrecisionConfig(), None)  # with a BF16 one
-    Trainer.save_checkpoint(second, 2)
+    Trainer.save(second, 2)
     second.checkpoints.wait()
     assert read_manifest(tmp_path / "checkpoints" / "step=000002").state["kv_scales"] is None
 
