@@ -53,10 +53,8 @@ class ControlSettings:
     """The factor on the weight of observations of accepted tokens at every refit."""
     least_share: float = 0.1
     """The least share of idle time for either use, so that both keep being measured."""
-    share_memory: float = 0.5
+    share_memory: float = 0.75
     """The weight of earlier steps in the running means of each use's gain and of a bubble's length."""
     debt_memory: float = 0.8
     """The factor, at every step, on the seconds that each use had in earlier bubbles. They count so that a use that got
     less than its share gets more later."""
-    least_period: float = 0.2
-    """The shortest period, in seconds, over which idle time is shared out."""

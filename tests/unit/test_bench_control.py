@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specrl.bench.control.ablation import CONTROLLER_CONSTANTS, SHARE_CONSTANTS, TEXT_CONSTANTS, Alternative, Bench
-from specrl.bench.control.bubbles import BubbleStep, gained
+from specrl.bench.control.bubbles import BubbleTrace, gained
 from specrl.bench.control.machine import Machine, fit
 from specrl.bench.control.recording import RecordedIteration, RecordedResponse, RecordedText, Recording
 from specrl.bench.control.replay import Replay, Workload
@@ -114,12 +114,9 @@ def test_every_constant_is_measured_against_other_values() -> None:
 
 
 def test_idle_time_goes_where_it_brings_more() -> None:
-    for pregeneration, training in ((30.0, 0.0), (0.0, 0.1)):
-        steps = [
-            BubbleStep((4.0, 0.0), pregeneration, training, 100),
-            BubbleStep((0.0, 2.0), pregeneration, training, 100),
-        ]
-        rates = [gained(steps, ControlSettings(), 0, fixed=share) for share in (0.1, 0.5, 0.9)]
+    trace = BubbleTrace([(4.0, 0.0), (0.0, 2.0)], [30.0], [(0.1, 100)])
+    for worth in (0.0, 16.0):
+        rates = [gained(trace, ControlSettings(), 0, fixed=share, worth=worth) for share in (0.1, 0.5, 0.9)]
         best = max(rates)
         assert best in (rates[0], rates[2])
-        assert gained(steps, ControlSettings(), 0) > 0.9 * best
+        assert gained(trace, ControlSettings(), 0, worth=worth) > 0.9 * best

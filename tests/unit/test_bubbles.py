@@ -136,11 +136,11 @@ def test_the_share_of_both_follows_what_is_measured() -> None:
         bubble_share.probed(length)
         bubble_share.learn(seconds, stats(replayed=300, drafts=100))
     assert bubble_share.pregeneration == pytest.approx(0.75)
-    for step in range(9):
+    for step in range(18):
         bubble_share.probed(4.0 + step)
         bubble_share.learn(seconds, stats(replayed=0, drafts=100))
     assert bubble_share.pregeneration == ControlSettings().least_share
-    for _ in range(9):
+    for _ in range(18):
         bubble_share.probed(1.0)  # worse is no gain
         bubble_share.learn(seconds, stats(replayed=300, drafts=100))
     assert bubble_share.pregeneration == 1 - ControlSettings().least_share

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from specrl.bench.control.bubbles import BubbleStep, gained
+from specrl.bench.control.bubbles import BubbleTrace, gained
 from specrl.bench.control.machine import Machine
 from specrl.bench.control.recording import Recording
 from specrl.bench.control.replay import Replay, Workload
@@ -63,9 +63,8 @@ TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
 """Other values of each constant of drafts from text."""
 SHARE_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "least_share": (0.02, 0.05, 0.2),
-    "share_memory": (0.0, 0.25, 0.75),
+    "share_memory": (0.25, 0.5, 0.9),
     "debt_memory": (0.0, 0.4, 1.0),
-    "least_period": (0.02, 0.1, 0.4),
 }
 """Other values of each constant of the sharing of idle time."""
 
@@ -174,18 +173,21 @@ class Bench:
         return Efficiency(best, ratios(own, rates[best]), ratios(own, rates[NO_DRAFTS]))
 
 
-LEARNING = {"as recorded": 1.0, "a drafter that learns more at first": 4.0}
-"""The workloads of sharing idle time, with the factor on what training brings in the first half of each."""
+TRAINING_WORTH = {
+    "training brings nothing": 0.0,
+    "training brings as much": 1.0,
+    "training brings four times as much": 4.0,
+}
+"""The workloads of sharing idle time, with what a second of training brings at first, against pre-generation."""
 
 
-def bubble_worth(steps: Sequence[BubbleStep], alternative: Alternative, seeds: Sequence[int]) -> Worth:
+def bubble_worth(trace: BubbleTrace, alternative: Alternative, seeds: Sequence[int]) -> Worth:
     """Return what an alternative is worth on recorded bubbles, by the accepted tokens that their use brings."""
     own, other = ControlSettings(), alternative.settings()
     logs = {
         name: [
-            math.log(gained(steps, other, seed, learning=factor) / gained(steps, own, seed, learning=factor))
-            for seed in seeds
+            math.log(gained(trace, other, seed, worth=worth) / gained(trace, own, seed, worth=worth)) for seed in seeds
         ]
-        for name, factor in LEARNING.items()
+        for name, worth in TRAINING_WORTH.items()
     }
     return Worth.of(alternative, logs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from specrl.rollout.bubbles.bubbles import by_use
 from specrl.rollout.bubbles.share import BubbleShare
@@ -16,61 +17,75 @@ from specrl.timeline import PREGENERATION, SPOT_TRAINING
 PROBE = "refit/probe_acceptance_length"
 STEPS = 60
 """The number of steps of a replay, drawn at random from the recorded ones."""
+MIN_STEPS, MIN_STEPS_OF_A_USE = 8, 4
+"""The least number of recorded steps, and of those in which a use had time, from which a replay draws."""
 ITERATION_SECONDS, UPDATE_SECONDS = 0.05, 0.1
 """The seconds of an iteration of pre-generation and of a micro-step of training; either is finished once begun."""
 
 
 @dataclass(frozen=True)
-class BubbleStep:
-    """One recorded step: how long its ranks waited, and what a second of either use brought."""
+class BubbleTrace:
+    """What was recorded of the bubbles of a run.
 
-    seconds: tuple[float, ...]
-    """The length of each rank's bubble, in seconds."""
-    pregeneration: float
+    A step in which only one of the uses had time tells of that use alone, so the three lists have lengths of their own.
+    """
+
+    seconds: list[tuple[float, ...]]
+    """The length of each rank's bubble, in seconds, by step."""
+    pregeneration: list[float]
     """The tokens of stored text accepted in the next step, per second of pre-generation."""
-    training: float
-    """The growth of the acceptance length on the guard's probe, per second of training; it may be negative."""
-    drafts: int
-    """The number of the drafter's drafts in the next step."""
+    training: list[tuple[float, int]]
+    """The growth of the acceptance length on the guard's probe per second of training, which may be negative, and the
+    number of the drafter's drafts in the next step."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether there are enough steps to draw from."""
+        return len(self.seconds) >= MIN_STEPS and min(len(self.pregeneration), len(self.training)) >= MIN_STEPS_OF_A_USE
 
 
-def bubble_steps(records: Sequence[StepRecord]) -> list[BubbleStep]:
-    """Return the steps of a run with `bubbles.use = "both"`, without those in which one of the uses had no time."""
-    found = []
+def bubble_trace(records: Sequence[StepRecord]) -> BubbleTrace:
+    """Return what a run with `bubbles.use = "both"` recorded."""
+    trace = BubbleTrace([], [], [])
     for before, record, after in zip(records, records[1:], records[2:], strict=False):
-        used = by_use([span for rank in record.ranks for span in rank.bubble.spans])
-        if not used.get(PREGENERATION) or not used.get(SPOT_TRAINING):
-            continue
         last = max(rank.bubble.generated_at for rank in record.ranks)
-        found.append(
-            BubbleStep(
-                tuple(last - rank.bubble.generated_at for rank in record.ranks),
-                after.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens / used[PREGENERATION],
-                (record.metrics[PROBE] - before.metrics[PROBE]) / used[SPOT_TRAINING],
-                after.by_source.get(DRAFTER, SourceCounts()).num_drafts,
-            )
-        )
-    return found
+        trace.seconds.append(tuple(last - rank.bubble.generated_at for rank in record.ranks))
+        used = by_use([span for rank in record.ranks for span in rank.bubble.spans])
+        if used.get(PREGENERATION):
+            accepted = after.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens
+            trace.pregeneration.append(accepted / used[PREGENERATION])
+        if used.get(SPOT_TRAINING):
+            growth = (record.metrics[PROBE] - before.metrics[PROBE]) / used[SPOT_TRAINING]
+            trace.training.append((growth, after.by_source.get(DRAFTER, SourceCounts()).num_drafts))
+    return trace
 
 
 def gained(
-    steps: Sequence[BubbleStep], settings: ControlSettings, seed: int, fixed: float | None = None, learning: float = 1.0
+    trace: BubbleTrace, settings: ControlSettings, seed: int, fixed: float | None = None, worth: float = 1.0
 ) -> float:
-    """Replay steps in random order and return the accepted tokens that the use of their bubbles brought.
+    """Replay bubbles in random order and return the accepted tokens that their use brought.
+
+    A few steps tell how noisy the guard's probe is and not what training brings, so that is assumed.
 
     Args:
         fixed: A share for pre-generation that never changes; None for the share as it is learned.
-        learning: A factor on what training brings in the first half of the replay, as for a drafter that still learns.
+        worth: What a second of training brings in the first half of the replay, as a factor on what a second of
+            pre-generation brings; in the second half it is a quarter of that, as for a drafter that has learned.
     """
+    drafts = fmean(count for _, count in trace.training)
+    growth = worth * fmean(trace.pregeneration) / drafts
+    noise = [found - fmean(rate for rate, _ in trace.training) for found, _ in trace.training]
     generator = random.Random(seed)
-    shares = [BubbleShare(settings) for _ in steps[0].seconds]
+    shares = [BubbleShare(settings) for _ in trace.seconds[0]]
     expected: list[float | None] = [None for _ in shares]
     total, probe = 0.0, 2.0
     for number in range(STEPS):
-        step = generator.choice(steps)
-        training = step.training * (learning if number < STEPS // 2 else 1.0)
+        seconds = generator.choice(trace.seconds)
+        pregeneration = generator.choice(trace.pregeneration)
+        training = growth if number < STEPS // 2 else growth / 4
+        error = generator.choice(noise)
         used: dict[str, float] = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
-        for rank, (share, length) in enumerate(zip(shares, step.seconds, strict=True)):
+        for rank, (share, length) in enumerate(zip(shares, seconds, strict=True)):
             if fixed is not None:
                 share.pregeneration = fixed
             own = _spend(share, length, expected[rank])
@@ -80,13 +95,14 @@ def gained(
             expected[rank] = keep * (before or 0.0) + (1 - keep) * length
             used = {name: used[name] + own[name] for name in used}
         gain = training * used[SPOT_TRAINING]
-        replayed = round(step.pregeneration * used[PREGENERATION])
-        counts = {REPLAY: SourceCounts(1, replayed, replayed), DRAFTER: SourceCounts(step.drafts, 0, 0)}
+        replayed = round(pregeneration * used[PREGENERATION])
+        counts = {REPLAY: SourceCounts(1, replayed, replayed), DRAFTER: SourceCounts(round(drafts), 0, 0)}
+        seen = gain + error * used[SPOT_TRAINING]
         for share in shares:
             share.probed(probe)
-            share.probed(probe + gain)
+            share.probed(probe + seen)
             share.learn(used, SpeculationStats(by_source=counts))
-        total += replayed + gain * step.drafts
+        total += replayed + gain * drafts
     return total
 
 

@@ -17,7 +17,7 @@ from specrl.bench.control.ablation import (
     Bench,
     bubble_worth,
 )
-from specrl.bench.control.bubbles import BubbleStep, bubble_steps
+from specrl.bench.control.bubbles import BubbleTrace, bubble_trace
 from specrl.bench.control.machine import accelerator, fit
 from specrl.bench.control.page import ControlFindings, write_page
 from specrl.bench.control.record import record
@@ -29,9 +29,6 @@ from specrl.bench.subject import find_subject
 from specrl.distributed import join, leave
 from specrl.step_record import read_steps
 
-MIN_BUBBLE_STEPS = 10
-"""The number of recorded steps with both uses of idle time from which on their constants are compared."""
-
 
 def main(job: BenchJob) -> None:
     """Record, unless that was done before, replay every alternative, and write the page."""
@@ -40,15 +37,16 @@ def main(job: BenchJob) -> None:
     machine = fit(recording.iterations)
     machines = {"recorded": machine, "accelerator": accelerator(machine.noise)}
     bench = Bench(recording, machines, range(settings.seeds))
-    steps = recorded_bubbles(job)
+    bubbles = recorded_bubbles(job)
+    shares = [bubble_worth(bubbles, item, bench.seeds) for item in Alternative.all(SHARE_CONSTANTS) if bubbles.tells]
     findings = ControlFindings(
         recording=recording,
         machine=machine,
         efficiencies={workload.name: bench.efficiency(workload) for workload in CONTROLLER_WORKLOADS},
         controller=[bench.worth(item, CONTROLLER_WORKLOADS) for item in Alternative.all(CONTROLLER_CONSTANTS)],
         text=[bench.worth(item, TEXT_WORKLOADS) for item in Alternative.all(TEXT_CONSTANTS)],
-        shares=[bubble_worth(steps, item, bench.seeds) for item in Alternative.all(SHARE_CONSTANTS) if steps],
-        num_steps=len(steps),
+        shares=shares,
+        bubbles=bubbles,
         num_seeds=settings.seeds,
         seconds=time.monotonic() - started,
     )
@@ -66,8 +64,7 @@ def load_or_record(job: BenchJob, again: bool) -> Recording:
     return Recording.load(path)
 
 
-def recorded_bubbles(job: BenchJob) -> list[BubbleStep]:
-    """Return the steps of the run's `bench bubbles` with both uses of idle time; none if there are too few to tell."""
+def recorded_bubbles(job: BenchJob) -> BubbleTrace:
+    """Return what the run's `bench bubbles` recorded of both uses of idle time; empty if it did not run."""
     directory = job.run_dir / "bench" / "bubbles" / "both" / "stage" / "steps"
-    steps = bubble_steps(read_steps(directory)) if directory.is_dir() else []
-    return steps if len(steps) >= MIN_BUBBLE_STEPS else []
+    return bubble_trace(read_steps(directory) if directory.is_dir() else [])

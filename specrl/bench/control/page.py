@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specrl.bench.control.ablation import Efficiency, Worth
+from specrl.bench.control.bubbles import BubbleTrace
 from specrl.bench.control.machine import Machine, error_on_both_sources, mean_noise
 from specrl.bench.control.recording import Recording
 from specrl.bench.job import BenchJob
@@ -42,8 +43,8 @@ class ControlFindings:
     shares: Sequence[Worth]
     """The worth of other values of the constants of sharing idle time, by accepted tokens instead of tokens per second;
     empty without recorded bubbles."""
-    num_steps: int
-    """The number of recorded steps with bubbles."""
+    bubbles: BubbleTrace
+    """The recorded bubbles."""
     num_seeds: int
     """The number of seeds of each replay."""
     seconds: float
@@ -112,11 +113,13 @@ def _table(worths: Sequence[Worth]) -> str:
 
 
 def _bubbles(findings: ControlFindings) -> str:
+    bubbles = findings.bubbles
     return (
         "## Sharing idle time\n\n"
-        f"{findings.num_steps} steps of `specrl bench bubbles` with `both`, replayed in random order: accepted "
-        "tokens that the use of the bubbles brought, with another value over those with the constant's own.\n\n"
-        + _table(findings.shares)
+        f"The bubbles of {len(bubbles.seconds)} steps of `specrl bench bubbles` with `both`, replayed in random order "
+        f"with what pre-generation brought in {len(bubbles.pregeneration)} of them and training in "
+        f"{len(bubbles.training)}: accepted tokens that the use of the bubbles brought, with another value over those "
+        "with the constant's own.\n\n" + _table(findings.shares)
     )
 
 

@@ -51,13 +51,11 @@ class BubbleShare:
             seconds: The seconds of each use in this bubble so far.
             expected: The expected length of a whole bubble, in seconds; None if nothing is known.
         """
-        if expected is None:
+        if not expected:
             return math.inf
-        period = max(expected, self._settings.least_period)
-        until = period * (1 + sum(seconds.values()) // period)
+        until = expected * (1 + sum(seconds.values()) // expected)
         done = seconds.get(PREGENERATION, 0.0) + self._past.get(PREGENERATION, 0.0)
-        due = self.pregeneration * (until + sum(self._past.values())) - done
-        return due if due > self._settings.least_share * self._settings.least_period else 0.0
+        return max(0.0, self.pregeneration * (until + sum(self._past.values())) - done)
 
     def spent(self, seconds: Mapping[str, float]) -> None:
         """Take in the seconds of each use in a bubble of this rank that is over."""
