@@ -61,6 +61,11 @@ _DEFINITIONS = (
         "engine.verify_every.",
     ),
     Metric(
+        "settings/changes",
+        "",
+        "Number of settings, and of changes of the code, with which training went on from this step.",
+    ),
+    Metric(
         "timing/validation_s",
         "s",
         "Time of the step's validations: after the refit and, in the first step, before training; only in steps that "

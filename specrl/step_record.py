@@ -13,6 +13,7 @@ from typing import Any
 from specrl.algorithms.advantages import zero_signal_fraction
 from specrl.artifacts import write_json, write_text
 from specrl.distributed import Ranks
+from specrl.events import record_event
 from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
@@ -161,6 +162,8 @@ class StepRecorder:
         self.write(record)
         if self._ranks.is_first:
             self._tracker.log_artifact(self._picture(record.step), "gantt")
+            for event in record.events:
+                record_event(self.steps_dir.parent, "drafter", event, record.step)
         self.log(record.step, record.metrics)
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
         message = "; ".join([text.format(**record.metrics), *record.events])

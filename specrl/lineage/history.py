@@ -7,12 +7,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from specrl.artifacts import atomic_path
-from specrl.events import EVENTS_FILE, record_event
+from specrl.artifacts import CURVE_FOLDER, atomic_path
+from specrl.events import EVENTS_FILE, read_events, record_event
 from specrl.lineage.record import Continuation, newest_step
 
 CARRIED_ON = ("mlflow_run_id", "refits.json")
 """Files of a stage that a continuation goes on writing, as copies: the MLflow run, and the counts of refits."""
+
+
+CHANGES = ("settings", "code")
+"""The kinds of events that say what was changed while a run went on."""
 
 
 def begin_continuation(stage_dir: Path, start: Continuation, events: Sequence[tuple[str, str]]) -> None:
@@ -38,11 +42,20 @@ def adopt_history(stage_dir: Path, start: Continuation) -> None:
     """
     if not start.counts_on or newest_step(stage_dir) is not None:
         return
-    for folder in ("steps", "rollouts"):
+    for folder, last in {"steps": start.step - 1, "rollouts": start.step - 1, CURVE_FOLDER: start.step}.items():
         for source in sorted((start.stage_dir / folder).rglob("*")):
             name = source.relative_to(start.stage_dir / folder)
-            if source.is_file() and name.parts[0].startswith("step=") and _step(name) < start.step:
+            if source.is_file() and name.parts[0].startswith("step=") and _step(name) <= last:
                 link(source, stage_dir / folder / name)
+
+
+def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:
+    """Return what was changed while the run went on, in words, by the RL step from which on it holds."""
+    found: dict[int, list[str]] = {}
+    for event in read_events(stage_dir):
+        if event.kind in CHANGES and event.step is not None:
+            found.setdefault(event.step, []).append(event.text)
+    return found
 
 
 def link(source: Path, target: Path) -> None:
@@ -57,5 +70,5 @@ def link(source: Path, target: Path) -> None:
 
 
 def _step(name: Path) -> int:
-    """Return the step of a file below `steps` or `rollouts`."""
+    """Return the step of a file in one of these folders."""
     return int(name.parts[0].partition(".")[0].partition("=")[2])

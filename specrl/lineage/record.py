@@ -41,6 +41,11 @@ class Continuation(Artifact):
         return self.stage_dir / "checkpoints" / f"step={self.step:06d}"
 
     @property
+    def words(self) -> str:
+        """The run, the key and the step, in one line for people."""
+        return f"step {self.step} of {self.key} of run {self.run}"
+
+    @property
     def content(self) -> tuple[str, int, bool]:
         """Everything about it that a result depends on, for the stage's key."""
         return self.key, self.step, self.counts_on

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from specrl.artifacts import TrainResult, ValidateResult, write_text
+from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
@@ -70,8 +71,9 @@ def _rollout_charts(run_dir: Path) -> list[Chart]:
         return []
     numbers = np.unique(steps)
     means = [float(rewards[steps == number].mean()) for number in numbers]
+    marks = {float(step): "; ".join(texts) for step, texts in changes_by_step(stages["train"].stage_dir).items()}
     return [
-        Chart("Reward", line_chart([float(number) for number in numbers], means, "RL step", "mean reward")),
+        Chart("Reward", line_chart([float(number) for number in numbers], means, "RL step", "mean reward", marks)),
         Chart("Response lengths", histogram(lengths.tolist(), 40, "response length, tokens", "responses")),
     ]
 

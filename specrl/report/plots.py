@@ -15,6 +15,8 @@ from typing import Any
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#000000", "#b3a800")
 MARKERS = "os^Dv*PX"
+MARK_STYLES = ("--", ":", "-.")
+"""The dashes of vertical lines that mark a place."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specrl",
@@ -37,20 +39,33 @@ LEGEND_ROW = 20
 PIXELS_PER_INCH = 72
 
 
-def line_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
-    """Draw one line with a dot at each point."""
-    return line_charts({"": list(zip(x, y, strict=True))}, x_label, y_label)
+def line_chart(
+    x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, marks: Mapping[float, str] | None = None
+) -> str:
+    """Draw one line with a dot at each point.
+
+    Args:
+        marks: Places on the x axis where a vertical line stands, each with the words for the legend.
+    """
+    return line_charts({"": list(zip(x, y, strict=True))}, x_label, y_label, marks=marks)
 
 
 def line_charts(
-    series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, log_x: bool = False
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    marks: Mapping[float, str] | None = None,
 ) -> str:
     """Draw a line of (x, y) points for each name, with a legend below the axes.
 
     Args:
         series: The points by the name of their line; a line without a name is not in the legend.
         log_x: Whether x is spaced logarithmically, with a label at each value that occurs.
+        marks: Places on the x axis where a vertical line stands, each with the words for the legend.
     """
+    marks = marks or {}
 
     def paint(axes: Any) -> None:
         for index, (name, points) in enumerate(series.items()):
@@ -63,6 +78,8 @@ def line_charts(
                 marker=MARKERS[index % len(MARKERS)],
                 linestyle="-" if index < len(COLOURS) else "--",
             )
+        for index, (place, words) in enumerate(marks.items()):
+            axes.axvline(place, color="#888888", linestyle=MARK_STYLES[index % len(MARK_STYLES)], label=words)
         axes.set(xlabel=x_label, ylabel=y_label)
         _begin_at_zero(axes, "y")
         if log_x:
@@ -70,7 +87,7 @@ def line_charts(
         else:
             axes.xaxis.get_major_locator().set_params(integer=_are_whole(series))
 
-    return draw(paint, SIZE, names=[name for name in series if name])
+    return draw(paint, SIZE, names=[*(name for name in series if name), *marks.values()])
 
 
 def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]], x_label: str, y_label: str) -> str:

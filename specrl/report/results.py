@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specrl.artifacts import RESULT_FILE, ResultType, read_result
 from specrl.config import STAGES, Config, parse_config
+from specrl.lineage.record import read_record
 
 CONFIG_FILE = "config.json"
 
@@ -26,7 +27,14 @@ class StageRecord:
 
 
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """Return the newest folder of each stage, for a reader that is not the run's flow."""
+    """Return the folder of each stage that has one, for a reader that is not the run's flow.
+
+    It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record.
+    """
+    record = read_record(run_dir)
+    if record is not None:
+        places = ((stage, run_dir / "stages" / key) for stage, key in record.keys.items())
+        return {stage: StageRecord(folder.name, folder) for stage, folder in places if folder.is_dir()}
     found: dict[str, StageRecord] = {}
     for stage in STAGES:
         folders = sorted((run_dir / "stages").glob(f"{stage}-*"), key=lambda folder: folder.stat().st_mtime)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from specrl.artifacts import ExportResult, SetScore, TrainResult, ValidateResult, write_json
 from specrl.config import STAGES, Config
+from specrl.events import read_events
 from specrl.export.card import serve_command
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
@@ -57,6 +59,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         },
         "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
+        "events": _events(stages),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
@@ -73,6 +76,14 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
             "model_version": registered_version(stages["export"].stage_dir, f"{config.name}-drafter"),
         },
     }
+
+
+def _events(stages: Mapping[str, StageRecord]) -> list[dict[str, Any]]:
+    """Return the events of all stages, in the order of time: changes of settings, restarts, and what went wrong."""
+    found = [
+        {"stage": name, **asdict(event)} for name, stage in stages.items() for event in read_events(stage.stage_dir)
+    ]
+    return sorted(found, key=lambda event: event["time"])
 
 
 def _pick(result: TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.reward_pool import start_rewards
 from specrl.distributed import Ranks, join, leave
-from specrl.lineage.history import adopt_history
+from specrl.lineage.history import adopt_history, changes_by_step
 from specrl.loop import Trainer
 from specrl.models.sources import load_tokenizer
 from specrl.precision import native
@@ -57,12 +57,24 @@ def main(context: StageContext) -> None:
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        log_start(context, tracker)
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         trainer.run(first_step, progress)
         finish(context, trainer, tracker, time.monotonic() - started)
         trainer.shutdown()
     leave()
+
+
+def log_start(context: StageContext, tracker: Tracker) -> None:
+    """Tell MLflow what this stage continues, and what was changed at which step."""
+    if context.continues is None:
+        return
+    changes = changes_by_step(context.stage_dir)
+    words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
+    tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
+    for step, texts in changes.items():
+        tracker.log_metrics({"settings/changes": len(texts)}, step)
 
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:

@@ -16,6 +16,8 @@ class LoopRun:
     """Ranks killed at random times, one per start."""
     resumes: str = ""
     """An earlier run of which it redoes the last step, from the checkpoint before."""
+    continues: str = ""
+    """A finished run from whose last checkpoint it goes on."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 

@@ -30,6 +30,8 @@ from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, wri
 from specrl.config import DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
+from specrl.lineage.history import begin_continuation
+from specrl.lineage.record import Continuation, newest_step
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
@@ -98,6 +100,12 @@ def write_inputs(folder: Path) -> None:
 
 def make_context(folder: Path, run: LoopRun) -> StageContext:
     config = parse_config(toy_settings(folder, run))
+    start = None
+    if run.continues:
+        other = folder / run.continues / "train-toy"
+        step = newest_step(other)
+        assert step is not None
+        start = Continuation(run=run.continues, key="train-toy", step=step, stage_dir=other, counts_on=True)
     pretrained = folder / ("with-drafter" if config.speculation.draft_method.has_weights else "without")
     return StageContext(
         config=config,
@@ -106,6 +114,7 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
         stage_dir=config.run_dir / "train-toy",
         inputs={"prepare": folder / "prepare", "pretrain": pretrained, "calibrate": folder / "calibrate"},
         mlflow_run_id="",
+        continues=start,
     )
 
 
@@ -151,6 +160,8 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
         shutil.copytree(folder / run.resumes, context.run_dir)
         shutil.rmtree(sorted(context.run_dir.glob("train-toy/checkpoints/step=*"))[-1])
     context.run_dir.mkdir(parents=True, exist_ok=True)
+    if context.continues is not None:
+        begin_continuation(context.stage_dir, context.continues, [("settings", "train.num_steps = 3 -> 5")])
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []
     while True:

@@ -41,6 +41,7 @@ RUNS = [
     LoopRun("both", settings={**BOTH, **VALIDATED}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
+    LoopRun("extended", continues="none", settings={"speculation": {"adaptive": False}, "train": {"num_steps": 5}}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
     LoopRun(
@@ -121,6 +122,16 @@ def test_validation_is_a_part_of_the_step_that_has_it(runs: Path) -> None:
     assert [seconds is not None for seconds in times] == [True, True, True]  # policies 0, 2 and 3, the last
     for record in steps(runs / "both-long-validated"):
         assert ("timing/validation_s" in record["metrics"]) == (record["step"] == 0 or record["step"] % 2 == 1)
+
+
+def test_an_extended_run_is_the_beginning_of_a_longer_one(runs: Path) -> None:
+    expected = [row for row in rollouts(runs / "none-long") if row["step"] < 5]
+    assert rollouts(runs / "extended") == expected
+    assert [record["step"] for record in steps(runs / "extended")] == list(range(5))
+    assert [record["step"] for record in steps(runs / "none")] == list(range(3))
+    assert len({row["step"] for row in rollouts(runs / "none")}) == 3
+    linked = [runs / name / "train-toy" / "steps" / "step=000001.json" for name in ("none", "extended")]
+    assert linked[0].samefile(linked[1])
 
 
 def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:

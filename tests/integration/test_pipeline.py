@@ -41,7 +41,7 @@ def test_summary_holds_the_contract(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert set(summary) == {
         *("run", "mlflow_run_id", "stages", "validation", "speculation"),
-        *("train", "mismatch", "precision", "refit", "export"),
+        *("train", "mismatch", "precision", "refit", "export", "events"),
     }
     exactness = summary["validation"]["exactness"]
     assert exactness["p_value"] > 1e-6
@@ -106,6 +106,35 @@ def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: 
     assert not list(run_dir.glob("stages/train-*/result.json"))
     finish(specrl("resume", str(run_dir)))
     assert_same_result(undisturbed, run_dir)
+
+
+def files(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / undisturbed.name
+    shutil.copytree(undisturbed, run_dir, symlinks=True)
+    shutil.copy(undisturbed.parent / "mlflow.db", tmp_path)
+    change = ["--steps", "4", "--set", "policy.lr=2e-5", "--set", "validate.speed_batches=[1]"]
+    (old,) = run_dir.glob("stages/train-*")
+    before = files(run_dir / "stages")
+    said = finish(specrl("resume", str(run_dir), *change, "--dry-run"))
+    assert files(run_dir / "stages") == before
+    assert f"from step 3 of {old.name}" in said
+    assert "policy.lr = 0.0002 -> 2e-05" in said
+    finish(specrl("resume", str(run_dir), *change))
+    assert files(run_dir / "stages").items() >= before.items()
+    assert {path.name.partition("-")[0] for path in run_dir.glob("stages/*")} == set(STAGES)
+    assert len(list(run_dir.glob("stages/p*"))) == 2
+    assert [row for row in rollouts(run_dir) if row["step"] < 3] == rollouts(undisturbed)
+    assert len(rollouts(run_dir)) == 4 * 8 * 4
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["train"]["steps"] == 4
+    assert {"train.num_steps = 3 -> 4", "policy.lr = 0.0002 -> 2e-05"} == {
+        event["text"] for event in summary["events"] if event["kind"] == "settings"
+    }
+    assert "policy.lr = 0.0002 -&gt; 2e-05" in (run_dir / "report.html").read_text()
 
 
 @pytest.mark.slurm
