@@ -28,6 +28,7 @@ from specrl.artifacts import (
     write_text,
 )
 from specrl.config import STAGES, dump_config, parse_config
+from specrl.events import record_event
 from specrl.report.html import read_columns, write_report
 from specrl.report.results import StageRecord, find_stages
 from specrl.report.summary import render_summary, write_summary
@@ -149,7 +150,12 @@ def shown(run_dir: Path) -> str:
 
 def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
+    record_event(stages["train"].stage_dir, "settings", "policy.lr = 1e-05 -> 2e-05", 3)
     summary = json.loads(write_summary(run_dir, stages, "abc").read_text())
+    [event] = summary.pop("events")
+    assert [event[name] for name in ("stage", "step", "kind", "text")] == [
+        *("train", 3, "settings", "policy.lr = 1e-05 -> 2e-05")
+    ]
     assert {name: sorted(value) if isinstance(value, dict) else value for name, value in summary.items()} == {
         "run": "demo",
         "mlflow_run_id": "abc",
@@ -294,7 +300,9 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert steps.tolist() == [0, 0, 1, 1, 2, 2]
     assert rewards.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5, 1.0]
     assert lengths.tolist() == [5, 9, 6, 9, 7, 9]
+    record_event(run_dir / "stages" / TRAIN_KEY, "settings", "policy.lr = 1e-05 -> 2e-05", 2)
     page = write_report(run_dir).read_text()
     assert page.count("<svg") == 4
+    assert "policy.lr = 1e-05 -&gt; 2e-05" in page
     assert "generation 60.0%" in page
     assert not any(word in page for word in ("<script", "http:", "https:", "src="))
