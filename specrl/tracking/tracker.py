@@ -26,6 +26,9 @@ class Tracker(Protocol):
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
 
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the stage's run."""
+
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Log a file, or everything in a directory, as it is now, below `folder` of the run's artifacts."""
 
@@ -56,6 +59,8 @@ class Silent:
         check_names(metrics)
 
     def log_params(self, params: Mapping[str, Any]) -> None: ...
+
+    def log_tags(self, tags: Mapping[str, str]) -> None: ...
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None: ...
 
