@@ -37,6 +37,12 @@ class PrepareResult(Artifact):
     """The mean loss over the first tenth of the warm start's steps, in nats per token; None without a warm start."""
     warm_start_loss_last: float | None = None
     """The same over the last tenth of the steps."""
+    prompts_seen: int = 0
+    """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
+    prompts_overlong: int = 0
+    """Those of them that were too long, and were dropped or truncated as `data.overlong` says."""
+    data_notes: list[str] = []
+    """A line for each thing about the data that a user may not expect."""
     seconds: float
     """The wall-clock time of the stage, here as in every result."""
 

@@ -113,12 +113,23 @@ class Config(Section):
         own = self.stage_resources.get(stage, StageResources())
         return own.model_dump(include=set(section.model_fields), exclude_none=True)
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt, in tokens."""
+        return self.data.max_prompt_tokens or self.model.max_length - self.sampling.max_response_tokens
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.sampling.max_response_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_response_tokens = {self.sampling.max_response_tokens} leaves no room for a prompt: "
                 f"it must be below model.max_length = {self.model.max_length}"
+            )
+        room = self.model.max_length - self.sampling.max_response_tokens
+        if self.max_prompt_tokens > room:
+            raise ValueError(
+                f"data.max_prompt_tokens = {self.max_prompt_tokens}: it must be at most {room}, what "
+                "sampling.max_response_tokens leaves of model.max_length"
             )
         self._check_bubbles()
         self._check_ranks()

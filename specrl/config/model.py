@@ -85,6 +85,13 @@ class DataConfig(Section):
     template: str = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
+    overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
+    """What becomes of a problem whose prompt has more than `max_prompt_tokens`: it is dropped, its question loses its
+    beginning (`truncate_left`) or its end (`truncate_right`) while the template stays whole, or the run stops in
+    `prepare` (`error`, for files). `prepare` says how many there are."""
+    max_prompt_tokens: PositiveInt | None = None
+    """The longest prompt, template included, in tokens; without it, what `sampling.max_response_tokens` leaves of
+    `model.max_length`."""
     reward: Adjustable[str] = "task"
     """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
     `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`. It runs in
@@ -105,6 +112,11 @@ class DataConfig(Section):
             raise ValueError(
                 f'data.path {given} with data.source = "{self.source}": '
                 'it must be set with data.source = "file", and only then'
+            )
+        if self.overlong == "error" and self.source != "file":
+            raise ValueError(
+                f'data.overlong = "error" with data.source = "{self.source}": what generators will give is not known '
+                "before the run; it must be drop, truncate_left or truncate_right"
             )
         return self
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from specrl.config import Config
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
-from specrl.data.prompts import check_template
+from specrl.data.problems import fit_all
+from specrl.data.rendering import check_template
 from specrl.data.rewards import make_reward
 
 
@@ -18,7 +19,7 @@ def check_data(config: Config) -> None:
     """
     check_template(config.data.template)
     make_reward(config.data)
-    make_problems(config.data, config.seed)
+    make_problems(config.data, config.seed, fit_all)
     for name in config.validate_.sets:
         make_reward(config_of_set(config, name).data)
-        held_out_problems(config, name)
+        held_out_problems(config, name, fit_all)

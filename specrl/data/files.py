@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
@@ -13,81 +18,133 @@ import pyarrow.parquet as pq
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.answers import format_answer
-from specrl.data.problems import Problem, derive_seed
+from specrl.data.problems import Fit, Misfit, Problem, derive_seed
+
+LONGEST_LINE = 16 * 2**20
+"""The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""
 
 
-def read_problems(path: Path, prompt_column: str, answer_column: str) -> list[Problem]:
-    """Return every row of a file as a problem, in the file's order; answers of any type become text.
+def read_problems(path: Path, config: DataConfig, fit: Fit) -> list[Problem]:
+    """Return the rows of a file as problems, in the file's order; answers of any type become text.
 
     Raises:
-        ConfigError: The file does not exist, has another format, lacks a column, or has an unreadable line or an empty
-            value.
+        ConfigError: The file does not exist, has another format or lacks a column, no prompt can be made of a row, or
+            all prompts are too long. The line names the file and the first such row.
     """
     if not path.is_file():
         raise ConfigError(f"data file {path} does not exist")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"data file {path}: the name must end in .jsonl or .parquet")
-    columns = (prompt_column, answer_column)
-    rows = _read_parquet(path, columns) if path.suffix == ".parquet" else _read_jsonl(path, columns)
+    columns = (config.prompt_column, config.answer_column)
+    try:
+        rows = _read_parquet(path, columns) if path.suffix == ".parquet" else list(_read_jsonl(path, columns))
+    except OSError as error:
+        raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
     if not rows:
         raise ConfigError(f"data file {path} is empty")
-    for number, (prompt, answer) in enumerate(rows, 1):
-        if not isinstance(prompt, str) or not prompt.strip() or answer is None:
+    fitted = fit([row.problem(columns) for row in rows])
+    misfits = [(row.place, found) for row, found in zip(rows, fitted, strict=True) if isinstance(found, Misfit)]
+    for place, misfit in misfits:
+        if misfit.rule != "drop" or len(misfits) == len(rows):  # the latter where all prompts are too long
+            raise ConfigError(f"{place}: {misfit.text}")
+    return [found for found in fitted if isinstance(found, Problem)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: str
+    """The file and the row's number in it, from 1."""
+    prompt: Any
+    answer: Any
+
+    def problem(self, columns: tuple[str, str]) -> Problem:
+        """Return the row as a problem.
+
+        Raises:
+            ConfigError: The prompt is no text, or the answer is missing or no text either.
+        """
+        if not isinstance(self.prompt, str) or not self.prompt.strip():
+            given = type(self.prompt).__name__ if not isinstance(self.prompt, str) else "empty"
+            raise ConfigError(f"{self.place}: {columns[0]} must be text that is not empty, and is {given}")
+        if self.answer is None or self.answer != self.answer or isinstance(self.answer, bytes):
             raise ConfigError(
-                f"data file {path}, row {number}: {prompt_column} must be text and {answer_column} not null"
+                f"{self.place}: {columns[1]} must be text, a number, true or false, a list or an object, and is "
+                f"{self.answer!r:.40}"
             )
-    return [Problem(prompt, str(answer), " " + format_answer(str(answer))) for prompt, answer in rows]
+        structured = isinstance(self.answer, list | dict)
+        answer = json.dumps(self.answer, ensure_ascii=False, default=str) if structured else str(self.answer)
+        return Problem(self.prompt, answer, " " + format_answer(answer))
 
 
-def _read_parquet(path: Path, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
+def _read_parquet(path: Path, columns: tuple[str, str]) -> list[_Row]:
     try:
-        names = pq.read_schema(path).names
-        _require(path, columns, names)
+        _require(f"data file {path}", columns, pq.read_schema(path).names)
         table = pq.read_table(path, columns=list(columns))
-    except pa.ArrowException as error:
-        raise ConfigError(f"data file {path} is not readable as Parquet: {error}") from error
-    return list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))
+        values = [table.column(column).to_pylist() for column in columns]
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"data file {path} is not readable as Parquet: {reason}") from error
+    return [_Row(f"data file {path}, row {i}", *row) for i, row in enumerate(zip(*values, strict=True), 1)]
 
 
-def _read_jsonl(path: Path, columns: tuple[str, str]) -> list[tuple[Any, Any]]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"data file {path}, line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"data file {path}, line {number} must be a JSON object")
-            _require(path, columns, list(row))
-            rows.append((row[columns[0]], row[columns[1]]))
-    return rows
+def _read_jsonl(path: Path, columns: tuple[str, str]) -> Iterator[_Row]:
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            place = f"data file {path}, line {number}"
+            if len(line) > LONGEST_LINE:
+                raise ConfigError(f"{place} is longer than {LONGEST_LINE // 2**20} MiB; a line must be one JSON object")
+            row = _parse_line(place, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+            if row is not None:
+                _require(place, columns, list(row))
+                yield _Row(place, row[columns[0]], row[columns[1]])
 
 
-def _require(path: Path, columns: tuple[str, str], present: list[str]) -> None:
+def _parse_line(place: str, line: bytes) -> dict[str, Any] | None:
+    """Return the object on a line; None where the line is blank."""
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be a JSON object")
+    return row
+
+
+def _require(place: str, columns: tuple[str, str], present: list[str]) -> None:
     """Raise ConfigError unless the prompt column and the answer column are present."""
     for column, key in zip(columns, ("prompt_column", "answer_column"), strict=True):
         if column not in present:
-            raise ConfigError(f"data file {path} has no column {column!r} (data.{key}); it has {', '.join(present)}")
+            names = shorten(", ".join(present), 200) or "none"
+            raise ConfigError(f"{place} has no column {column!r} (data.{key}); it has {names}")
 
 
 class FileProblems:
     """The problems of a file, drawn in shuffled epochs; held-out rows are a file of their own, or the last rows."""
 
-    def __init__(self, config: DataConfig, seed: int) -> None:
+    def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
         """Read the file or files of `data.path` and `data.validation_path`.
 
+        Args:
+            fit: What becomes of problems whose prompts are too long.
+
         Raises:
-            ConfigError: A file cannot be read, or all rows are held out.
+            ConfigError: A file cannot be read, has a row that no prompt can be made of, or all rows are held out.
         """
         assert config.path is not None
         self.seed = seed
         self._paths = [path for path in (config.path, config.validation_path) if path is not None]
-        problems = read_problems(config.path, config.prompt_column, config.answer_column)
+        problems = read_problems(config.path, config, fit)
         if config.validation_path is not None:
-            self._held_out = read_problems(config.validation_path, config.prompt_column, config.answer_column)
+            self._held_out = read_problems(config.validation_path, config, fit)
         else:
             cut = len(problems) - max(1, round(len(problems) * config.validation_fraction))
             problems, self._held_out = problems[:cut], problems[cut:]
@@ -96,6 +153,30 @@ class FileProblems:
         self._training = [problem for problem in problems if problem.question not in reserved]
         if not self._training:
             raise ConfigError(f"data file {config.path} has no row left to train on beside the held-out ones")
+
+    def notes(self, count: int) -> list[str]:
+        """Return a line for each thing about the rows that a user may not expect.
+
+        Args:
+            count: The number of prompts of a step.
+        """
+        path, lines = self._paths[0], []
+        repeated, conflicting = self._count_repeats()
+        if repeated:
+            others = f", {conflicting} of them with another answer" if conflicting else ""
+            lines.append(f"data file {path}: {repeated} training rows repeat the prompt of an earlier one{others}")
+        if len(self._training) < count:
+            lines.append(
+                f"data file {path} has {len(self._training)} rows to train on, fewer than train.prompts_per_step = "
+                f"{count}: a step asks some prompts more than once"
+            )
+        return lines
+
+    def _count_repeats(self) -> tuple[int, int]:
+        """Return how many training rows repeat the prompt of an earlier one, and how many of these its answer not."""
+        answers: dict[str, str] = {}
+        repeated = [(row.answer, answers.setdefault(row.question, row.answer)) for row in self._training]
+        return len(repeated) - len(answers), sum(own != first for own, first in repeated)
 
     def draw(self, stream: str, step: int, count: int) -> list[Problem]:
         """Return rows `step * count` to `(step + 1) * count` of the stream's epochs, each of which is shuffled anew."""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer, format_answer
-from specrl.data.problems import Generator, Problem, derive_seed, is_held_out
+from specrl.data.problems import Fit, Generator, Problem, derive_seed, is_held_out
 from specrl.data.worked_sums import WorkedSums
 
 CHUNK = 64
@@ -30,6 +30,7 @@ class ReasoningGym:
         """Make a generator; reasoning-gym raises various errors where it refuses a parameter."""
         self.name = name
         self.parameters = parameters
+        self._failed = 0
         self._scorer = self._dataset(seed=0)
 
     def problems(self, seed: int) -> Iterator[Problem]:
@@ -39,7 +40,9 @@ class ReasoningGym:
             # A data set draws item i from Random(seed + i): chunks' seeds must lie far apart and fit NumPy's 32 bits.
             dataset = self._dataset(derive_seed(seed, chunk) % 2**31)
             for index in range(CHUNK):
-                item = dataset[index]
+                item = self._item(dataset, index)
+                if item is None:
+                    continue
                 answer = str(item["answer"])
                 yield Problem(item["question"], answer, " " + format_answer(answer), item)
             chunk += 1
@@ -47,6 +50,22 @@ class ReasoningGym:
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
         """Return reasoning-gym's own score, 0 to 1, of the answer that the response states."""
         return float(self._scorer.score_answer(extract_answer(response), entry))
+
+    def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
+        """Return an item of a data set; None where the generator fails on it.
+
+        Raises:
+            ConfigError: It has failed on `MAX_MISSES` items in a row.
+        """
+        try:
+            item: dict[str, Any] = dataset[index]
+        except Exception as error:  # a library's generator that fails on one in a million seeds shall not end a run
+            self._failed += 1
+            if self._failed == MAX_MISSES:
+                raise ConfigError(f"data.generators: {self.name} fails on every item: {error}") from error
+            return None
+        self._failed = 0
+        return item
 
     def _dataset(self, seed: int) -> Any:
         from reasoning_gym.factory import create_dataset
@@ -101,14 +120,20 @@ def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
 class GeneratorMixture:
     """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
 
-    def __init__(self, config: DataConfig, seed: int) -> None:
+    def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
         """Make the generators of `data.generators`.
+
+        Args:
+            fit: What becomes of problems whose prompts are too long.
 
         Raises:
             ConfigError: There is none, or one of them is unknown or refuses its parameters.
         """
         self.config = config
         self.seed = seed
+        self._fit = fit
+        self._misfit = ""
+        """What was wrong with the last problem that could not be asked."""
         self.generators = [make_generator(generator) for generator in config.generators]
         if not self.generators:
             raise ConfigError("data.generators is empty: name at least one generator")
@@ -122,7 +147,8 @@ class GeneratorMixture:
         drawn = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
         if len(drawn) < count:
             raise ConfigError(
-                f"data.generators gave no training problem in {MAX_MISSES} draws: lower data.validation_fraction"
+                f"data.generators gave no training problem in {MAX_MISSES} draws: "
+                + self._why_so_few("lower data.validation_fraction")
             )
         return drawn
 
@@ -136,26 +162,50 @@ class GeneratorMixture:
         if len(problems) < count:
             raise ConfigError(
                 f"data.generators have only {len(problems)} distinct held-out problems of the {count} asked for: "
-                "ask for fewer, widen the generators' parameters, or raise data.validation_fraction"
+                + self._why_so_few("ask for fewer, widen the generators' parameters, or raise data.validation_fraction")
             )
         return problems
+
+    def notes(self, count: int) -> list[str]:
+        """Return nothing: what generators give is known only as it is drawn."""
+        return []
 
     def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
         """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them."""
         seen: set[str] = set()
         misses = 0
-        for problem in self._candidates(stream, step):
-            wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
-            if wanted and problem.question not in seen:
-                seen.add(problem.question)
-                misses = 0
-                yield problem
-                continue
+        for candidate in self._candidates(stream, step):
+            problem = self._fitted(candidate)
+            if problem is not None and problem.question not in seen:
+                wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
+                if wanted:
+                    seen.add(problem.question)
+                    misses = 0
+                    yield problem
+                    continue
             misses += 1
             if misses == MAX_MISSES:
                 if not (repeat and seen):
                     return
                 seen, misses = set(), 0
+
+    def _fitted(self, candidate: Problem) -> Problem | None:
+        """Return a problem as it can be asked; None for one that cannot.
+
+        Raises:
+            ConfigError: Its prompt is too long, and `data.overlong` refuses that.
+        """
+        [found] = self._fit([candidate])
+        if isinstance(found, Problem):
+            return found
+        self._misfit = found.text
+        if found.rule == "refuse":
+            raise ConfigError(f"data.generators: {self.config.generators[candidate.generator].name}: {found.text}")
+        return None
+
+    def _why_so_few(self, advice: str) -> str:
+        """Return what is known of the reason why there are too few problems."""
+        return f"of one that was left out, {self._misfit}" if self._misfit else advice
 
     def _candidates(self, stream: str, step: int) -> Iterator[Problem]:
         """Yield problems of all generators by weight without end, held out or not, some more than once."""

@@ -7,16 +7,19 @@ from typing import Any
 from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import FileProblems, read_problems
 from specrl.data.generators import GeneratorMixture
-from specrl.data.problems import Problem, ProblemSource
+from specrl.data.problems import Fit, Problem, ProblemSource
 
 
-def make_problems(config: DataConfig, seed: int) -> ProblemSource:
+def make_problems(config: DataConfig, seed: int, fit: Fit) -> ProblemSource:
     """Return the run's problems, from generators or a file.
+
+    Args:
+        fit: What becomes of problems whose prompts are too long.
 
     Raises:
         ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
     """
-    return FileProblems(config, seed) if config.source == "file" else GeneratorMixture(config, seed)
+    return FileProblems(config, seed, fit) if config.source == "file" else GeneratorMixture(config, seed, fit)
 
 
 def config_of_set(config: Config, name: str) -> Config:
@@ -36,8 +39,11 @@ def config_of_set(config: Config, name: str) -> Config:
     )
 
 
-def held_out_problems(config: Config, name: str) -> list[Problem]:
+def held_out_problems(config: Config, name: str, fit: Fit) -> list[Problem]:
     """Return the distinct problems of a held-out set.
+
+    Args:
+        fit: What becomes of problems whose prompts are too long.
 
     Raises:
         ConfigError: A file or a generator is wrong, or there are fewer problems than asked for; the line names the set.
@@ -46,8 +52,8 @@ def held_out_problems(config: Config, name: str) -> list[Problem]:
     count = chosen.num_prompts or config.validate_.num_prompts
     try:
         if chosen.path is None:
-            return make_problems(data, config.seed).held_out(count)
-        rows = {row.question: row for row in read_problems(chosen.path, data.prompt_column, data.answer_column)}
+            return make_problems(data, config.seed, fit).held_out(count)
+        rows = {row.question: row for row in read_problems(chosen.path, data, fit)}
     except ConfigError as error:
         raise ConfigError(f"validate.sets.{name}: {error}") from error
     if chosen.num_prompts is not None and len(rows) < chosen.num_prompts:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,25 @@ class Prompt:
         return f"{self.metadata.get('generator', 0)}: {measure}"
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """A problem that no prompt can be made of, or whose prompt is too long."""
+
+    text: str
+    """What is wrong with it."""
+    rule: Literal["unusable", "drop", "refuse"] = "unusable"
+    """`drop` and `refuse` are what `data.overlong` says about a prompt that is too long."""
+
+
+Fit = Callable[[Sequence[Problem]], list[Problem | Misfit]]
+"""Problems -> each as it can be asked, or a misfit in its place."""
+
+
+def fit_all(problems: Sequence[Problem]) -> list[Problem | Misfit]:
+    """Return all problems as they are, for checks that are made without a tokenizer."""
+    return list(problems)
+
+
 class Generator(Protocol):
     """An endless source of problems, with its own scorer."""
 
@@ -84,6 +103,10 @@ class ProblemSource(Protocol):
         Raises:
             ConfigError: There are fewer.
         """
+        ...
+
+    def notes(self, count: int) -> list[str]:
+        """Return a line for each thing about the problems that a user may not expect, where a step asks `count`."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.tracking import Tracker, stage_run
+
+logger = logging.getLogger(__name__)
 
 
 def main(context: StageContext) -> None:
@@ -34,14 +37,23 @@ def main(context: StageContext) -> None:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
         source = PromptSource(config, load_tokenizer(base_dir))
-        source.check()
+        found = source.check()
+        for line in found.notes if ranks.is_first else []:
+            logger.warning(line)
+        tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})
         if warm:
             with logs.phase("warm start"):
                 first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
     if ranks.is_first:
         seconds = time.monotonic() - started
         result = PrepareResult(
-            policy_dir=policy_dir, warm_start_loss_first=first, warm_start_loss_last=last, seconds=seconds
+            policy_dir=policy_dir,
+            warm_start_loss_first=first,
+            warm_start_loss_last=last,
+            prompts_seen=found.seen,
+            prompts_overlong=found.overlong,
+            data_notes=found.notes,
+            seconds=seconds,
         )
         write_result(context.stage_dir, result)
     leave()

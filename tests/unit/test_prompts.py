@@ -148,8 +148,9 @@ def test_a_wrong_generator_is_one_line_that_names_what_is_allowed(generator: dic
     assert "\n" not in str(error.value)
 
 
-def test_a_prompt_longer_than_the_context_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"prompt 'Q: .* has \d+ tokens, but .* leaves room for 4"):
+def test_generators_whose_prompts_are_all_too_long_are_named() -> None:
+    message = r"no training problem in 2000 draws: of one that was left out, its prompt has \d+ tokens, and at most 4"
+    with pytest.raises(ConfigError, match=message):
         source(sampling={"max_response_tokens": 508}).batch(0)
 
 
@@ -210,7 +211,7 @@ def test_a_held_out_row_that_is_also_a_training_row_is_not_trained_on(tmp_path: 
         ('{"prompt": "a", "answer": 1}\nnot json\n', "line 2 is not JSON"),
         ("[1]\n", "line 1 must be a JSON object"),
         ("", "is empty"),
-        ('{"prompt": "", "answer": 1}\n', "row 1: prompt must be text"),
+        ('{"prompt": "", "answer": 1}\n', "line 1: prompt must be text"),
         ('{"prompt": "a", "answer": 1}\n', "no row left to train on"),
     ],
 )
@@ -231,3 +232,145 @@ def test_the_data_section_is_checked_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def file_data(path: Path, content: bytes | str, **settings: Any) -> dict[str, Any]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return {"source": "file", "path": str(path), "reward": "exact_match", **settings}
+
+
+def row(prompt: Any, answer: Any = 1) -> str:
+    return json.dumps({"prompt": prompt, "answer": answer}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (row("a").encode() + b'{"prompt": "caf\xe9", "answer": 1}\n', r"line 2 is not UTF-8 text .*at its byte 15"),
+        (("\ufeff" + row("a")).encode("utf-16"), "line 1 is not UTF-8 text"),
+        (row("a") + '{"prompt": "b\0", "answer": 1}\n', "line 2 is not JSON: Invalid control character"),
+        (row("a") + "[" * 100_000 + "\n", "line 2 is not JSON"),
+        (row("a") + '{"prompt": "b", "answer": ' + "9" * 5000 + "}\n", "line 2 is not JSON"),
+        (row("a") + '{"prompt": "' + "b" * 2**24 + '", "answer": 1}\n', "line 2 is longer than 16 MiB"),
+        (row("a") + row("half \ud800 of a pair"), r"line 2: U\+D800 is half of a surrogate pair"),
+        (row("a") + row("b", "\udfff"), r"line 2: U\+DFFF is half of a surrogate pair"),
+        (row("a") + row(["b"]), "line 2: prompt must be text that is not empty, and is list"),
+        (row("a") + row("b", None), "line 2: answer must be text, a number"),
+        (row("a") + row("b", float("nan")), "line 2: answer must be text, a number"),
+        (row("a") + '{"prompt": "b", "solution": 1}\n', "line 2 has no column 'answer'.*; it has prompt, solution"),
+        (row("b") * 5, "no row left to train on"),
+    ],
+    ids=range(13),
+)
+def test_every_bad_row_is_one_short_line_that_names_it(tmp_path: Path, content: bytes | str, message: str) -> None:
+    data = file_data(tmp_path / "rows.jsonl", content)
+    with pytest.raises(ConfigError, match=message) as error:
+        source(data).check()
+    assert str(error.value).startswith(f"data file {tmp_path / 'rows.jsonl'}")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400 + len(str(tmp_path))
+
+
+def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.parquet"
+    pq.write_table(pa.Table.from_pylist(numbered_rows(40)), whole)
+    for content in (b"", whole.read_bytes()[:-20], whole.read_bytes()[:40] + whole.read_bytes()[60:]):
+        with pytest.raises(ConfigError, match=r"is not readable as Parquet|cannot be read") as error:
+            source(file_data(tmp_path / "rows.parquet", content))
+        assert "\n" not in str(error.value)
+
+
+def test_answers_of_any_type_are_text(tmp_path: Path) -> None:
+    answers = ["text", 1, 1.5, True, ["a", "b"], {"x": "é"}]
+    content = "".join(row(f"question {number}", answer) for number, answer in enumerate([*answers, "held out"]))
+    data = file_data(tmp_path / "rows.jsonl", content)
+    prompts = source(data, train={"prompts_per_step": 6}).batch(0)
+    assert {prompt.answer for prompt in prompts} == {"text", "1", "1.5", "True", '["a", "b"]', '{"x": "é"}'}
+
+
+LONG_ROWS = "".join(row(f"{number} " + "x" * (40 if number % 5 == 2 else 10) + f" {number}") for number in range(30))
+LIMITED = {"max_prompt_tokens": 30, "validation_fraction": 0.2}
+
+
+def test_overlong_prompts_are_dropped_for_good_and_counted(tmp_path: Path) -> None:
+    data = file_data(tmp_path / "rows.jsonl", LONG_ROWS, **LIMITED)
+    settings = {"train": {"prompts_per_step": 40}, "validate": {"num_prompts": 4, "exactness_prompts": 2}}
+    prompts = source(data, **settings)
+    report = prompts.check()
+    everything = [*prompts.batch(0), *prompts.batch(4000), *prompts.held_out(4), *prompts.pretraining(50)]
+    assert {len(prompt.tokens) for prompt in everything} <= set(range(31))
+    assert (report.seen, report.overlong) == (30, 6)
+    assert report.notes[-1].startswith(
+        "6 of the 30 prompts looked at have more than 30 tokens (data.max_prompt_tokens)"
+    )
+    assert "has 19 rows to train on, fewer than train.prompts_per_step = 40" in report.notes[0]
+    assert prompts.batch(7) == source(data, **settings).batch(7)
+
+
+@pytest.mark.parametrize("rule", ["truncate_left", "truncate_right"])
+def test_truncation_takes_from_the_question_and_leaves_the_template_whole(tmp_path: Path, rule: str) -> None:
+    data = file_data(tmp_path / "rows.jsonl", LONG_ROWS, overlong=rule, template="<{prompt}>", **LIMITED)
+    prompts = source(data, train={"prompts_per_step": 24}, validate={"num_prompts": 2, "exactness_prompts": 2})
+    assert prompts.check().overlong == 6
+    texts = [prompt.text for prompt in prompts.batch(0) if "x" * 15 in prompt.text]
+    assert len(texts) >= 4
+    for text in texts:
+        assert len(TOKENIZER.encode(text)) == 30
+        assert text.startswith("<x" if rule == "truncate_left" else "<")
+        assert text.endswith("x>" if rule == "truncate_right" else "2>") or text.endswith("7>")
+
+
+def test_an_overlong_prompt_may_be_an_error_that_names_the_row(tmp_path: Path) -> None:
+    data = file_data(tmp_path / "rows.jsonl", LONG_ROWS, overlong="error", **LIMITED)
+    with pytest.raises(
+        ConfigError, match=r'line 3: its prompt has 4\d tokens, and at most 30 .*data\.overlong = "drop"'
+    ):
+        source(data)
+    with pytest.raises(ConfigError, match=r"line 1: its prompt has \d+ tokens, and at most 3 are allowed"):
+        source({**data, "overlong": "drop", "max_prompt_tokens": 3})
+    with pytest.raises(ConfigError, match="leaves no room for a question"):
+        source({**data, "overlong": "truncate_left", "template": "x" * 30 + "{prompt}"})
+    with pytest.raises(ConfigError, match=r'data\.overlong = "error" with data\.source = "generators"'):
+        make_config({"overlong": "error"})
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens = 500: it must be at most \d+"):
+        make_config({"max_prompt_tokens": 500})
+
+
+def test_overlong_generated_prompts_follow_the_same_rule() -> None:
+    generators = [{"name": "worked_sums", "parameters": {"terms": [2, 12]}}, CHAIN_SUM]
+    data = {"generators": generators, "max_prompt_tokens": 40}
+    prompts = source(data, train={"prompts_per_step": 64})
+    assert prompts.check().overlong > 0
+    drawn = prompts.batch(3)
+    assert len(drawn) == 64
+    assert max(len(prompt.tokens) for prompt in drawn) <= 40
+    assert drawn == source(data, train={"prompts_per_step": 64}).batch(3)
+
+
+def test_a_chat_template_that_refuses_a_question_is_one_line_for_a_file_and_no_end_for_a_generator(
+    tmp_path: Path,
+) -> None:
+    tokenizer = character_tokenizer(2048)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if '1' in m.content %}{{ raise_exception('no ones') }}{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    data = file_data(tmp_path / "rows.jsonl", row("a") + row("b") + row("1"), template="chat")
+    with pytest.raises(ConfigError, match="line 3: the tokenizer's chat template refuses it: no ones"):
+        PromptSource(make_config(data), tokenizer)
+    prompts = PromptSource(make_config({"template": "chat"}, train={"prompts_per_step": 32}), tokenizer)
+    assert not any("1" in prompt.text for prompt in prompts.batch(0))
+    assert "generated problems make no prompt and were left out" in prompts.check().notes[-1]
+
+
+def test_repeated_rows_are_said(tmp_path: Path) -> None:
+    content = row("a") + row("a", 2) + row("b") * 3 + row("c") + row("d")
+    data = file_data(tmp_path / "rows.jsonl", content)
+    [line, _] = source(data, validate={"num_prompts": 1, "exactness_prompts": 1}).check().notes
+    assert line.endswith("3 training rows repeat the prompt of an earlier one, 1 of them with another answer")
+
+
+@pytest.mark.parametrize("template", ["{prompt:d}", "{prompt!x}", "{prompt.upper}"])
+def test_a_template_that_cannot_be_applied_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.template"):
+        check_data(make_config({"template": template}))

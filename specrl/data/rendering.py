@@ -1,0 +1,164 @@
+"""How questions become prompts: the template, the tokens, and the rule for prompts that are too long."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from specrl.config import Config, ConfigError
+from specrl.data.problems import Misfit, Problem
+
+CHAT = "chat"
+"""The value of `data.template` that stands for the tokenizer's chat template."""
+CHUNK = 1000
+"""The prompts that the tokenizer gets at once."""
+LONGEST_TOKEN = 64
+"""The characters that a token stands for at most, when a question is cut: of a longer one less is left than fits."""
+
+
+@dataclass
+class Counts:
+    """What became of the problems that were looked at."""
+
+    seen: int = 0
+    overlong: int = 0
+    """Those whose prompts were longer than the limit, dropped or truncated."""
+    unusable: int = 0
+    """Generated ones that no prompt could be made of."""
+    longest: int = 0
+    """The tokens of the longest prompt, before it was dropped or truncated."""
+
+
+class Rendering:
+    """Makes prompts of questions. Everything here depends on the configuration and the tokenizer alone."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        """Check the template.
+
+        Args:
+            tokenizer: The policy's tokenizer, of transformers.
+
+        Raises:
+            ConfigError: The template is wrong.
+        """
+        self._template, self._rule, self.limit = config.data.template, config.data.overlong, config.max_prompt_tokens
+        self._tokenizer = tokenizer
+        self.counts = Counts()
+        check_template(self._template)
+        if self._template == CHAT and not tokenizer.chat_template:
+            raise ConfigError(
+                'data.template = "chat": the tokenizer has no chat template; give a format string instead'
+            )
+
+    def text(self, question: str) -> str:
+        """Return the question with the template applied."""
+        if self._template != CHAT:
+            return self._template.format(prompt=question)
+        message = [{"role": "user", "content": question}]
+        return str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a prompt's text."""
+        return self._encode([text])[0]
+
+    def fit(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
+        """Return the problems as they can be asked, and a `Misfit` in place of each that cannot.
+
+        A problem whose prompt has more than `limit` tokens is treated as `data.overlong` says.
+        """
+        fitted: list[Problem | Misfit] = []
+        for start in range(0, len(problems), CHUNK):
+            fitted += self._fit_chunk(problems[start : start + CHUNK])
+        return fitted
+
+    def _fit_chunk(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
+        texts = [self._renderable(problem) for problem in problems]
+        tokens = iter(self._encode([text for text in texts if isinstance(text, str)]))
+        return [
+            text if isinstance(text, Misfit) else self._judge(problem, len(next(tokens)))
+            for problem, text in zip(problems, texts, strict=True)
+        ]
+
+    def _renderable(self, problem: Problem) -> str | Misfit:
+        """Return the text of a problem's prompt, or why there is none."""
+        self.counts.seen += 1
+        try:
+            text = self.text(problem.question)
+            for part in (text, problem.answer, problem.demonstration):
+                part.encode()
+        except UnicodeEncodeError as error:
+            self.counts.unusable += 1
+            return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
+        except (TemplateError, LookupError, TypeError, ValueError) as error:  # templates are small programs
+            self.counts.unusable += 1
+            return Misfit(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}")
+        return text
+
+    def _judge(self, problem: Problem, length: int) -> Problem | Misfit:
+        """Return what becomes of a problem whose prompt has this many tokens."""
+        self.counts.longest = max(self.counts.longest, length)
+        if not length:
+            self.counts.unusable += 1
+            return Misfit("its prompt has no tokens")
+        if length <= self.limit:
+            return problem
+        self.counts.overlong += 1
+        text = f"its prompt has {length} tokens, and at most {self.limit} are allowed (data.max_prompt_tokens)"
+        if self._rule == "drop":
+            return Misfit(text, "drop")
+        if self._rule == "error":
+            text += '; data.overlong = "drop", "truncate_left" or "truncate_right" would take care of it'
+            return Misfit(text, "refuse")
+        return self._truncated(problem)
+
+    def _truncated(self, problem: Problem) -> Problem | Misfit:
+        """Return the problem with the longest part of its question that fits."""
+        question, left = problem.question, self._rule == "truncate_left"
+        room = self.limit * LONGEST_TOKEN
+        question = question[-room:] if left else question[:room]
+
+        def kept(count: int) -> str:
+            return question[len(question) - count :] if left else question[:count]
+
+        fits, too_many = 0, len(question) + 1
+        while fits + 1 < too_many:
+            middle = (fits + too_many) // 2
+            if len(self.tokens(self.text(kept(middle)))) <= self.limit:
+                fits = middle
+            else:
+                too_many = middle
+        if not kept(fits).strip():
+            return Misfit(
+                f"data.template leaves no room for a question within {self.limit} tokens (data.max_prompt_tokens)"
+            )
+        return replace(problem, question=kept(fits))
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # A chat template writes its special tokens itself.
+        special = self._template != CHAT
+        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        return encoded
+
+
+def check_template(template: str) -> None:
+    """Check `data.template`.
+
+    Raises:
+        ConfigError: It is neither `chat` nor a format string whose only field is `{prompt}`.
+    """
+    if template == CHAT:
+        return
+    try:
+        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        if fields == {"prompt"}:
+            template.format(prompt="")
+            return
+    except (ValueError, LookupError) as error:
+        raise ConfigError(f"data.template = {template!r}: {error}") from error
+    raise ConfigError(f'data.template = {template!r}: it must contain {{prompt}} and no other field, or be "chat"')
