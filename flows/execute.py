@@ -14,6 +14,10 @@ from slurm.access import restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
+from specrl.report.description import describe
+from specrl.report.summary import SUMMARY_FILE, render_summary
+from specrl.tracking import finish_parent_run, start_parent_run
+from specrl.tracking.runs import Status
 
 
 def execute(config: Config, *, resumed: bool = False) -> None:
@@ -40,24 +44,31 @@ def execute(config: Config, *, resumed: bool = False) -> None:
         else:
             refuse_other(config.run_dir, config)
         write_config(config)
-        # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
-        from specrl.tracking import finish_parent_run, start_parent_run
-
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
-        start_parent_run(config)
+        # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
+        start_parent_run(config, describe(config.run_dir))
         server.wait()
         try:
             _run_flow(config.run_dir)
         except (KeyboardInterrupt, StoppedError):
-            finish_parent_run(config, "KILLED")
+            finish(config, "KILLED")
             raise
         except Exception:  # A signal that ends the flow is not an Exception: the jobs go on, and so does the run.
-            finish_parent_run(config, "FAILED")
+            finish(config, "FAILED")
             raise
-        finish_parent_run(config, "FINISHED")
-    from specrl.report.summary import render_summary
-
+        finish(config, "FINISHED")
     render_summary(config.run_dir, console)
+
+
+def finish(config: Config, status: Status) -> None:
+    """End the run in MLflow, with its results and the logs of its jobs."""
+    from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
+
+    run_dir = config.run_dir
+    files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
+    for log in sorted((run_dir / "jobs").glob("*/*.out")):
+        files.setdefault(f"logs/{log.parent.name}", []).append(log)
+    finish_parent_run(config, status, describe(run_dir), files)
 
 
 def _run_flow(run_dir: Path) -> None:

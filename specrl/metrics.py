@@ -285,6 +285,7 @@ _DEFINITIONS = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
+SYSTEM = Metric("system/NAME", "", "Load of the first rank's machine, as MLflow measures NAME.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 TEXT_SOURCE = {
     "draft": Metric("spec/NAME_draft_tokens", "tokens", "The part of spec/num_draft_tokens from the text source NAME."),
@@ -338,11 +339,14 @@ def find_metric(name: str) -> Metric | None:
     """Return the definition of a metric, or None for a name that has no definition.
 
     A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the drafts of a text source
-    without metrics of its own by `TEXT_SOURCE`, and the scores of a held-out set by `VALIDATION`.
+    without metrics of its own by `TEXT_SOURCE`, the scores of a held-out set by `VALIDATION`, and the load of a machine
+    by `SYSTEM`.
     """
     of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
     if of_set is not None:
         return VALIDATION.get(of_set[1]) or VALIDATION.get(re.sub(r"_\d+$", "_I", of_set[1]))
+    if name.startswith("system/"):
+        return SYSTEM
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
     of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)
     if found is None and of_text is not None:

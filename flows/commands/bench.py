@@ -39,6 +39,7 @@ from specrl.bench.settings import (
 from specrl.bench.subject import find_subject
 from specrl.config import ConfigError, Resources
 from specrl.config.errors import explain
+from specrl.tracking import log_files
 
 BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "rollouts": RolloutSettings,
@@ -127,7 +128,7 @@ def execute(
         settings=settings.model_dump(mode="json"),
         command=_command_line(name, run, settings),
         page=page,
-        json_path=json_path.absolute() if json_path else None,
+        json_path=json_path.absolute() if json_path else run_dir / "bench" / f"{name}-rows.json",
     )
     job_path = run_dir / "bench" / f"{name}.json"
     job.save(job_path)
@@ -137,6 +138,8 @@ def execute(
         code = subprocess.run(process, env=_environment(resources, threads), stderr=errors, check=False).returncode
     if code:
         raise JobError(f"bench {name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
+    pictures = sorted(page.parent.glob(f"{page.stem}-*.svg"))
+    log_files(config, {f"bench/{name}": [page, *pictures, job.json_path]})
     print(f"page: {page}")
 
 

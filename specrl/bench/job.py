@@ -32,8 +32,8 @@ class BenchJob:
     """The command line that the page shows."""
     page: Path
     """The Markdown page; its charts lie beside it."""
-    json_path: Path | None = None
-    """The file to which the rows are written as JSON, if any."""
+    json_path: Path
+    """The file to which the rows are written as JSON."""
 
     def save(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -43,9 +43,8 @@ class BenchJob:
     def load(cls, path: Path) -> BenchJob:
         """Return the job that was written as JSON."""
         data = json.loads(path.read_text())
-        paths = {key: Path(data[key]) for key in ("run_dir", "page")}
-        json_path = Path(data["json_path"]) if data["json_path"] else None
-        return cls(**{**data, **paths, "json_path": json_path})
+        paths = {key: Path(data[key]) for key in ("run_dir", "page", "json_path")}
+        return cls(**{**data, **paths})
 
 
 def main(path: Path, parent: int) -> None:

@@ -76,7 +76,6 @@ def _gpu() -> str:
     return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
 
 
-def write_rows(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows as a JSON list, if a path was asked for."""
-    if path is not None:
-        write_json(path, list(rows))
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows as a JSON list."""
+    write_json(path, list(rows))

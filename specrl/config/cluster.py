@@ -140,3 +140,6 @@ class TrackingConfig(Section):
     """The URI of the MLflow tracking server; a SQLite file in the runs folder is used if it is not given."""
     experiment: str = "specrl"
     """The MLflow experiment in which the run appears."""
+    max_model_gib: PositiveFloat = 4.0
+    """The size in GiB up to which the registered policy and drafter are uploaded whole. Of larger ones MLflow gets all
+    files but the weights, and a tag that says where those lie."""

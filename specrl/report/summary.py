@@ -119,6 +119,26 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
         console: Where to print; standard output by default.
     """
     console = console or Console()
+    config, summary, stages = _read_summary(run_dir)
+    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages))
+    print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
+    if summary["train"]:
+        shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
+        rows = [(name, f"{share:.1%}") for name, share in shares]
+        print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
+    export = finished(stages, "export", ExportResult)
+    if export and export.drafter_dir:
+        print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
+        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k))
+
+
+def result_rows(run_dir: Path) -> list[tuple[str, str]]:
+    """Return what a run has reached, as pairs of a name and a result."""
+    return _results(*_read_summary(run_dir))
+
+
+def _read_summary(run_dir: Path) -> tuple[Config, dict[str, Any], dict[str, StageRecord]]:
+    """Return the configuration, the summary and the stages: from `summary.json`, or from the finished stages."""
     path = run_dir / SUMMARY_FILE
     # A run that goes on with another configuration leaves its old summary until it ends.
     if path.is_file() and path.stat().st_mtime >= (run_dir / CONFIG_FILE).stat().st_mtime:
@@ -130,17 +150,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     else:
         stages = find_stages(run_dir)
         summary = build_summary(run_dir, stages, None)
-    config = read_config(run_dir)
-    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages))
-    print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
-    if summary["train"]:
-        shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
-        rows = [(name, f"{share:.1%}") for name, share in shares]
-        print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
-    export = finished(stages, "export", ExportResult)
-    if export and export.drafter_dir:
-        print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
-        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k))
+    return read_config(run_dir), summary, stages
 
 
 def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:

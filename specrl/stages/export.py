@@ -20,7 +20,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import start_engine
-from specrl.tracking import Tracker, stage_run
+from specrl.tracking import SCORE_TAG, Tracker, lineage_tags, stage_run
 
 
 def main(context: StageContext) -> None:
@@ -42,8 +42,9 @@ def main(context: StageContext) -> None:
             acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
         if ranks.is_first:
             if drafter_dir is not None and acceptance_length is not None:
-                with logs.phase("registration of the drafter"):
-                    publish(context, trained, drafter_dir, acceptance_length, tracker)
+                publish(context, trained, drafter_dir, acceptance_length)
+                tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
+            register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
             result = ExportResult(
                 policy_dir=policy_dir,
                 drafter_dir=drafter_dir,
@@ -95,10 +96,8 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
     return unscored.generation.stats.acceptance_length
 
 
-def publish(
-    context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float, tracker: Tracker
-) -> None:
-    """Write the model card and, for EAGLE-3, the `speculators` format; register the drafter with its policy version."""
+def publish(context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float) -> None:
+    """Write the model card and, for EAGLE-3, the `speculators` format."""
     config, stage_dir = context.config, context.stage_dir
     policy_dir, k = stage_dir / "policy", config.speculation.k
     validated = context.input("validate", ValidateResult)
@@ -107,11 +106,25 @@ def publish(
     write_text(drafter_dir / "README.md", model_card(config, trained, validated, acceptance_length, command))
     if drafter_dir != policy_dir:
         write_speculators(drafter_dir, stage_dir / "drafter-speculators", str(exported / "policy"), k)
-    tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
+
+
+def register(
+    context: StageContext,
+    trained: TrainResult,
+    policy_dir: Path,
+    drafter_dir: Path | None,
+    acceptance_length: float | None,
+    tracker: Tracker,
+) -> None:
+    """Register the policy and its drafter as model versions that name each other and what they come from."""
+    name, score = context.config.name, context.input("validate", ValidateResult).accuracy_after
     tags = {
-        "specrl.run": config.name,
+        **lineage_tags(context),
         "specrl.policy_version": str(trained.steps),
         "specrl.policy_dir": str(policy_dir),
-        "specrl.acceptance_length": f"{acceptance_length:.3f}",
+        SCORE_TAG: str(score),
     }
-    tracker.register_model_version(f"{config.name}-drafter", drafter_dir, tags)
+    tracker.register_model_version(f"{name}-policy", policy_dir, tags)
+    if drafter_dir is not None:
+        tags |= {"specrl.acceptance_length": f"{acceptance_length:.3f}"}
+        tracker.register_model_version(f"{name}-drafter", drafter_dir, tags)

@@ -6,16 +6,20 @@ MLflow is away, and what it misses arrives later. In a job, rank 0 logs and the 
 nothing. MLflow takes seconds to import, so it is imported when the first of these functions is called.
 """
 
-from specrl.tracking.runs import finish_parent_run, stage_run, start_parent_run, sync_run
-from specrl.tracking.sender import RUN_ID_FILE, registered_version
+from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
+from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
+from specrl.tracking.source import lineage_tags
 from specrl.tracking.store import tracking_uri
 from specrl.tracking.tracker import Silent, Tracker
 
 __all__ = [
     "RUN_ID_FILE",
+    "SCORE_TAG",
     "Silent",
     "Tracker",
     "finish_parent_run",
+    "lineage_tags",
+    "log_files",
     "registered_version",
     "stage_run",
     "start_parent_run",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError
+from specrl.lineage.record import code_of
 from specrl.tracking.sender import RUN_ID_FILE
+from specrl.tracking.source import read_source, source_tags, write_source
 from specrl.tracking.spool import Spool
 from specrl.tracking.store import check_server, import_mlflow
+from specrl.tracking.system import SystemMonitor
 from specrl.tracking.tracker import Silent, SpoolTracker, Tracker
 from specrl.tracking.uploader import Uploader, send
 
@@ -23,17 +27,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+Files = Mapping[str, Sequence[Path]]
+
+NOTE_TAG = "mlflow.note.content"
 
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
 
 
-def start_parent_run(config: Config, tags: Mapping[str, str] | None = None) -> str:
+def start_parent_run(config: Config, description: str = "") -> str:
     """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
     Database, experiment and artifact folder are made where they do not exist yet. Parameters are those of the first
     call. A run that has an id already goes on although its store is away; a new one does not begin, as its address is
     probably wrong.
+
+    Args:
+        description: What the run's page shows first, in Markdown.
 
     Raises:
         ConfigError: The tracking server of a new run does not answer.
@@ -42,9 +52,13 @@ def start_parent_run(config: Config, tags: Mapping[str, str] | None = None) -> s
     import_mlflow()
     if not path.exists():
         check_server(config)
+    write_source(config.run_dir, source_tags(config))
     tracker = SpoolTracker(Spool(config.run_dir), None)
-    tracker.start(config.name, tags or {})
+    tracker.start(config.name, {**read_source(config.run_dir), NOTE_TAG: description})
     tracker.log_params(flatten(json.loads(dump_config(config))))
+    for context, file in (("training", config.data.path), ("validation", config.data.validation_path)):
+        if file is not None and file.is_file():
+            tracker.log_rollouts(file, file.name, context)
     tracker.log_text(dump_config(config), "config.json")
     send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
     if not path.exists():
@@ -52,21 +66,44 @@ def start_parent_run(config: Config, tags: Mapping[str, str] | None = None) -> s
     return path.read_text().strip()
 
 
-def finish_parent_run(config: Config, status: Status) -> None:
+def finish_parent_run(config: Config, status: Status, description: str = "", files: Files | None = None) -> None:
     """End the parent run, and mark as killed those children that could not say how they ended.
 
     What the stages could not send is sent now, with a bounded patience.
+
+    Args:
+        description: What the run's page shows first, in Markdown.
+        files: The files that become artifacts of the run, by the artifacts' folders; "" is the top.
     """
     import_mlflow()
     for folder in stage_folders(config.run_dir):
         spool = Spool(folder)
         if last_of(spool) == "start":
             SpoolTracker(spool, None).end("KILLED")
-    SpoolTracker(Spool(config.run_dir), None).end(status)
+    tracker = SpoolTracker(Spool(config.run_dir), None)
+    tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
+    _log_files(tracker, files or {})
+    tracker.end(status)
     unsent = send(config, [config.run_dir, *stage_folders(config.run_dir)], FLOW_PATIENCE_SECONDS)
     if unsent:
         names = ", ".join(folder.name for folder in unsent)
         logger.warning("MLflow is still away; what %s logged waits on disk: specrl sync %s", names, config.name)
+
+
+def log_files(config: Config, files: Files) -> None:
+    """Make files artifacts of a run that has ended or goes on; a run that MLflow does not know is left alone."""
+    if not (config.run_dir / RUN_ID_FILE).exists():
+        return
+    import_mlflow()
+    _log_files(SpoolTracker(Spool(config.run_dir), None), files)
+    if send(config, [config.run_dir], RESUME_PATIENCE_SECONDS):
+        logger.warning("MLflow is away; the files wait on disk: specrl sync %s", config.name)
+
+
+def _log_files(tracker: SpoolTracker, files: Files) -> None:
+    for folder, paths in files.items():
+        for path in paths:
+            tracker.log_artifact(path, folder or None)
 
 
 def sync_run(config: Config, patience_s: float = RESUME_PATIENCE_SECONDS) -> list[Path]:
@@ -98,9 +135,9 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         return
     import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
     spool = Spool(context.stage_dir)
-    tracker = SpoolTracker(spool, context.mlflow_run_id)
-    tracker.start(context.stage, {"specrl.key": context.key})
-    uploader = Uploader(context.config, spool)
+    tracker = SpoolTracker(spool, context.mlflow_run_id, context.config.tracking.max_model_gib)
+    tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
+    uploader, monitor = Uploader(context.config, spool), SystemMonitor(tracker, spool.began_ms())
     status: Status | None = "FAILED"
     try:
         yield tracker
@@ -109,10 +146,12 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         status = None
         raise
     finally:
+        monitor.close()
         if status is not None:
             tracker.end(status)
-        if not uploader.close(STAGE_PATIENCE_SECONDS):
-            logger.warning("MLflow is still away; the flow sends what %s logged, or specrl sync does", context.key)
+        # A job that is left has little time.
+        if not uploader.close(STAGE_PATIENCE_SECONDS, None if status else STAGE_PATIENCE_SECONDS):
+            logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

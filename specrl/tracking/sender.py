@@ -183,14 +183,16 @@ class Sender:
         log(run_id, str(kept), folder)
 
     def dataset(self, entry: Entry) -> None:
-        """Record a file or a folder of Arrow files as a data set of the run: where it lies and its digest."""
+        """Record a file, or a folder of Arrow files, as a data set of the run: where it lies and its digest."""
         from mlflow.data.dataset_source_registry import resolve_dataset_source
         from mlflow.data.meta_dataset import MetaDataset
         from mlflow.entities import DatasetInput, InputTag
 
         path = Path(entry.values["source"])
-        files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
-        digest = files_digest((file, str(file.relative_to(path))) for file in files)
+        files = (
+            [(file, str(file.relative_to(path))) for file in path.rglob("*.arrow")] if path.is_dir() else [(path, "")]
+        )
+        digest = files_digest(files)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # MLflow has two equal classes for a local path, and says so
             source = resolve_dataset_source(str(path))

@@ -75,10 +75,18 @@ class Spool:
             os.ftruncate(file, size)
             raise OSError(f"only {written} of {len(data)} bytes were written")
 
-    def keep(self, path: Path) -> str:
+    def began_ms(self) -> int:
+        """Return when the first entry was logged, in milliseconds since the epoch."""
+        first = next(self.everything(), None)
+        return int(time.time() * 1000) if first is None else first.time_ms
+
+    def keep(self, path: Path, without: str = "") -> str:
         """Keep a file or a folder as it is now, by hard links where the file system has them.
 
         Files of this project are replaced and never changed in place, so a link keeps the contents.
+
+        Args:
+            without: The files of the folder to leave out, such as `*.safetensors`.
 
         Returns:
             The path of what is kept, below the folder of the spool.
@@ -90,7 +98,7 @@ class Spool:
         target = self.folder / name
         target.parent.mkdir(parents=True)
         if path.is_dir():
-            shutil.copytree(path, target, copy_function=_link)
+            shutil.copytree(path, target, copy_function=_link, ignore=shutil.ignore_patterns(without))
         else:
             _link(str(path), str(target))
         return name

@@ -6,6 +6,8 @@ import importlib
 import json
 import logging
 import os
+import re
+import time
 from typing import Any
 from urllib.request import urlopen
 
@@ -29,13 +31,15 @@ ENVIRONMENT = {
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
 """MLflow, and modules that its client imports only when it first needs them."""
 HEADLINES = (
-    "reward/mean",
-    "spec/acceptance_length",
-    "speedup/generation",
-    "validate/accuracy_after",
     "validate/accuracy_before",
+    "validate/accuracy_after",
+    "reward/mean",
+    "speedup/generation",
+    "spec/acceptance_length",
 )
-"""The metrics that a run is judged by: those of the parent run, and the columns of the saved view."""
+"""The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""
+SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
+"""The scores of held-out sets during training, which the parent run has as well."""
 
 
 def tracking_uri(config: Config) -> str:
@@ -114,10 +118,23 @@ def _describe(client: Any, experiment: Any) -> None:
             client.set_experiment_tag(experiment.experiment_id, name, value)
 
 
+def is_headline(name: str) -> bool:
+    """Return whether a metric belongs to what a run is judged by."""
+    return name in HEADLINES or SCORES.fullmatch(name) is not None
+
+
 def saved_view() -> dict[str, Any]:
-    """Return the run table's state with the columns that matter, as MLflow's "Share" button would save it."""
-    columns = ["attributes.`Source`", "attributes.`Version`", *(f"metrics.`{name}`" for name in HEADLINES)]
-    return {"selectedColumns": columns}
+    """Return a view of the run table whose first columns are those that matter, as MLflow's pages save one.
+
+    Without it the table shows no metric, and metrics that are chosen are in the order of the alphabet.
+    """
+    metrics = [f"metrics.`{name}`" for name in HEADLINES]
+    shown = {
+        "selectedColumns": [*metrics, "attributes.`Source`", "attributes.`Version`", "attributes.`Models`"],
+        "columnOrder": ["attributes.`Run Name`", *metrics],
+        "columnWidths": dict.fromkeys(metrics, 170),
+    }
+    return {"name": VIEW_NAME, "createdAt": int(time.time() * 1000), "state": json.dumps(shown)}
 
 
 def exists(client: Any, run_id: str) -> bool:

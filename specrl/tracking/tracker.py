@@ -9,16 +9,19 @@ from typing import Any, Protocol
 
 from specrl.metrics import find_metric
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import HEADLINES
+from specrl.tracking.store import is_headline
 
 logger = logging.getLogger(__name__)
+
+GIB = 2**30
+WEIGHTS = "*.safetensors"
 
 
 class Tracker(Protocol):
     """The MLflow run of a stage, a child of the pipeline's. Nothing here waits for MLflow or raises because of it."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics, whose names `specrl.metrics` must define; those in `HEADLINES` to the pipeline's run as well."""
+        """Log metrics, whose names `specrl.metrics` must define; those of `is_headline` to the pipeline's run too."""
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log results of the whole pipeline run: to the parent run, and to the stage's own run."""
@@ -41,6 +44,7 @@ class Tracker(Protocol):
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> None:
         """Upload a directory and register it as a version of the model `name`, only once for each directory name.
 
+        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells.
         MLflow calls the newest version `latest`. The one with the highest `specrl.score` among its tags is `best`.
         `registered_version` tells its number as soon as there is one.
         """
@@ -76,13 +80,14 @@ class Silent:
 class SpoolTracker:
     """The tracker of the first rank, and of the flow for the pipeline's own run."""
 
-    def __init__(self, spool: Spool, parent_id: str | None) -> None:
+    def __init__(self, spool: Spool, parent_id: str | None, max_model_gib: float = 0.0) -> None:
         """Log to a spool.
 
         Args:
             parent_id: The MLflow run of the pipeline; None for the pipeline's own tracker.
+            max_model_gib: The size up to which models are uploaded with their weights.
         """
-        self._spool, self._parent_id = spool, parent_id
+        self._spool, self._parent_id, self._max_model_gib = spool, parent_id, max_model_gib
         self._lost = 0
 
     def start(self, name: str, tags: Mapping[str, str]) -> None:
@@ -95,7 +100,7 @@ class SpoolTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         self._log_metrics(None, metrics, step)
-        headlines = {name: value for name, value in metrics.items() if name in HEADLINES}
+        headlines = {name: value for name, value in metrics.items() if is_headline(name)}
         if headlines and self._parent_id is not None:
             self._log_metrics(self._parent_id, headlines, step)
 
@@ -111,9 +116,6 @@ class SpoolTracker:
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         self._append("params", params={name: str(value) for name, value in params.items()})
-
-    def log_tags(self, tags: Mapping[str, str]) -> None:
-        self._append("tags", tags=dict(tags))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         self._keep(lambda: self._spool.append("artifact", path=self._spool.keep(path), folder=folder))
@@ -143,10 +145,20 @@ class SpoolTracker:
         self._append("dataset", source=str(path.absolute()), name=name, context=context)
 
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> None:
-        self._keep(lambda: self._spool.append("model", path=self._spool.keep(directory), name=name, tags=dict(tags)))
+        def register() -> None:
+            size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            without = WEIGHTS if size > self._max_model_gib * GIB else ""
+            path = self._spool.keep(directory, without)
+            self._spool.append("model", path=path, name=name, tags={**tags, "specrl.location": str(directory)})
+
+        self._keep(register)
 
     def flush(self) -> None:
         self._keep(self._spool.sync)
+
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags; a tag of the same name is replaced."""
+        self._append("tags", tags=dict(tags))
 
     def _append(self, kind: str, **values: Any) -> None:
         self._keep(lambda: self._spool.append(kind, **values))

@@ -38,11 +38,12 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
         self._thread.start()
 
-    def close(self, patience_s: float) -> bool:
+    def close(self, patience_s: float, limit_s: float | None = None) -> bool:
         """Send what waits and end.
 
         Args:
-            patience_s: For how long a store that is away is tried again. One that answers gets the time it needs.
+            patience_s: For how long a store that is away is tried again.
+            limit_s: How long a store that answers may take; by default as long as it needs.
 
         Returns:
             Whether everything has been sent. What has not is sent by the next one to open the spool.
@@ -51,7 +52,10 @@ class Uploader:
         self._closing.set()
         while self._thread.is_alive():
             self._thread.join(0.05)
-            if self._failed_at is not None and time.monotonic() - max(self._failed_at, closed_at) > patience_s:
+            now = time.monotonic()
+            if self._failed_at is not None and now - max(self._failed_at, closed_at) > patience_s:
+                break
+            if limit_s is not None and now - closed_at > limit_s:
                 break
         self._stopping.set()  # the thread is a daemon: an attempt that hangs ends with the process
         return not self._spool.has_waiting()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +17,15 @@ from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
 from flows.preflight import check_tracking
-from specrl.config import Config, TrackingConfig
+from specrl.config import Config, DataConfig, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.tracking import (
     Tracker,
     finish_parent_run,
+    lineage_tags,
+    log_files,
     registered_version,
     runs,
     stage_run,
@@ -33,6 +37,7 @@ from specrl.tracking import (
 from specrl.tracking.spool import Spool
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
+TAGS = {"policy_version": "8", "specrl.score": "0.5"}
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
 
@@ -135,7 +140,7 @@ def test_a_stage_that_raises_is_failed_and_has_logged_what_it_had(runs_dir: Path
         raise FloatingPointError
     child = only_child(config, parent)
     assert child.info.status == "FAILED"
-    assert child.data.metrics == {"policy/loss": 2.0}
+    assert child.data.metrics["policy/loss"] == 2.0
 
 
 def test_only_the_first_rank_logs(runs_dir: Path) -> None:
@@ -187,7 +192,7 @@ def log_everything(config: Config) -> None:
         tracker.log_figure(figure, "plots/line.png")
         tracker.log_rollouts(rollout_path(config.run_dir / "rollouts", 0, 0).parent, "step-0")
         for _ in range(2):
-            tracker.register_model_version("drafter", drafter, {"policy_version": "8", "specrl.score": "0.5"})
+            tracker.register_model_version("drafter", drafter, TAGS)
 
 
 def check_everything(config: Config, parent: str) -> None:
@@ -203,11 +208,84 @@ def check_everything(config: Config, parent: str) -> None:
     assert re.fullmatch("[0-9a-f]{12}", data.digest)
     assert str(config.run_dir / "rollouts") in data.source
     (version,) = client.search_model_versions(f"run_id = '{child.info.run_id}'")
-    assert (version.name, version.tags) == ("drafter", {"policy_version": "8", "specrl.score": "0.5"})
+    assert (version.name, version.tags) == ("drafter", TAGS | {"specrl.location": version.tags["specrl.location"]})
     assert registered_version(stage_of(config, parent).stage_dir, "drafter") == str(version.version)
     for alias in ("latest", "best"):
         assert client.get_model_version_by_alias("drafter", alias).version == version.version
     assert child.data.params == {"k": "3"}
+
+
+def test_the_experiment_is_of_model_training_and_has_a_view_of_the_headlines(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "kind")
+    client = client_of(config)
+    experiment = client.get_experiment(client.get_run(start_parent_run(config)).info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    view = json.loads(json.loads(experiment.tags["mlflow.sharedViewState.specrl"])["state"])
+    assert view["columnOrder"][1:3] == ["metrics.`validate/accuracy_before`", "metrics.`validate/accuracy_after`"]
+    client.set_experiment_tag(experiment.experiment_id, "mlflow.experimentKind", "finetuning")
+    start_parent_run(make_config(runs_dir, "kind-kept"))
+    assert client.get_experiment(experiment.experiment_id).tags["mlflow.experimentKind"] == "finetuning"
+
+
+def test_the_parent_run_says_what_it_is_where_it_comes_from_and_what_it_has_reached(
+    runs_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    config = make_config(runs_dir, "described").model_copy(
+        update={"data": DataConfig(source="file", path=data, reward="exact_match")}
+    )
+    run_id = start_parent_run(config, "Training of a small model.")
+    run = client_of(config).get_run(run_id)
+    assert run.data.tags["mlflow.note.content"] == "Training of a small model."
+    assert run.data.tags["mlflow.source.name"]
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    assert run.data.tags.get("mlflow.source.git.commit", "") == revision
+    (entry,) = run.inputs.dataset_inputs
+    assert (entry.dataset.name, entry.dataset.digest) == ("sums.jsonl", run.data.tags["specrl.data.training"])
+    log = config.run_dir / "jobs" / "train-0" / "1_0_log.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("step 1")
+    finish_parent_run(config, "FINISHED", "| accuracy | 50% |", {"": [data], "logs/train-0": [log]})
+    log_files(config, {"bench": [data]})
+    run = client_of(config).get_run(run_id)
+    assert (run.data.tags["mlflow.note.content"], run.info.status) == ("| accuracy | 50% |", "FINISHED")
+    found = {
+        file.path
+        for folder in ("", "logs/train-0", "bench")
+        for file in client_of(config).list_artifacts(run_id, folder)
+    }
+    assert found >= {"config.json", "sums.jsonl", "logs/train-0/1_0_log.out", "bench/sums.jsonl"}
+
+
+def test_a_large_model_is_registered_without_its_weights(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "large")
+    config = config.model_copy(update={"tracking": TrackingConfig(max_model_gib=1e-6)})
+    context = stage_of(config, start_parent_run(config))
+    policy = context.stage_dir / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text("{}")
+    (policy / "model.safetensors").write_bytes(bytes(2000))
+    with stage_run(context, FIRST) as tracker:
+        tracker.register_model_version("large-policy", policy, lineage_tags(context))
+    child = only_child(config, context.mlflow_run_id)
+    assert [file.path for file in client_of(config).list_artifacts(child.info.run_id, "policy")] == [
+        "policy/config.json"
+    ]
+    (version,) = client_of(config).search_model_versions("name = 'large-policy'")
+    assert version.tags["specrl.location"] == str(policy)
+    assert version.tags["specrl.stage"] == context.key
+    assert version.tags["specrl.data.training"]
+
+
+def test_a_stage_logs_the_load_of_its_machine(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "load")
+    parent = start_parent_run(config)
+    with stage_run(stage_of(config, parent), FIRST):
+        pass
+    metrics = only_child(config, parent).data.metrics
+    assert metrics["system/system_memory_usage_megabytes"] > 0
+    assert {"system/cpu_utilization_percentage", "system/disk_available_megabytes"} <= metrics.keys()
 
 
 def test_another_run_of_the_experiment_finds_it_made(runs_dir: Path) -> None:
@@ -227,7 +305,7 @@ def test_a_run_the_database_does_not_know_stops_no_stage_and_is_made_anew(
     (refusal,) = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert "0" * 32 in refusal
     child = client_of(config).get_run((stage_of(config, "").stage_dir / "mlflow_run_id").read_text().strip())
-    assert child.data.metrics == {"reward/mean": 0.5, "reward/std": 0.25}
+    assert (child.data.metrics["reward/mean"], child.data.metrics["reward/std"]) == (0.5, 0.25)
     assert start_parent_run(config) not in (known, "0" * 32)
 
 

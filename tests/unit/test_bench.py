@@ -96,7 +96,7 @@ def test_plots_become_files_beside_the_page(tmp_path: Path) -> None:
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
     settings = RolloutSettings(ks=(1, "adaptive")).model_dump(mode="json")
-    job = BenchJob("m:f", tmp_path, settings, "specrl bench", tmp_path / "p.md")
+    job = BenchJob("m:f", tmp_path, settings, "specrl bench", tmp_path / "p.md", tmp_path / "rows.json")
     job.save(tmp_path / "job.json")
     assert BenchJob.load(tmp_path / "job.json") == job
     assert RolloutSettings.model_validate(job.settings).ks == (1, "adaptive")

@@ -85,7 +85,7 @@ def test_ratios_are_per_token_and_the_drafter_is_judged_by_its_probe(tmp_path: P
 def test_the_page_has_every_table_and_pictures_that_are_xml(tmp_path: Path) -> None:
     outcomes = {name: make_outcome(tmp_path, name) for name in BUBBLE_SETTINGS}
     rows = [row(outcome, outcomes["plain"]) for name, outcome in outcomes.items() if name != "plain"]
-    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
     write_page(job, BubbleSettings(num_steps=4), rows, outcomes)
     page = job.page.read_text()
     assert "| both | own | 12 | 57 | 0.47 |" in page  # three steps of stored text, of which half was accepted
@@ -100,7 +100,7 @@ def test_the_page_has_every_table_and_pictures_that_are_xml(tmp_path: Path) -> N
 def test_the_page_of_some_uses_shows_these(tmp_path: Path) -> None:
     outcomes = {name: make_outcome(tmp_path, name) for name in ("plain", "train_drafter")}
     rows = [row(outcomes["train_drafter"], outcomes["plain"])]
-    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md")
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
     write_page(job, BubbleSettings(num_steps=4, uses=("train_drafter",)), rows, outcomes)
     page = job.page.read_text()
     assert "train_drafter" in page and "both" not in page.split("Ratios are against")[0]
@@ -150,8 +150,7 @@ def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError):
         bubbles.main(job)
     assert contexts == ["plain", *BubbleSettings().uses]
-    for path in (tmp_path / "rows.json", tmp_path / "bench" / "bubbles" / "rows.json"):
-        assert [found["use"] for found in read(path)] == ["none", "pregenerate", "train_drafter"]
+    assert [found["use"] for found in read(tmp_path / "rows.json")] == ["none", "pregenerate", "train_drafter"]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

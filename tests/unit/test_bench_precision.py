@@ -79,7 +79,7 @@ def test_settings_differ_in_precision_and_correction_only() -> None:
 def test_the_page_has_a_line_per_setting_and_says_whether_the_order_holds(tmp_path: Path) -> None:
     found = [measured(setting, seed) for seed in (1, 2, 3) for setting in PRECISION_SETTINGS]
     assert [list(item.row()) for item in found] == [KEYS.split()] * 12
-    job = BenchJob("", tmp_path, {}, "specrl bench precision", tmp_path / "page.md")
+    job = BenchJob("", tmp_path, {}, "specrl bench precision", tmp_path / "page.md", tmp_path / "rows.json")
     write_page(job, PrecisionSettings(), found, CALIBRATED, 0.005)
     text = job.page.read_text()
     assert "| FP8 both | none | 1.0320 (1.0310 to 1.0330) |" in text

@@ -23,6 +23,5 @@ def main(job: BenchJob) -> None:
     for name, context in contexts.items():
         runs[name] = run_setting(context, folder / name, name, settings)
         rows = [row(run, runs["plain"]) for run in runs.values() if run.name != "plain"]
-        for path in (folder / "rows.json", job.json_path):  # so that it outlives a failure of the next setting
-            write_rows(path, rows)
+        write_rows(job.json_path, rows)  # what is measured stays if the next setting fails
     write_page(job, settings, rows, runs)

@@ -1,0 +1,45 @@
+"""A run in a few lines of Markdown, for the page that MLflow shows first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrl.artifacts import ExportResult
+from specrl.config import Config
+from specrl.export.card import serve_command
+from specrl.report.results import find_stages, finished, read_config
+from specrl.report.summary import result_rows
+
+
+def describe(run_dir: Path) -> str:
+    """Return what a run is, what it has reached so far, and where to look further."""
+    config = read_config(run_dir)
+    lines = [headline(config), ""]
+    rows = result_rows(run_dir)
+    if rows:
+        lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
+    lines += ["Stages are the runs nested below this one. Among the artifacts: `summary.json`, `report.html`, `logs/`."]
+    export = finished(find_stages(run_dir), "export", ExportResult)
+    if export is not None:
+        models = [f"[{config.name}-policy](#/models/{config.name}-policy)"]
+        if export.drafter_dir is not None:
+            models.append(f"[{config.name}-drafter](#/models/{config.name}-drafter)")
+        lines += ["", f"Registered models: {', '.join(models)}."]
+        if export.drafter_dir is not None:
+            command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k)
+            lines += ["", "    " + command]
+    return "\n".join([*lines, "", f"Folder: `{run_dir}`"])
+
+
+def headline(config: Config) -> str:
+    """Return one sentence about what is trained on what."""
+    source = config.data.path.name if config.data.path is not None else config.data.source
+    return (
+        f"RL post-training of `{config.model.source}` on `{source}`, {config.train.num_steps} steps of "
+        f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "
+        f"`{config.speculation.method}`."
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
