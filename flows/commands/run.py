@@ -114,4 +114,4 @@ def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
         backend.connect()
     for job in ask_to_stop(run_dir):
         print(f"{job.backend} job {job.job_id} leaves after the step that runs")
-    print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {name}")
+    print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")

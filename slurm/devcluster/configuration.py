@@ -129,5 +129,6 @@ NodeName=node[1-{layout.nodes}] NodeHostname=localhost NodeAddr={layout.address}
     CPUs={CPUS_PER_NODE} RealMemory={MEMORY_MIB_PER_NODE} Gres=gpu:fake:{GPUS_PER_NODE} State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=low   Nodes=ALL PriorityTier=1 GraceTime=10 PreemptMode=REQUEUE
+PartitionName=spot  Nodes=ALL PriorityTier=1 GraceTime=0 PreemptMode=REQUEUE
 PartitionName=high  Nodes=ALL PriorityTier=100 PreemptMode=OFF
 """

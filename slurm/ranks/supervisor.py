@@ -83,6 +83,7 @@ class Supervisor:
         try:
             if self.rank == 0:
                 self._begin()
+            self.hearts.beat()
             threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
             self.backend.run_rank(self.request)
         except LeftJobError as left:

@@ -27,6 +27,7 @@ from specrl.report.results import (
     seconds_of,
 )
 from specrl.report.tables import print_line, print_table
+from specrl.segments import segment_counts
 from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
@@ -59,6 +60,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         },
         "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
+        "segments": {stage: segment_counts(record.stage_dir) for stage, record in stages.items()},
         "events": _events(stages),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
@@ -268,6 +270,13 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
     return rows
 
 
+def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:
+    """Return a stage's job and, where it was started more than once, why each time it ended."""
+    if segments is None or segments["number"] < 2:
+        return job_id
+    return f"{job_id} ({segments['number']} times: {', '.join(reason or 'running' for reason in segments['reasons'])})"
+
+
 def _stage_times(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     entries = summary["stages"]
     total = sum(entry["seconds"] or 0.0 for entry in entries.values())
@@ -276,5 +285,5 @@ def _stage_times(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         entry = entries.get(stage, {"seconds": None, "job_id": None})
         seconds = entry["seconds"]
         numbers = (f"{seconds:.0f}", f"{seconds / total:.0%}") if seconds else ("-", "-")
-        rows.append((stage, *numbers, entry["job_id"] or ""))
+        rows.append((stage, *numbers, _jobs(entry["job_id"] or "", summary["segments"].get(stage))))
     return [*rows, ("all", f"{total:.0f}", "", "")]

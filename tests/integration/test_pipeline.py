@@ -9,12 +9,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors import safe_open
 
 from slurm.devcluster import DevCluster
 from specrl.config import STAGES
+from tests.integration.disturbances import ranks_of, train_jobs
 from tests.integration.pipeline_runs import (
     assert_same_result,
     finish,
@@ -41,7 +41,7 @@ def test_summary_holds_the_contract(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert set(summary) == {
         *("run", "mlflow_run_id", "stages", "validation", "speculation"),
-        *("train", "mismatch", "precision", "refit", "export", "events"),
+        *("train", "mismatch", "precision", "refit", "export", "events", "segments"),
     }
     exactness = summary["validation"]["exactness"]
     assert exactness["p_value"] > 1e-6
@@ -101,10 +101,8 @@ def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: 
     process = specrl("resume", str(run_dir))
     wait_for(run_dir, "stages/train-*/checkpoints/step=000001/manifest.json")
     os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
-    process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert not list(run_dir.glob("stages/train-*/result.json"))
-    finish(specrl("resume", str(run_dir)))
+    finish(process)
+    assert [segment.reason for segment in train_jobs(run_dir)] == ["killed", "finished"]
     assert_same_result(undisturbed, run_dir)
 
 
@@ -165,15 +163,6 @@ def copy_without_train(source: Path, target: Path) -> Path:
     for path in run_dir.glob("jobs/*.json"):
         path.unlink()
     return run_dir
-
-
-def ranks_of(run_dir: Path) -> list[int]:
-    """Process ids of the ranks that work for a run."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if "slurm.entry" in (line := " ".join(process.info["cmdline"] or [])) and str(run_dir) in line
-    ]
 
 
 def jobs_per_stage() -> dict[str, int]:

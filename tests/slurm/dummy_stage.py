@@ -1,18 +1,25 @@
 """A small stage. What it does is set by the environment, which jobs inherit.
 
 `DUMMY_PREPARE=3` takes 3 s, and goes on from where it was when it is started again; `fail` raises in the last rank,
-`exit` ends that rank without a word, `join` joins the ranks.
+`exit` ends that rank without a word, `kill` kills it each time, `join` joins the ranks. `steps` takes steps, as
+training does. On the first start, `block` has the first rank wait in a collective for one that is asleep, and `freeze`
+stops the last rank, as a machine that hangs would.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
-from specrl.artifacts import Artifact, write_result
+from specrl import lifetime
+from specrl.artifacts import Artifact, write_result, write_text
 from specrl.context import StageContext
+from specrl.lifetime import LeftJobError
 from specrl.progress import Progress, read_progress
+from specrl.segments import read_segments
 
 
 class DummyResult(Artifact):
@@ -24,11 +31,12 @@ class DummyResult(Artifact):
 
 def main(context: StageContext) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with (context.stage_dir / f"starts-{rank}").open("a") as file:
+    with (context.stage_dir / f".starts-{rank}").open("a") as file:
         file.write(f"{os.getpid()}\n")
     behaviour = os.environ.get(f"DUMMY_{context.stage.upper()}", "0")
     if behaviour == "fail" and rank == world_size - 1:
         raise ValueError("the stage went wrong,\nin two lines")
+    misbehave(context, behaviour, rank, world_size)
     if behaviour == "exit" and rank == world_size - 1:
         os._exit(7)
     seconds = float(behaviour) if behaviour.replace(".", "").isdigit() else 0.0
@@ -39,6 +47,8 @@ def main(context: StageContext) -> None:
             time.sleep(0.1)
     if behaviour in ("fail", "exit"):
         time.sleep(30)  # as a rank that waits for one that is gone
+    if behaviour == "steps":
+        walk(context)
     ranks = joined() if behaviour == "join" else [rank]
     if rank == 0:
         import specrl
@@ -46,6 +56,45 @@ def main(context: StageContext) -> None:
         where = str(Path(specrl.__file__).parent.parent)
         threads = os.environ["OMP_NUM_THREADS"]
         write_result(context.stage_dir, DummyResult(ranks=ranks, threads=threads, code=where, seconds=seconds))
+
+
+def misbehave(context: StageContext, behaviour: str, rank: int, world_size: int) -> None:
+    is_first_start = len((context.stage_dir / f".starts-{rank}").read_text().splitlines()) == 1
+    if behaviour == "block" and is_first_start:
+        from specrl.distributed import join
+
+        ranks = join()
+        time.sleep(100 * rank)
+        ranks.gather(0)
+    while behaviour == "kill" and all(segment.reason for segment in read_segments(context.stage_dir)):
+        time.sleep(0.02)  # the job has not begun on the first rank
+    if rank == world_size - 1 and (behaviour == "kill" or (behaviour == "freeze" and is_first_start)):
+        os.kill(os.getpid(), signal.SIGKILL if behaviour == "kill" else signal.SIGSTOP)
+    if behaviour == "kill" or (behaviour == "freeze" and is_first_start):
+        time.sleep(100)  # as a rank that waits for one that is gone
+
+
+class Alone:
+    """The ranks of a job with one rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def walk(context: StageContext) -> None:
+    """Take 40 steps of a quarter second, with a checkpoint when the job is left."""
+    life, checkpoint = lifetime.current(), context.stage_dir / "checkpoint"
+    life.expect_steps()
+    first = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    life.begin_steps(first)
+    for step in range(first, int(os.environ.get("DUMMY_STEPS", "40"))):
+        if (stop := life.at_boundary(Alone(), step)) is not None:
+            write_text(checkpoint, str(step))
+            raise LeftJobError(stop)
+        with (context.stage_dir / "steps.txt").open("a") as file:
+            file.write(f"{step}\n")
+        time.sleep(0.25)
+    life.end_steps()
 
 
 def joined() -> list[int]:

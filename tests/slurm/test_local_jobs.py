@@ -40,7 +40,7 @@ def submit(config: Config) -> tuple[StageContext, LocalJob]:
 def ranks_of(context: StageContext, count: int = 2) -> list[int]:
     """Process ids of the ranks, once all have started."""
     deadline = time.monotonic() + 30
-    while len(files := list(context.stage_dir.glob("starts-*"))) < count:
+    while len(files := list(context.stage_dir.glob(".starts-*"))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return [int(path.read_text().split()[-1]) for path in files]
@@ -69,7 +69,7 @@ def test_a_killed_flow_finds_its_local_job_again(
 ) -> None:
     config = make_run("local")
     first = start_flow(config, DUMMY_PREPARE="10")
-    started = first.wait_for("stages/prepare-*/starts-0")
+    started = first.wait_for("stages/prepare-*/.starts-0")
     first.kill(signal.SIGKILL)
     output = start_flow(config, DUMMY_PREPARE="10").finish()
     assert "prepare    attached to local job" in output
@@ -81,7 +81,7 @@ def test_a_killed_flow_finds_its_local_job_again(
 def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("local")
     flow = start_flow(config, DUMMY_PREPARE="100")
-    pid = int(flow.wait_for("stages/prepare-*/starts-0").read_text())
+    pid = int(flow.wait_for("stages/prepare-*/.starts-0").read_text())
     assert "cancelled local job" in flow.kill(signal.SIGINT)
     assert not alive(pid)
 
@@ -103,7 +103,7 @@ def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
         flow.wait_for("in-setup")
         flow.kill(signal.SIGINT)
     time.sleep(5)
-    assert not list(config.run_dir.glob("stages/prepare-*/starts-*"))
+    assert not list(config.run_dir.glob("stages/prepare-*/.starts-*"))
 
 
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +143,9 @@ def test_a_job_told_of_its_time_limit_starts_anew_and_goes_on(
     context, job = submit(make_run("local"))
     ranks_of(context)
     time.sleep(0.5)
-    os.kill(int((context.stage_dir / "starts-0").read_text()), signal.SIGUSR2)
+    os.kill(int((context.stage_dir / ".starts-0").read_text()), signal.SIGUSR2)
     wait(job, context, nothing)
-    assert len((context.stage_dir / "starts-0").read_text().splitlines()) == 2
+    assert len((context.stage_dir / ".starts-0").read_text().splitlines()) == 2
 
 
 def test_a_rank_that_dies_ends_the_job_and_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_stages_run_once_each_on_two_nodes_and_are_skipped_the_next_time(
 def test_a_flow_killed_while_a_stage_runs_finds_its_job_again(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("slurm")
     first = start_flow(config, DUMMY_PRETRAIN="30")
-    started = first.wait_for("stages/pretrain-*/starts-0")
+    started = first.wait_for("stages/pretrain-*/.starts-0")
     first.kill(signal.SIGKILL)
     output = start_flow(config, DUMMY_PRETRAIN="30").finish()
     assert "pretrain   attached to slurm job" in output
@@ -84,7 +84,7 @@ def test_a_flow_killed_while_a_stage_runs_finds_its_job_again(make_run: MakeRun,
 def test_sigterm_leaves_the_job_and_an_interrupt_cancels_it(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("slurm")
     first = start_flow(config, DUMMY_PREPARE="100")
-    first.wait_for("stages/prepare-*/starts-0")
+    first.wait_for("stages/prepare-*/.starts-0")
     first.kill(signal.SIGTERM)
     job = find(JobKey(config, next(config.run_dir.glob("stages/prepare-*")).name))
     assert job is not None
@@ -125,7 +125,7 @@ def test_a_job_told_of_its_time_limit_is_queued_again_and_goes_on(
 ) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "4")
     context, job = submit(make_run("slurm"))
-    starts = context.stage_dir / "starts-0"
+    starts = context.stage_dir / ".starts-0"
     while not starts.exists():
         time.sleep(0.1)
     time.sleep(1)

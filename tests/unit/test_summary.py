@@ -33,6 +33,7 @@ from specrl.report.html import read_columns, write_report
 from specrl.report.results import StageRecord, find_stages
 from specrl.report.summary import render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.segments import add_to_segment, begin_segment
 from specrl.validation.scores import SetResponses, score_set
 
 SPEED = [
@@ -160,6 +161,7 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
         "run": "demo",
         "mlflow_run_id": "abc",
         "stages": sorted(STAGES),
+        "segments": sorted(STAGES),
         "validation": ["accuracy_after", "accuracy_before", "curve", "exactness", "num_prompts"],
         "speculation": [
             "acceptance_length",
@@ -204,6 +206,17 @@ def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Pat
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["stages"]["train"]["job_id"] == "42"
     assert (summary["stages"]["export"]["seconds"], summary["stages"]["export"]["job_id"]) == (99.0, "7")
+
+
+def test_the_jobs_of_a_stage_are_counted_with_their_reasons(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    for reason in ("preempted", "hang", "finished"):
+        number = begin_segment(stages["train"].stage_dir, "42", "node1").number
+        add_to_segment(stages["train"].stage_dir, number, reason=reason)
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert summary["segments"]["train"] == {"number": 3, "reasons": ["preempted", "hang", "finished"]}
+    assert summary["segments"]["export"] == {"number": 0, "reasons": []}
+    assert "(3 times: preempted, hang, finished)" in shown(run_dir)
 
 
 def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
