@@ -19,7 +19,7 @@ from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
 from specrl.lineage.changes import Change, config_changes, file_changes
 from specrl.lineage.history import begin_continuation
-from specrl.lineage.record import read_record, write_record
+from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.lineage.revision import Revision, revise
 from specrl.report.tables import print_line, print_table
 from tasks.run import begin, read_run_config
@@ -65,7 +65,7 @@ def change_run(run_dir: Path, wishes: Wishes, console: Console, *, dry_run: bool
         _write(run_dir, revision)
 
 
-def differences(run_dir: Path, config: Config) -> list[str]:
+def differences(run_dir: Path, config: Config, origin: Continuation | None) -> list[str]:
     """Return in words how a configuration and the present code differ from those that a run was started with."""
     record = read_record(run_dir)
     if record is None:
@@ -74,16 +74,18 @@ def differences(run_dir: Path, config: Config) -> list[str]:
     found += file_changes(record.files, named_files(config), config)
     code = record.code_dir(run_dir)
     other = record.code != present_code() and _stage_code(code) != _stage_code(ROOT)
-    return [*map(str, found), *(["other code"] if other else [])]
+    starts = [start and start.words for start in (record.origin, origin)]
+    start = [f"--from {starts[0]} -> {starts[1]}"] if starts[0] != starts[1] else []
+    return [*map(str, found), *start, *(["other code"] if other else [])]
 
 
-def refuse_other(run_dir: Path, config: Config) -> None:
+def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:
     """Refuse to start a run in a folder that holds a run with other settings or code.
 
     Raises:
         ConfigError: It does.
     """
-    found = differences(run_dir, config)
+    found = differences(run_dir, config, origin)
     if found:
         shown = ", ".join(found[:MOST_SHOWN]) + (
             f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""

@@ -8,23 +8,27 @@ from rich.console import Console
 
 from flows.change import note_edited_files, refuse_other
 from flows.folder import only_flow, write_config
+from flows.origin import Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer
 from slurm.access import restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
+from specrl.lineage.record import read_record
 from specrl.report.description import describe
 from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
+from tasks.run import begin
 
 
-def execute(config: Config, *, resumed: bool = False) -> None:
+def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False) -> None:
     """Run all stages of a configuration.
 
     Args:
         config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
+        origin: The checkpoint of another run that a new run starts from.
         resumed: Whether the run goes on as its record says. If not, the folder must hold no run, or one that was
             started with this configuration and this code.
 
@@ -38,12 +42,16 @@ def execute(config: Config, *, resumed: bool = False) -> None:
         backend.connect()
     check(config)
     console = Console(soft_wrap=True)
+    if origin is not None:
+        config = own_source(config)
     with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
         if resumed:
             note_edited_files(config, console)
         else:
-            refuse_other(config.run_dir, config)
+            refuse_other(config.run_dir, config, origin.start if origin is not None else None)
         write_config(config)
+        if read_record(config.run_dir) is None:
+            _begin(config, origin)
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
         start_parent_run(config, describe(config.run_dir))
@@ -69,6 +77,12 @@ def finish(config: Config, status: Status) -> None:
     for log in sorted((run_dir / "jobs").glob("*/*.out")):
         files.setdefault(f"logs/{log.parent.name}", []).append(log)
     finish_parent_run(config, status, describe(run_dir), files)
+
+
+def _begin(config: Config, origin: Origin | None) -> None:
+    if origin is not None:
+        origin.link(config.run_dir)
+    begin(config, origin.start if origin is not None else None)
 
 
 def _run_flow(run_dir: Path) -> None:

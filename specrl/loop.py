@@ -27,7 +27,7 @@ from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
-from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.load import Restored, load
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
@@ -76,7 +76,7 @@ class Trainer:
         with logs.phase("loading of the checkpoint"):
             found = self.checkpoints.restore(self.drafter)
             if found is None and self.continues is not None:
-                found = load(self.continues.checkpoint_dir, self.policy, self.drafter)
+                found = self.start_from(self.continues)
         first_step = 0
         if found is not None:
             first_step = found.step
@@ -88,6 +88,18 @@ class Trainer:
         self.validation.restore(first_step)
         self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)
         return first_step
+
+    def start_from(self, start: Continuation) -> Restored | None:
+        """Load policy, optimizer and drafter from the checkpoint of another stage.
+
+        Returns:
+            What else it held, if the steps go on counting from it; None if they count from 0.
+        """
+        found = load(start.checkpoint_dir, self.policy, self.drafter if start.has_drafter else None)
+        if start.counts_on:
+            return found
+        self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
+        return None
 
     def run(self, first_step: int, progress: Progress) -> None:
         """Run the steps from `first_step` on. After a kill, the next start redoes the steps since the last checkpoint.

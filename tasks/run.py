@@ -104,14 +104,20 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     return Run(config, record, run_id.read_text().strip() if run_id.exists() else "", reporter)
 
 
-def begin(config: Config) -> RunRecord:
-    """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
+def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
+    """Copy the present code into the run's folder, compute the keys of its stages, and write its record.
+
+    Args:
+        origin: The checkpoint of another run that the run starts from; its files lie in the run's folder.
+    """
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         settings=json.loads(dump_config(config)),
         code=code.name,
         files=named_files(config),
-        keys=run_keys(config, code_digest(code / "specrl")),
+        keys=run_keys(config, code_digest(code / "specrl"), origin and origin.content),
+        origin=origin,
+        continues=origin,
     )
     write_record(config.run_dir, record)
     return record

@@ -12,10 +12,12 @@ from flows.change import Wishes, change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
 from flows.execute import execute
 from flows.folder import find_run
+from flows.origin import start_from
 from flows.own_code import continue_with_own_code
 from slurm.registry import backend_of, backends_of
 from specrl.config import STAGES
 from specrl.lineage.changes import adjustable_keys
+from tasks.run import read_run_config
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -35,6 +37,15 @@ def run(
     config_path: ConfigPath,
     cluster: Cluster = None,
     overrides: Overrides = None,
+    place: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Start from the policy, the drafter and the optimizer of another run, after a step whose checkpoint "
+            "it has, by default the newest; or from the policy in a Hugging Face folder. Steps count from 0.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the jobs and the memory of each rank, and submit nothing.")
     ] = False,
@@ -43,7 +54,9 @@ def run(
 
     Stages that have finished are skipped, and jobs that are still running are waited for. Ctrl-C cancels the jobs.
     """
-    config = load(config_path, cluster, overrides)
+    config, origin = load(config_path, cluster, overrides), None
+    if place is not None:
+        config, origin = start_from(place, config)
     if dry_run:
         from specrl.projection.plan import plan, print_plan
 
@@ -52,7 +65,7 @@ def run(
         options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
         print_plan(plan(config, queues, options))
         return
-    execute(config)
+    execute(config, origin=origin)
 
 
 def resume(
@@ -93,8 +106,6 @@ def resume(
         words = [word for override in changed for word in ("--set", override)]
         given = [flag for flag, is_given in flags.items() if is_given]
         continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
-    from tasks.run import read_run_config
-
     if changed or new_code or dry_run:
         change_run(run_dir, Wishes(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
     if not dry_run:

@@ -35,6 +35,9 @@ class Continuation(Artifact):
     """Whether steps go on counting from the checkpoint, with the records and rollouts of the steps before it. If not,
     they count from 0."""
 
+    has_drafter: bool = True
+    """Whether the drafter goes on from the checkpoint too, where one is trained."""
+
     @property
     def checkpoint_dir(self) -> Path:
         """The folder of the checkpoint."""

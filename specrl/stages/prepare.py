@@ -13,6 +13,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.lineage.record import Continuation
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.tracking import Tracker, stage_run
@@ -29,7 +30,8 @@ def main(context: StageContext) -> None:
     make_reward(config.data)
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
-    base_dir = context.stage_dir / "base" if warm else policy_dir
+    start = context.continues
+    base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
     first, last = None, None
     with stage_run(context, ranks) as tracker:
         with logs.phase("writing of the base model"):
@@ -41,7 +43,10 @@ def main(context: StageContext) -> None:
         for line in found.notes if ranks.is_first else []:
             logger.warning(line)
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})
-        if warm:
+        if start is not None:
+            with logs.phase("loading of the checkpoint"):
+                _load_checkpoint(context, start, ranks, base_dir, policy_dir)
+        elif warm:
             with logs.phase("warm start"):
                 first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
     if ranks.is_first:
@@ -57,6 +62,22 @@ def main(context: StageContext) -> None:
         )
         write_result(context.stage_dir, result)
     leave()
+
+
+def _load_checkpoint(
+    context: StageContext, start: Continuation, ranks: Ranks, base_dir: Path, policy_dir: Path
+) -> None:
+    """Write the policy of another run's checkpoint as a Hugging Face directory (collective)."""
+    from specrl.training.checkpoint.load import load
+    from specrl.training.megatron.policy import Policy
+
+    config = context.config
+    policy = Policy(base_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
+    load(start.checkpoint_dir, policy, None)
+    policy.save_pretrained(policy_dir)
+    ranks.barrier()
+    if ranks.is_first:
+        shutil.rmtree(base_dir)
 
 
 def _warm_start(

@@ -14,6 +14,7 @@ from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.reward_pool import refuse_failure, start_rewards
 from specrl.distributed import Ranks, join, leave
+from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
@@ -21,7 +22,8 @@ from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.tracking import Tracker, stage_run
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.drafter.drafters import new_drafter, save_drafter
+from specrl.training.checkpoint.load import load_drafter_state
+from specrl.training.drafter.drafters import load_drafter, new_drafter, save_drafter
 from specrl.training.drafter.pretraining import pretrain
 from specrl.training.megatron.policy import Policy
 
@@ -36,7 +38,10 @@ def main(context: StageContext) -> None:
         rollouts = answer_prompts(context, ranks, rollouts_dir, progress)
         drafter_dir = context.stage_dir / "drafter" if context.config.speculation.draft_method.has_weights else None
         metrics: dict[str, float] = {}
-        if drafter_dir is not None:
+        start = context.continues
+        if drafter_dir is not None and start is not None and start.has_drafter:
+            take_drafter(context, start, ranks, drafter_dir)
+        elif drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
         everyone = ranks.gather(rollouts)[:: context.config.engine.tensor_parallel]
         rewards = [rollout.reward for share in everyone for rollout in share]
@@ -87,6 +92,19 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
         engine.shutdown()
         write_rollouts(path, rollouts)
     return read_rollouts(path)
+
+
+def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:
+    """Write the drafter of another run's checkpoint as a directory (collective)."""
+    config = context.config
+    policy_dir = context.input("prepare", PrepareResult).policy_dir
+    with logs.phase("loading of the checkpoint"):
+        policy = Policy(
+            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
+        )
+        drafter = load_drafter(config, start.stage_dir / "drafter", policy_dir, ranks)
+        load_drafter_state(start.checkpoint_dir, drafter)
+        save_drafter(drafter, policy, drafter_dir, policy_version=0)
 
 
 def pretrain_drafter(

@@ -16,7 +16,7 @@ from specrl.artifacts import digest, write_json
 from specrl.config import Config, dump_config
 from specrl.context import StageContext
 from specrl.keys import files_digest
-from specrl.lineage.record import code_of
+from specrl.lineage.record import code_of, read_record
 from specrl.tracking.spool import Spool
 
 SOURCE_FILE = "source.json"
@@ -30,12 +30,14 @@ def source_tags(config: Config) -> dict[str, str]:
     Called where the run is started: the jobs, and a run that is resumed, import a copy of the code without revision.
     """
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    record = read_record(config.run_dir)
     tags = {
         "mlflow.source.name": command,
         "mlflow.source.type": "LOCAL" if config.cluster.backend == "local" else "JOB",
         "mlflow.user": getpass.getuser(),
         "specrl.host": os.uname().nodename,
         **{f"specrl.data.{name}": value for name, value in data_digests(config).items()},
+        **({"specrl.origin": record.origin.words} if record is not None and record.origin is not None else {}),
     }
     return tags | git_tags(Path(specrl.__file__).parents[1])
 

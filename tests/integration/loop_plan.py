@@ -18,6 +18,8 @@ class LoopRun:
     """An earlier run of which it redoes the last step, from the checkpoint before."""
     continues: str = ""
     """A finished run from whose last checkpoint it goes on."""
+    counts_on: bool = True
+    """Whether its steps go on counting from there, or from 0."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 

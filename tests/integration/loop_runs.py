@@ -67,10 +67,9 @@ def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
         "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
         "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
     }
-    return {
-        name: {**sections.get(name, {}), **run.settings.get(name, {})} if isinstance(value, dict) else value
-        for name, value in {**run.settings, **sections}.items()
-    }
+    for name, value in run.settings.items():
+        sections[name] = {**sections.get(name, {}), **value} if isinstance(value, dict) else value
+    return sections
 
 
 def write_inputs(folder: Path) -> None:
@@ -105,7 +104,7 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
         other = folder / run.continues / "train-toy"
         step = newest_step(other)
         assert step is not None
-        start = Continuation(run=run.continues, key="train-toy", step=step, stage_dir=other, counts_on=True)
+        start = Continuation(run=run.continues, key="train-toy", step=step, stage_dir=other, counts_on=run.counts_on)
     pretrained = folder / ("with-drafter" if config.speculation.draft_method.has_weights else "without")
     return StageContext(
         config=config,
@@ -126,6 +125,8 @@ def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Silent())
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        if context.continues is not None:
+            trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
         trainer.run(first_step, progress)
     trainer.policy.save_pretrained(context.stage_dir / "policy")
@@ -160,7 +161,7 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
         shutil.copytree(folder / run.resumes, context.run_dir)
         shutil.rmtree(sorted(context.run_dir.glob("train-toy/checkpoints/step=*"))[-1])
     context.run_dir.mkdir(parents=True, exist_ok=True)
-    if context.continues is not None:
+    if context.continues is not None and context.continues.counts_on:
         begin_continuation(context.stage_dir, context.continues, [("settings", "train.num_steps = 3 -> 5")])
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []

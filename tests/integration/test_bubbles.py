@@ -42,6 +42,7 @@ RUNS = [
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("extended", continues="none", settings={"speculation": {"adaptive": False}, "train": {"num_steps": 5}}),
+    LoopRun("forked", ranks=1, continues="none", counts_on=False, settings={"seed": 6, "train": {"num_steps": 1}}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
     LoopRun(
@@ -132,6 +133,16 @@ def test_an_extended_run_is_the_beginning_of_a_longer_one(runs: Path) -> None:
     assert len({row["step"] for row in rollouts(runs / "none")}) == 3
     linked = [runs / name / "train-toy" / "steps" / "step=000001.json" for name in ("none", "extended")]
     assert linked[0].samefile(linked[1])
+
+
+def test_a_run_from_another_runs_checkpoint_begins_with_its_policy_at_step_0(runs: Path) -> None:
+    start = load_file(runs / "forked" / "train-toy" / "start" / "model.safetensors")
+    end = policy(runs / "none")
+    assert [key for key, tensor in start.items() if not torch.equal(tensor, end[key])] == []
+    rows = rollouts(runs / "forked")
+    assert {row["step"] for row in rows} == {0}
+    first = [row for row in rollouts(runs / "none") if row["step"] == 0]
+    assert {row["seed"] for row in rows}.isdisjoint(row["seed"] for row in first)
 
 
 def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:

@@ -10,7 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from slurm.devcluster import DevCluster
 from specrl.config import STAGES
@@ -133,6 +135,28 @@ def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: P
         event["text"] for event in summary["events"] if event["kind"] == "settings"
     }
     assert "policy.lr = 0.0002 -&gt; 2e-05" in (run_dir / "report.html").read_text()
+
+
+def test_a_run_starts_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed, tmp_path / "smoke", symlinks=True)
+    smaller = ("name=fork", "seed=7", "train.num_steps=1", "drafter.num_prompts=4", "validate.num_prompts=4")
+    overrides = [word for override in (*smaller, "validate.speed_batches=[1]") for word in ("--set", override)]
+    process = run_smoke(tmp_path, "--from", "smoke@3", *overrides)
+    other = tmp_path / "smoke"
+    wait_for(tmp_path / "fork", "run.json")
+    shutil.rmtree(other)  # the new run needs it no more
+    finish(process)
+    run_dir = tmp_path / "fork"
+    record = json.loads((run_dir / "run.json").read_text())
+    assert (record["origin"]["run"], record["origin"]["step"]) == ("smoke", 3)
+    (first,) = run_dir.glob("stages/prepare-*/policy/model.safetensors")
+    expected, found = load_file(undisturbed / "export" / "policy" / "model.safetensors"), load_file(first)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    (drafter,) = run_dir.glob("stages/pretrain-*/drafter/model.safetensors")
+    trained = load_file(undisturbed / "export" / "drafter" / "model.safetensors")
+    assert [name for name, tensor in load_file(drafter).items() if not torch.equal(trained[name], tensor)] == []
+    assert {row["step"] for row in rollouts(run_dir)} == {0}
+    assert {row["seed"] for row in rollouts(run_dir)}.isdisjoint(row["seed"] for row in rollouts(undisturbed))
 
 
 @pytest.mark.slurm

@@ -14,6 +14,7 @@ import pytest
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.folder import anchor, only_flow, write_config
+from flows.origin import own_source, start_from
 from flows.preflight import check_disk, check_draft_model, check_tracking
 from slurm.environment import snapshot_code
 from slurm.failures import last_error
@@ -177,7 +178,7 @@ def test_a_draft_model_must_be_there_and_have_the_policys_vocabulary(tmp_path: P
 
 def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None:
     """What can be told about a model without reading its weights."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -302,6 +303,43 @@ def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: P
     assert "specrl: " not in as_started + changed
     shutil.rmtree(config.run_dir / "code")
     assert "the code that it was started with, is gone" in resume()
+
+
+def test_a_run_starts_from_a_checkpoint_that_another_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    write_config(config)
+    new = ["run", write(tmp_path), "--set", "name=new"]
+    assert "no run nobody" in complaint(capsys, *new, "--from", "nobody")
+    assert "the run has not started" in complaint(capsys, *new, "--from", "run")
+    record = begin(config)
+    stages = config.run_dir / "stages"
+    assert "the run has no checkpoint yet" in complaint(capsys, *new, "--from", "run")
+    write_model(stages / record.keys["prepare"] / "policy", ["a"], 1)
+    write_model(stages / record.keys["pretrain"] / "drafter", ["a"], 1)
+    for step in (2, 4):
+        (stages / record.keys["train"] / "checkpoints" / f"step={step:06d}").mkdir(parents=True)
+        (stages / record.keys["train"] / "checkpoints" / f"step={step:06d}" / "manifest.json").write_text("{}")
+    assert "checkpoints after these steps: 2, 4" in complaint(capsys, *new, "--from", "run@3")
+
+    other = config.model_copy(update={"name": "new"})
+    changed, origin = start_from("run@2", other)
+    assert origin is not None
+    assert (origin.start.step, origin.start.has_drafter) == (2, True)
+    assert changed.warm_start.num_examples == 0
+    origin.link(other.run_dir)
+    started = begin(own_source(other), origin.start)
+    assert (other.run_dir / "origin" / "checkpoints" / "step=000002" / "manifest.json").is_file()
+    assert (other.run_dir / "origin" / "drafter" / "config.json").is_file()
+    newest = start_from("run", other)[1]
+    assert newest is not None
+    assert newest.start.step == 4
+    keys = begin(own_source(other), newest.start).keys
+    assert all(keys[stage] != started.keys[stage] for stage in keys)
+    policy, nothing = start_from(str(other.run_dir / "origin" / "policy"), other)
+    assert nothing is None
+    assert Path(policy.model.source).name == "policy"
 
 
 def test_other_code_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,17 @@ def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter |
     return Restored(manifest.step, manifest.state, tuple(manifest.rank_states))
 
 
+def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
+    """Restore a drafter alone from one checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has no drafter.
+    """
+    if not read_manifest(folder).has_drafter:
+        raise CheckpointError(f"checkpoint {folder} holds no drafter: start with another speculation.method")
+    drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
+
+
 @torch.no_grad()
 def _read_shards(folder: Path, manifest: Manifest, shards: list[Shard]) -> None:
     """Copy what the shards need into their tensors, reading nothing else."""

@@ -1,0 +1,103 @@
+"""What `specrl run CONFIG --from` starts from: a checkpoint of another run, or a policy in a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.folder import find_run
+from specrl.config import Config, ConfigError
+from specrl.config.methods import METHODS
+from specrl.lineage.history import link
+from specrl.lineage.record import RUN_FILE, Continuation, read_record, saved_steps
+from tasks.run import read_run_config
+
+ORIGIN = Path("origin")
+"""The folder of a run that holds the checkpoint, the policy and the drafter that it starts from."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint of another run, from which a new run starts."""
+
+    start: Continuation
+    """The checkpoint, as the new run will have it."""
+    checkpoint_dir: Path
+    """Where the other run has it."""
+    policy_dir: Path
+    """The policy of the other run before RL; a checkpoint has neither tokenizer nor configuration."""
+    drafter_dir: Path
+    """The drafter of the other run before RL; it does not exist where the method has none."""
+
+    def link(self, run_dir: Path) -> None:
+        """Link the files into the new run's folder, which then needs the other run no more."""
+        folder = run_dir / ORIGIN
+        places = {
+            self.checkpoint_dir: self.start.in_run(run_dir).checkpoint_dir,
+            self.policy_dir: folder / "policy",
+            self.drafter_dir: folder / "drafter",
+        }
+        for source, target in places.items():
+            for path in sorted(source.iterdir()) if source.is_dir() else []:
+                link(path, target / path.name)
+
+
+def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
+    """Return a configuration that starts from `place`, without a warm start, and the checkpoint if it is a run's.
+
+    Args:
+        place: A run, `RUN@STEP`, or a Hugging Face folder.
+
+    Raises:
+        ConfigError: There is no such run, folder or checkpoint.
+    """
+    folder = Path(place).expanduser()
+    if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
+        return _with_source(config, folder.absolute()), None
+    name, _, step = place.partition("@")
+    run_dir = find_run(name, config.runs_dir)
+    origin = _find_checkpoint(run_dir, step, config)
+    return _with_source(config, origin.policy_dir), origin
+
+
+def own_source(config: Config) -> Config:
+    """Return the configuration with the policy that `Origin.link` puts into the run's folder."""
+    return _with_source(config, config.run_dir / ORIGIN / "policy")
+
+
+def _with_source(config: Config, folder: Path) -> Config:
+    model = config.model.model_copy(update={"source": str(folder)})
+    warm_start = config.warm_start.model_copy(update={"num_examples": 0})
+    return config.model_copy(update={"model": model, "warm_start": warm_start})
+
+
+def _find_checkpoint(run_dir: Path, step: str, config: Config) -> Origin:
+    record = read_record(run_dir)
+    if record is None:
+        raise ConfigError(f"--from {run_dir.name}: the run has not started")
+    stages = run_dir / "stages"
+    current = stages / record.keys["train"]
+    folders = [current, *sorted(folder for folder in stages.glob("train-*") if folder != current)]
+    found = {number: folder for folder in reversed(folders) for number in saved_steps(folder)}
+    if not found:
+        raise ConfigError(f"--from {run_dir.name}: the run has no checkpoint yet")
+    wanted = step or str(max(saved_steps(current) or found))
+    if not wanted.isdigit() or int(wanted) not in found:
+        kept = ", ".join(map(str, sorted(found)))
+        raise ConfigError(f"--from {run_dir.name}@{wanted}: it has checkpoints after these steps: {kept}")
+    stage_dir = found[int(wanted)]
+    method, own = METHODS[read_run_config(run_dir).speculation.method], config.speculation.draft_method
+    start = Continuation(
+        run=run_dir.name,
+        key=stage_dir.name,
+        step=int(wanted),
+        stage_dir=ORIGIN,
+        counts_on=False,
+        has_drafter=own.has_weights and own.same_model(method),
+    )
+    return Origin(
+        start,
+        start.model_copy(update={"stage_dir": stage_dir}).checkpoint_dir,
+        stages / record.keys["prepare"] / "policy",
+        stages / record.keys["pretrain"] / "drafter",
+    )
