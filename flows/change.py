@@ -159,7 +159,7 @@ def _print(run_dir: Path, revision: Revision, console: Console) -> None:
 
 def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
     """Return the live jobs of stages that get another key."""
-    keys = revision.record.keys.values()
+    keys = revision.record.stage_keys.values()
     return {key: job for key, job in live_jobs(read_run_config(run_dir)).items() if key not in keys}
 
 
@@ -198,7 +198,7 @@ def _write(run_dir: Path, revision: Revision) -> None:
     if not record.code_dir(run_dir).is_dir():
         snapshot_code(run_dir)
     if revision.continued is not None:
-        folder = run_dir / "stages" / record.keys["train"]
+        folder = run_dir / "stages" / record.stage_keys["train"]
         begin_continuation(folder, revision.continued.in_run(run_dir), revision.events)
     write_record(run_dir, record)
     write_config(read_run_config(run_dir))

@@ -76,7 +76,7 @@ def _find_checkpoint(run_dir: Path, step: str, config: Config) -> Origin:
     if record is None:
         raise ConfigError(f"--from {run_dir.name}: the run has not started")
     stages = run_dir / "stages"
-    current = stages / record.keys["train"]
+    current = stages / record.stage_keys["train"]
     folders = [current, *sorted(folder for folder in stages.glob("train-*") if folder != current)]
     found = {number: folder for folder in reversed(folders) for number in saved_steps(folder)}
     if not found:
@@ -98,6 +98,6 @@ def _find_checkpoint(run_dir: Path, step: str, config: Config) -> Origin:
     return Origin(
         start,
         start.model_copy(update={"stage_dir": stage_dir}).checkpoint_dir,
-        stages / record.keys["prepare"] / "policy",
-        stages / record.keys["pretrain"] / "drafter",
+        stages / record.stage_keys["prepare"] / "policy",
+        stages / record.stage_keys["pretrain"] / "drafter",
     )

@@ -64,7 +64,7 @@ class Run:
 
     def folder(self, stage: StageName) -> Path:
         """Return the folder of a stage's results."""
-        return self.config.run_dir / "stages" / self.record.keys[stage]
+        return self.config.run_dir / "stages" / self.record.stage_keys[stage]
 
     def start_of(self, stage: StageName) -> Continuation | None:
         """Return the checkpoint of another stage that this stage starts from, or None."""
@@ -99,7 +99,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
         )
     run_id = run_dir / RUN_ID_FILE
     for key, job in live_jobs(config).items():
-        if key not in record.keys.values():
+        if key not in record.stage_keys.values():
             reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
     return Run(config, record, run_id.read_text().strip() if run_id.exists() else "", reporter)
 
@@ -115,7 +115,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
         settings=json.loads(dump_config(config)),
         code=code.name,
         files=named_files(config),
-        keys=run_keys(config, code_digest(code / "specrl"), origin and origin.content),
+        stage_keys=run_keys(config, code_digest(code / "specrl"), origin and origin.content),
         origin=origin,
         continues=origin,
     )
@@ -144,7 +144,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
         context = StageContext(
             config=run.config,
             stage=stage,
-            key=run.record.keys[stage],
+            key=run.record.stage_keys[stage],
             stage_dir=folder,
             inputs={done.stage: done.folder for done in inputs},
             mlflow_run_id=run.mlflow_run_id,
@@ -215,7 +215,7 @@ def forget_stop(run_dir: Path) -> None:
 def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
     folder = run.folder(stage)
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    key = run.record.keys[stage]
+    key = run.record.stage_keys[stage]
     record = Record.read(JobKey(run.config, key).record_path)
     return Finished(stage, key, folder, seconds, record.job_id if record else None, cached)
 

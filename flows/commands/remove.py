@@ -113,7 +113,7 @@ def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
         )
         return
     record = read_record(run_dir)
-    if record is not None and not (run_dir / "stages" / record.keys["train"] / RESULT_FILE).exists():
+    if record is not None and not (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists():
         print_line(console, "training has not finished: without its checkpoints it starts over")
 
 
@@ -128,7 +128,7 @@ def _check_forks(run_dir: Path) -> None:
         if record is None:
             continue
         for stage in STARTING:
-            start, result = record.start_of(stage), other / "stages" / record.keys[stage] / RESULT_FILE
+            start, result = record.start_of(stage), other / "stages" / record.stage_keys[stage] / RESULT_FILE
             if start is None or result.exists():
                 continue
             if start.in_run(other).stage_dir.resolve().is_relative_to(run_dir.resolve()):

@@ -90,7 +90,8 @@ class Watcher:
         has_flow = is_worked_on(self.run_dir)
         record = read_record(self.run_dir)
         folders = {
-            stage: self.run_dir / "stages" / key for stage, key in (record.keys if record is not None else {}).items()
+            stage: self.run_dir / "stages" / key
+            for stage, key in (record.stage_keys if record is not None else {}).items()
         }
         views, is_next = [], True
         for stage in STAGES:

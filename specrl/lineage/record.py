@@ -67,7 +67,7 @@ class RunRecord(Artifact):
     """The resolved configuration, of which `config.json` is a copy for readers: both files cannot change at once."""
     files: dict[str, str]
     """The digests of the user's own files that the configuration names, by its keys; see `keys.named_files`."""
-    keys: dict[StageName, str]
+    stage_keys: dict[StageName, str]
     """The key of each stage. Stages that stayed when something was changed have keys of the earlier settings."""
     origin: Continuation | None = None
     """The checkpoint of another run whose policy and drafter this run starts with; None where `model.source` is its

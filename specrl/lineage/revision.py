@@ -86,9 +86,9 @@ class Reviser:
         before_train = STAGES.index(stage) < STAGES.index("train")
         if finished and before_train:
             relevant = [change for change in relevant if not change.adjustable]
-        redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.keys[name]]
+        redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.stage_keys[name]]
         if not redone and not relevant and (finished or not self.new_code):
-            self.keys[stage] = self.record.keys[stage]
+            self.keys[stage] = self.record.stage_keys[stage]
             return self._plan(stage, "stays" if finished else "goes on", "finished" if finished else "not finished yet")
         if stage == "train":
             return self._plan_train(redone, relevant)
@@ -107,7 +107,7 @@ class Reviser:
         return found if before != after else [change for change in found if change.is_file]
 
     def _plan_train(self, redone: list[StageName], relevant: list[Change]) -> StagePlan:
-        old = self.record.keys["train"]
+        old = self.record.stage_keys["train"]
         step = newest_step(self.folder("train"))
         start = self.record.continues
         if step is not None:
@@ -152,7 +152,7 @@ class Reviser:
 
     def folder(self, stage: StageName) -> Path:
         """Return the folder of a stage's results before the change."""
-        return self.run_dir / "stages" / self.record.keys[stage]
+        return self.run_dir / "stages" / self.record.stage_keys[stage]
 
 
 def revise(
@@ -181,8 +181,8 @@ def revise(
     """
     reviser = Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
     stages = tuple(reviser.plan(stage) for stage in STAGES)
-    kept = reviser.keys["train"] == old.keys["train"]
-    update = {"keys": reviser.keys, "continues": old.continues if kept else reviser.continues}
+    kept = reviser.keys["train"] == old.stage_keys["train"]
+    update = {"stage_keys": reviser.keys, "continues": old.continues if kept else reviser.continues}
     return Revision(
         record.model_copy(update=update), stages, tuple(changes), new_code, tuple(reviser.relevant("train"))
     )

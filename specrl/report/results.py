@@ -33,7 +33,7 @@ def find_stages(run_dir: Path) -> dict[str, StageRecord]:
     """
     record = read_record(run_dir)
     if record is not None:
-        places = ((stage, run_dir / "stages" / key) for stage, key in record.keys.items())
+        places = ((stage, run_dir / "stages" / key) for stage, key in record.stage_keys.items())
         return {stage: StageRecord(folder.name, folder) for stage, folder in places if folder.is_dir()}
     found: dict[str, StageRecord] = {}
     for stage in STAGES:

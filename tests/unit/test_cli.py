@@ -316,11 +316,11 @@ def test_a_run_starts_from_a_checkpoint_that_another_run_has(
     record = begin(config)
     stages = config.run_dir / "stages"
     assert "the run has no checkpoint yet" in complaint(capsys, *new, "--from", "run")
-    write_model(stages / record.keys["prepare"] / "policy", ["a"], 1)
-    write_model(stages / record.keys["pretrain"] / "drafter", ["a"], 1)
+    write_model(stages / record.stage_keys["prepare"] / "policy", ["a"], 1)
+    write_model(stages / record.stage_keys["pretrain"] / "drafter", ["a"], 1)
     for step in (2, 4):
-        (stages / record.keys["train"] / "checkpoints" / f"step={step:06d}").mkdir(parents=True)
-        (stages / record.keys["train"] / "checkpoints" / f"step={step:06d}" / "manifest.json").write_text("{}")
+        (stages / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}").mkdir(parents=True)
+        (stages / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}" / "manifest.json").write_text("{}")
     assert "checkpoints after these steps: 2, 4" in complaint(capsys, *new, "--from", "run@3")
 
     other = config.model_copy(update={"name": "new"})
@@ -335,8 +335,8 @@ def test_a_run_starts_from_a_checkpoint_that_another_run_has(
     newest = start_from("run", other)[1]
     assert newest is not None
     assert newest.start.step == 4
-    keys = begin(own_source(other), newest.start).keys
-    assert all(keys[stage] != started.keys[stage] for stage in keys)
+    keys = begin(own_source(other), newest.start).stage_keys
+    assert all(keys[stage] != started.stage_keys[stage] for stage in keys)
     policy, nothing = start_from(str(other.run_dir / "origin" / "policy"), other)
     assert nothing is None
     assert Path(policy.model.source).name == "policy"

@@ -24,7 +24,7 @@ def make_run(tmp_path: Path, name: str = "demo") -> tuple[Config, RunRecord]:
     config.run_dir.mkdir(parents=True, mode=0o700)
     write_config(config)
     record = begin(config)
-    train = config.run_dir / "stages" / record.keys["train"]
+    train = config.run_dir / "stages" / record.stage_keys["train"]
     for part in ("checkpoints/step=000002", "rollouts/step=000000", "steps"):
         (train / part).mkdir(parents=True)
         (train / part / "file").write_bytes(b"x" * 1000)
@@ -38,7 +38,7 @@ def rm(config: Config, *arguments: str) -> int:
 
 def test_parts_of_a_run_are_removed_and_the_rest_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, record = make_run(tmp_path)
-    train = config.run_dir / "stages" / record.keys["train"]
+    train = config.run_dir / "stages" / record.stage_keys["train"]
     assert rm(config, "--checkpoints", "--yes") == 0
     output = capsys.readouterr().out
     assert f"stages/{train.name}/checkpoints  1000 B" in output
@@ -83,7 +83,9 @@ def test_a_run_that_is_worked_on_stays(
         assert rm(config, "--yes") == 2
     assert "already being worked on by process" in capsys.readouterr().err
     monkeypatch.setenv("DUMMY_PREPARE", "60")
-    context = StageContext(config, "prepare", record.keys["prepare"], config.run_dir / "stages" / "prepare", {}, "")
+    context = StageContext(
+        config, "prepare", record.stage_keys["prepare"], config.run_dir / "stages" / "prepare", {}, ""
+    )
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
     try:
@@ -98,10 +100,10 @@ def test_a_run_that_is_worked_on_stays(
 def test_checkpoints_that_another_run_has_yet_to_read_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, record = make_run(tmp_path)
     fork, started = make_run(tmp_path, "fork")
-    train = config.run_dir / "stages" / record.keys["train"]
-    start = Continuation(run="demo", key=record.keys["train"], step=2, stage_dir=train, counts_on=False)
+    train = config.run_dir / "stages" / record.stage_keys["train"]
+    start = Continuation(run="demo", key=record.stage_keys["train"], step=2, stage_dir=train, counts_on=False)
     write_record(fork.run_dir, started.model_copy(update={"continues": start}))
     assert rm(config, "--checkpoints", "--yes") == 2
     assert "run fork starts from a checkpoint of run demo" in capsys.readouterr().err
-    (fork.run_dir / "stages" / started.keys["train"] / "result.json").write_text(json.dumps({}))
+    (fork.run_dir / "stages" / started.stage_keys["train"] / "result.json").write_text(json.dumps({}))
     assert rm(config, "--checkpoints", "--yes") == 0

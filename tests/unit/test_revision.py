@@ -22,12 +22,14 @@ CONFIG = parse_config({"name": "run", "train": {"num_steps": 4}})
 
 def make_run(folder: Path, finished: tuple[StageName, ...], step: int | None) -> RunRecord:
     """A run's folder with finished stages, and a checkpoint of its train stage."""
-    record = RunRecord(settings=json.loads(dump_config(CONFIG)), code="0" * 12, files={}, keys=run_keys(CONFIG, "code"))
+    record = RunRecord(
+        settings=json.loads(dump_config(CONFIG)), code="0" * 12, files={}, stage_keys=run_keys(CONFIG, "code")
+    )
     write_record(folder, record)
     for stage in finished:
-        write_json(folder / "stages" / record.keys[stage] / "result.json", {})
+        write_json(folder / "stages" / record.stage_keys[stage] / "result.json", {})
     if step is not None:
-        checkpoint = folder / "stages" / record.keys["train"] / "checkpoints" / f"step={step:06d}"
+        checkpoint = folder / "stages" / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}"
         write_json(checkpoint / "manifest.json", {})
     return record
 
@@ -72,12 +74,12 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(
     record = make_run(tmp_path, STAGES, step=4)
     revision = change(tmp_path, override)
     assert actions(revision) == expected
-    kept = [stage for stage in STAGES if revision.record.keys[stage] == record.keys[stage]]
+    kept = [stage for stage in STAGES if revision.record.stage_keys[stage] == record.stage_keys[stage]]
     assert kept == [stage for stage in STAGES if expected[stage] == "stays"]
     if expected["train"] == "continues":
         start = revision.record.continues
         assert start is not None
-        assert (start.key, start.step, start.counts_on) == (record.keys["train"], 4, True)
+        assert (start.key, start.step, start.counts_on) == (record.stage_keys["train"], 4, True)
     else:
         assert revision.record.continues is None
 
@@ -103,7 +105,7 @@ def test_other_code_runs_only_what_has_not_finished(tmp_path: Path) -> None:
 
 def test_other_code_leaves_a_finished_run_as_it_is(tmp_path: Path) -> None:
     record = make_run(tmp_path, STAGES, step=4)
-    assert change(tmp_path, code="edited").record.keys == record.keys
+    assert change(tmp_path, code="edited").record.stage_keys == record.stage_keys
 
 
 def test_a_drafter_that_nobody_pretrained_makes_training_start_over(tmp_path: Path) -> None:

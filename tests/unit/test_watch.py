@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> tuple[Config, RunRecord]:
 
 
 def folder(config: Config, record: RunRecord, stage: str) -> Path:
-    path = config.run_dir / "stages" / record.keys[stage]  # type: ignore[index]
+    path = config.run_dir / "stages" / record.stage_keys[stage]  # type: ignore[index]
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -86,7 +86,7 @@ def test_it_follows_a_job_and_ends_with_it(
 ) -> None:
     config, record = run
     monkeypatch.setenv("DUMMY_PREPARE", "3")
-    context = StageContext(config, "prepare", record.keys["prepare"], folder(config, record, "prepare"), {}, "")
+    context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
     assert invoke(["watch", "demo", "--runs-dir", str(config.runs_dir)]) == 0
@@ -99,7 +99,7 @@ def test_it_follows_a_job_and_ends_with_it(
 def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     config, record = run
     monkeypatch.setenv("DUMMY_PREPARE", "60")
-    context = StageContext(config, "prepare", record.keys["prepare"], folder(config, record, "prepare"), {}, "")
+    context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
     try:
