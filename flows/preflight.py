@@ -22,8 +22,8 @@ from specrl.tracking import RUN_ID_FILE
 GIB = 2**30
 ANSWER_SECONDS = 10
 """How many seconds an MLflow server may take to answer."""
-CHECKPOINT_BYTES = 14
-"""The bytes per parameter of a checkpoint, with BF16 weights, and FP32 master weights with Adam's two moments."""
+CHECKPOINT_BYTES = 12
+"""The bytes per parameter of a checkpoint: FP32 master weights and Adam's two moments."""
 
 
 def check(config: Config) -> None:
@@ -124,11 +124,14 @@ def check_disk(config: Config) -> list[str]:
 def disk_bytes(config: Config) -> int:
     """Return the most bytes that a run may need on disk.
 
-    They are the policies of three stages, the checkpoints with one that is being written, and 1 GiB for the rest.
+    They are the policies of three stages, the checkpoints, among them the best one and one that is being written, and
+    1 GiB for the rest.
     """
     parameters = model_shape(config.model).parameters if _shape_is_known(config) else 0
-    checkpoints = (config.train.keep_checkpoints + 1) * CHECKPOINT_BYTES
-    return int(parameters * (3 * 2 + checkpoints)) + GIB
+    train = config.train
+    number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
+    number += train.num_steps // train.keep_every if train.keep_every else 0
+    return int(parameters * (3 * 2 + number * CHECKPOINT_BYTES)) + GIB
 
 
 def check_tracking(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from specrl import logs
 from specrl.config import Config
 from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
+from specrl.events import record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
@@ -84,6 +85,9 @@ class Trainer:
             self.engine.precision.restore(KvScales(**scales) if scales else None)  # the loop's first refit ships them
             self.refit.restore_guard(found.state["drafter_guard"])
             self.generator.resume(found.rank_states)
+            if self.ranks.is_first:
+                for damage in found.damaged:
+                    record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
         self.recorder.drop_from(first_step)
         self.validation.restore(first_step)
         self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)

@@ -31,6 +31,7 @@ from specrl.bench.settings import (
     AgreementSettings,
     BenchSettings,
     BubbleSettings,
+    CheckpointSettings,
     ControlBenchSettings,
     DrafterSettings,
     PrecisionSettings,
@@ -48,6 +49,7 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "agreement": AgreementSettings,
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
+    "checkpoints": CheckpointSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
 THREADS = Annotated[

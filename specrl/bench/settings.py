@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.algorithms import CORRECTIONS
-from specrl.config.base import NonNegativeInt
+from specrl.config.base import NonNegativeInt, PositiveFloat
 from specrl.config.methods import METHODS
 from specrl.config.rollout import BubbleUse
 
@@ -155,6 +155,18 @@ class BubbleSettings(BenchSettings):
     """Number of responses to a prompt; the run's own by default."""
     max_response_tokens: PositiveInt | None = None
     """Longest response in tokens; the run's own by default. If every rank has one of that length, no rank waits."""
+
+
+class CheckpointSettings(BenchSettings):
+    """Measure what checkpoints cost on one rank.
+
+    They are how long a step waits, how much the writing slows down what goes on beside it, and how long a start reads.
+    """
+
+    repeats: PositiveInt = 5
+    """Number of rounds; each measures everything once."""
+    work_seconds: PositiveFloat = 10.0
+    """Seconds of forward passes in a round, without and beside the writing."""
 
 
 class AgreementSettings(BenchSettings):

@@ -39,8 +39,8 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
-    if stage == "train" and rank.gpu:
-        host.append(memory.checkpoint_item(rank))
+    if stage == "train":
+        host += memory.copy_items(rank)
     if not rank.gpu:
         kv = [_kv_item(rank, _kv_given(stage, rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)

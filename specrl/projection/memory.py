@@ -295,10 +295,19 @@ def refit_item(rank: Rank) -> MemoryItem:
     )
 
 
-def checkpoint_item(rank: Rank) -> MemoryItem:
-    """Return the host memory that a checkpoint needs on its way from a GPU to disk."""
-    size = (MASTER_AND_MOMENTS if rank.dtype_bytes < FP32 else 2 * FP32) / rank.data_parallel
-    return _item("checkpoint copy", rank.policy_parameters * size, "this rank's part of the optimizer", "checkpoint")
+def copy_items(rank: Rank) -> list[MemoryItem]:
+    """Return the copies in host memory of what the stage trains.
+
+    A checkpoint is written from a copy of the rank's part of the optimizer while the next step runs. The guard of the
+    drafter keeps a good version, beside the one that it is about to replace or that is being written.
+    """
+    size = MASTER_AND_MOMENTS / rank.data_parallel
+    how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
+    items = [_item("checkpoint copy", rank.policy_parameters * size, how)]
+    if rank.config.speculation.draft_method.has_weights:
+        drafter = 2 * rank.drafter_parameters * MASTER_AND_MOMENTS
+        items.append(_item("good drafters", drafter, f"2 versions of {MASTER_AND_MOMENTS} B per parameter"))
+    return items
 
 
 def _shard_name(config: Config) -> str:

@@ -15,7 +15,9 @@ class LoopRun:
     kills: int = 0
     """Ranks killed at random times, one per start."""
     resumes: str = ""
-    """An earlier run of which it redoes the last step, from the checkpoint before."""
+    """An earlier run of which it redoes the last step, from the checkpoint before, maybe with other ranks."""
+    damaged: bool = False
+    """Whether the earlier run's last checkpoint is damaged; otherwise it is gone."""
     continues: str = ""
     """A finished run from whose last checkpoint it goes on."""
     counts_on: bool = True

@@ -159,7 +159,13 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     context = make_context(folder, run)
     if run.resumes:
         shutil.copytree(folder / run.resumes, context.run_dir)
-        shutil.rmtree(sorted(context.run_dir.glob("train-toy/checkpoints/step=*"))[-1])
+        newest = sorted(context.run_dir.glob("train-toy/checkpoints/step=*"))[-1]
+        if run.damaged:
+            with (newest / "policy-00000.safetensors").open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.truncate()
+        else:
+            shutil.rmtree(newest)
     context.run_dir.mkdir(parents=True, exist_ok=True)
     if context.continues is not None and context.continues.counts_on:
         begin_continuation(context.stage_dir, context.continues, [("settings", "train.num_steps = 3 -> 5")])

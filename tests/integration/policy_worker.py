@@ -20,6 +20,7 @@ from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron.policy import Policy
 
@@ -152,17 +153,34 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
         checkpoints.save(step, None, {}, {"rank": ranks.rank})
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
+    error = fill_disk(checkpoints, ranks, scratch)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
     assert found is not None and [state["rank"] for state in found.rank_states] == list(range(ranks.world_size))
     again = [resumed.train_step(my_batches(resumed), loss)[0] for _ in range(2)]
     return {
         "step": found.step,
+        "full disk": error,
         "kept": sorted(path.name for path in scratch.iterdir()),
         "metrics": (metrics[2:], again),
         "weights": (weights_of(straight), weights_of(resumed)),
         "optimizer": (state_of(straight), state_of(resumed)),
     }
+
+
+def fill_disk(checkpoints: Checkpoints, ranks: Ranks, folder: Path) -> str:
+    """What a save says for which the last rank finds the disk full."""
+    unfinished = folder / ".step=000003.tmp"
+    if ranks.is_first:
+        unfinished.mkdir()
+        (unfinished / f"policy-{ranks.world_size - 1:05d}.safetensors").symlink_to("/dev/full")
+    ranks.barrier()
+    checkpoints.save(3, None, {}, {})
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

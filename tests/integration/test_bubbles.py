@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from specrl.artifacts import read_curve
+from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
 from specrl.projection.projected import agreement
+from tests.checkpoints import whole_state
 from tests.integration.loop_plan import LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
 from tests.unit.test_metrics import OF_A_STEP
@@ -30,7 +32,7 @@ BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
 SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
-LONG = {"train": {"num_steps": 12}}
+LONG = {"train": {"num_steps": 12, "keep_every": 5}}
 NUM_KILLS, NUM_KILLS_OF_FOUR = 18, 2
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
@@ -55,7 +57,18 @@ EVERY_METRIC = LoopRun(
     "every-metric",
     settings={**BOTH, **VALIDATED, "train": {"kl_coef": 0.01, "updates_per_step": 2}, "engine": {"verify_every": 1}},
 )
-RUNS.append(EVERY_METRIC)
+MOVED = LoopRun("2-ranks-to-1", ranks=1, resumes="none", damaged=True, settings={"train": {"num_steps": 4}})
+MOVED_AGAIN = LoopRun(
+    "1-rank-to-4",
+    ranks=4,
+    resumes=MOVED.name,
+    settings={
+        "policy": {"tensor_parallel": 2, "pipeline_parallel": 2},
+        "bubbles": {"use": "train_drafter"},
+        "train": {"num_steps": 5},
+    },
+)
+RUNS += [EVERY_METRIC, MOVED, MOVED_AGAIN]
 NAMES = [run.name for run in RUNS]
 
 
@@ -165,6 +178,39 @@ def test_truncated_sampling_is_no_mismatch_of_engine_and_trainer(runs: Path) -> 
     table = pyarrow.dataset.dataset(runs / "truncated" / "train-toy" / "rollouts", format="ipc").to_table()
     masses = [mass for row in table.column("log_kept_mass").to_pylist() for mass in row]
     assert min(masses) < -0.3 and max(masses) <= 0
+
+
+@pytest.mark.parametrize(("run", "first_step", "num_steps"), [(MOVED, 2, 4), (MOVED_AGAIN, 3, 5)])
+def test_a_run_goes_on_with_other_ranks_and_another_layout(
+    runs: Path, run: LoopRun, first_step: int, num_steps: int
+) -> None:
+    """What is sampled is the same, and the policy is, up to the order in which its gradients are summed."""
+    assert {(runs / run.name / f"ready-{rank}").read_text() for rank in range(run.ranks)} == {str(first_step)}
+    expected = [row for row in rollouts(runs / "none-long") if row["step"] < num_steps]
+    for left, right in zip(expected, rollouts(runs / run.name), strict=True):
+        assert left | {"advantage": 0.0} == right | {"advantage": 0.0}
+        assert left["advantage"] == pytest.approx(right["advantage"], abs=1e-6)
+    assert [record["step"] for record in steps(runs / run.name)] == list(range(num_steps))
+
+
+def test_a_damaged_checkpoint_is_an_event_of_the_run_that_goes_on_from_the_one_before(runs: Path) -> None:
+    (event,) = read_events(runs / MOVED.name / "train-toy")
+    assert event.kind == "damaged checkpoint" and event.step == 2
+    assert "step=000003 is damaged and not used: policy-00000.safetensors has" in event.text
+
+
+def test_a_policy_that_moved_twice_is_the_one_that_never_did(runs: Path) -> None:
+    begun = load_file(runs / "policy" / "model.safetensors")
+    stayed, moved = (
+        whole_state(runs / name / "train-toy" / "checkpoints" / "step=000005")
+        for name in ("none-long", MOVED_AGAIN.name)
+    )
+    distance = difference = 0.0
+    for name, tensor in begun.items():
+        found = stayed[f"master {name}"]
+        distance += float((found - tensor.view_as(found)).square().sum())
+        difference += float((found - moved[f"master {name}"]).square().sum())
+    assert 0 < difference < 1e-4 * distance
 
 
 def test_twenty_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import policy_worker as worker
 import pytest
 import torch
 from policy_worker import Move
-from safetensors.torch import load_file
 from torch import Tensor
 
-from specrl.training.checkpoint.manifest import read_manifest, stored_name
+from tests.checkpoints import whole_state
 
 LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
 PARALLEL = ["tensor", "pipeline", "data"]
@@ -151,22 +151,16 @@ def test_a_resumed_policy_continues_bit_by_bit(
             assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-def whole(folder: Path) -> dict[str, Tensor]:
-    """Masters and moments of a checkpoint, put together from its pieces."""
-    manifest = read_manifest(folder)
-    found = {
-        f"{kind} {name}": torch.full((shape[0], *(shape[1:] or (1,))), torch.nan)
-        for name, shape in manifest.tensors.items()
-        for kind in ("master", "exp_avg", "exp_avg_sq")
-    }
-    for file in manifest.files:
-        tensors = load_file(folder / file.name)
-        for piece in file.pieces:
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
-                target = found[f"{kind} {piece.tensor}"][slice(*piece.rows), slice(*piece.columns)]
-                assert bool(target.isnan().all()), f"{piece} is stored twice"
-                target.copy_(tensors[stored_name(kind, piece)])
-    return found
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_disk_that_is_full_for_one_rank_is_one_line_on_all(
+    results: dict[str, list[dict[str, Any]]], layout: str
+) -> None:
+    """Nothing half-written is left, and the checkpoint before is what a new start finds."""
+    last = LAYOUTS[layout][0] - 1
+    for rank in results[layout]:
+        line = f"checkpoint for step 3 cannot be written to .* \\(rank {last}: No space left on device\\): make room"
+        assert re.search(line, rank["float32"]["full disk"])
+        assert rank["float32"]["kept"] == ["step=000002"]
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -175,7 +169,7 @@ def test_a_checkpoint_is_read_by_every_layout(
 ) -> None:
     """Bit by bit what was stored; and two more steps, up to reduction order those of a run that never moved."""
     world, move = MOVES[name]
-    stored, again = whole(scratch / move.source), whole(scratch / move.folder(world) / "step=000002")
+    stored, again = whole_state(scratch / move.source), whole_state(scratch / move.folder(world) / "step=000002")
     assert stored.keys() == again.keys() and not any(tensor.isnan().any() for tensor in stored.values())
     assert [key for key, tensor in stored.items() if not torch.equal(again[key], tensor)] == []
     straight = results["alone"][0]["float32"]

@@ -184,13 +184,14 @@ def test_a_number_changed_in_the_manifest_is_damage(tmp_path: Path) -> None:
         read_manifest(tmp_path / "step=000001")
 
 
-def test_another_policy_or_a_missing_drafter_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_drafter_that_the_checkpoint_does_not_know_stays_and_another_policy_is_refused(tmp_path: Path) -> None:
     policy = ToyPolicy()
     checkpoints = Checkpoints(tmp_path, policy, Retention(1))
     checkpoints.save(1, None, {}, {})
     checkpoints.wait()
-    with pytest.raises(CheckpointError, match="holds no drafter"):
-        checkpoints.restore(ToyDrafter())
+    drafter = ToyDrafter()
+    drafter.state["updates"] += 1
+    assert checkpoints.restore(drafter) is not None and drafter.state["updates"] == 4
     policy.shape_in_words = "another"
     with pytest.raises(CheckpointError, match="holds a policy of toy, this run has another"):
         checkpoints.restore(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from specrl.training.checkpoint.manifest import CheckpointError, Manifest, find_
 from specrl.training.checkpoint.pieces import Piece, Shard
 
 DRAFTER_FILE = "drafter.safetensors"
+
+logger = logging.getLogger(__name__)
 
 
 class CountingOptimizer(Protocol):
@@ -68,13 +71,15 @@ class Restored:
 def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
     """Restore policy, optimizer and drafter from one checkpoint, verified, of any layout (collective).
 
-    Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit.
+    Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
+    which the checkpoint knows nothing stays as it is.
 
     Args:
         folder: The folder of one checkpoint; nothing in it is changed.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, was written with a policy of another shape, or has no drafter.
+        CheckpointError: The checkpoint is damaged, or was written with a policy of another shape.
+        ValueError: Its drafter has another draft vocabulary.
     """
     damage = find_damage(folder, policy.ranks)
     if damage is not None:
@@ -90,12 +95,12 @@ def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter |
             f"checkpoint {folder} holds a policy of {manifest.model}, this run has {policy.shape_in_words}: "
             "resume with the same model, or start a new run from the exported policy"
         )
-    if drafter is not None and not manifest.has_drafter:
-        raise CheckpointError(f"checkpoint {folder} holds no drafter: resume with speculation.method as it was")
     _read_shards(folder, manifest, policy.shards())
     policy.optimizer.restored(manifest.counters)
-    if drafter is not None:
+    if drafter is not None and manifest.has_drafter:
         drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
+    elif drafter is not None:
+        logger.warning("checkpoint %s holds no drafter, which goes on as it was pretrained", folder)
     policy.ranks.barrier()
     return Restored(manifest.step, manifest.state, tuple(manifest.rank_states))
 
