@@ -79,6 +79,8 @@ class Checkpoints:
         self.seconds = 0.0
         """How long the last checkpoint took, from its copy to the last byte on disk; known on the first rank."""
         self._writing: Future[None] | None = None
+        self._reported = threading.Event()
+        """Whether this rank's part of the last checkpoint has been written, or could not be."""
         self._number = 0
         """The number of saves so far, by which the ranks' messages about them are told apart."""
         if self._ranks.is_first:
@@ -141,15 +143,16 @@ class Checkpoints:
             tensors=self._policy.tensor_shapes(),
             files=(),
             has_drafter=drafter is not None,
-            state=dict(state),
+            state=_as_json(state),
             rank_states=(),
         )
         self._number += 1
+        self._reported.clear()
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
         if drafter is not None and self._ranks.is_first:
             parts[DRAFTER_FILE] = tensor_parts(drafter)
-        number = self._number
-        self._writing = _beside(lambda: self._write(number, manifest, parts, rank_state))
+        number, own = self._number, _as_json(rank_state)
+        self._writing = _beside(lambda: self._write(number, manifest, parts, own))
 
     def check(self) -> None:
         """Raise CheckpointError on all ranks if the last checkpoint could not be written on any; do not wait for it."""
@@ -166,6 +169,8 @@ class Checkpoints:
             CheckpointError: It could not be written.
         """
         if self._writing is not None:
+            self._reported.wait()
+            self._ranks.barrier()  # fails where a rank has died, for whose report the first rank would wait for ever
             self._writing.exception()
         self.check()
         self._writing = None
@@ -186,7 +191,9 @@ class Checkpoints:
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
             report: _Report | str = _Report(tuple(files), rank_state)
         except OSError as error:
-            report = f"rank {self._ranks.rank}: {error.strerror}"
+            report = f"rank {self._ranks.rank}: {error.strerror or error}"
+        finally:
+            self._reported.set()
         reports = self._exchange(number, report)
         if not self._ranks.is_first:
             return
@@ -267,9 +274,10 @@ class Checkpoints:
         self._ranks.barrier()
 
 
-def latest(directory: Path) -> Path | None:
-    """Return the folder of the newest checkpoint, without looking into it; None if there is none."""
-    return max(directory.glob("step=*"), default=None)
+def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a checkpoint holds as JSON; the original may change while it is written."""
+    copied: dict[str, Any] = json.loads(json.dumps(state))
+    return copied
 
 
 def _report(data: Mapping[str, Any]) -> _Report:
