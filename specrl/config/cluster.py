@@ -67,7 +67,7 @@ class Resources(Section):
     """Number of GPUs of each rank."""
     cpus_per_rank: PositiveInt = 2
     """Number of CPU cores of each rank."""
-    memory_gib_per_rank: PositiveFloat = 8.0
+    memory_gib_per_rank: PositiveFloat = 10.0
     """Host memory of a rank, in GiB."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU, in GiB; the memory plan reads it, the scheduler does not."""

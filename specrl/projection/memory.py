@@ -299,14 +299,14 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
     """Return the copies in host memory of what the stage trains.
 
     A checkpoint is written from a copy of the rank's part of the optimizer while the next step runs. The guard of the
-    drafter keeps a good version, beside the one that it is about to replace or that is being written.
+    drafter keeps its last good version, and after a refit has the next one beside it for a moment.
     """
     size = MASTER_AND_MOMENTS / rank.data_parallel
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.policy_parameters * size, how)]
     if rank.config.speculation.draft_method.has_weights:
-        drafter = 2 * rank.drafter_parameters * MASTER_AND_MOMENTS
-        items.append(_item("good drafters", drafter, f"2 versions of {MASTER_AND_MOMENTS} B per parameter"))
+        size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
+        items += [_item("last good drafter", size, how), _item("next good drafter", size, how, "refit")]
     return items
 
 
