@@ -59,6 +59,8 @@ class Failure:
     """The exception that the rank raised, in one line; empty if none is known."""
     detail: str = ""
     """The scheduler's words about the end of a rank that raised nothing."""
+    killed: bool = False
+    """Whether a signal that somebody sent ended it, after which another job is worth a try."""
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
+    reached = _limit(context, state)
     segments = read_segments(context.stage_dir)
     if segments and segments[-1].job_id == job.job_id and segments[-1].gave_up is not None:
-        error = segments[-1].gave_up
+        error = f"{segments[-1].gave_up}; {reached}" if reached else segments[-1].gave_up
     elif failure.exception:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
-        reached = _limit(context, state)
         error = reached or f"no Python error; the log of rank {failure.rank} ends: {_last_line(log)}"
         error = f"{failure.detail}; {error}" if failure.detail else error
     place = _relative(log if log.exists() else log.parent)

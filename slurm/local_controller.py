@@ -19,12 +19,14 @@ from filelock import FileLock, Timeout
 from submitit.local.local import Controller
 
 from slurm.backend import CONTEXT_FILE, Record
-from slurm.ranks.supervisor import ATTEMPT, WALLTIME_SIGNAL
+from slurm.ranks.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL
 from specrl.artifacts import write_json
 from specrl.context import StageContext
 from specrl.processes import start_ticks
-from specrl.segments import Reason, end_segment, last_recorded_step, read_segments
+from specrl.segments import Reason, begin_segment, end_segment, last_recorded_step, read_segments
 
+KILLED = (-signal.SIGKILL, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL)
+"""The exit codes of ranks that a signal ended: a rank hears signals only once it has been set up."""
 END_AT = "SPECRL_END_AT"
 """The variable in which the ranks find the Unix time at which the controller will end them."""
 
@@ -70,13 +72,13 @@ class LocalController(Controller):
         """
         stage_dir, cluster = self.context.stage_dir, self.context.config.cluster_of(self.context.stage)
         segments = read_segments(stage_dir)
-        if len(segments) == begun:  # the ranks ended before they could do anything
-            return False
         reason: Reason = "failed"
         if self.timed_out:
             reason = "walltime"
-        elif -signal.SIGKILL in self.exit_codes:
+        elif any(code in KILLED for code in self.exit_codes):
             reason = "killed"
+        if len(segments) == begun:  # the ranks ended before they were set up
+            segments.append(begin_segment(stage_dir, self.pid, os.uname().nodename))
         return end_segment(stage_dir, segments[-1].number, reason, last_recorded_step(stage_dir), cluster)
 
     def wait(self, freq: int = 10) -> Sequence[int | None]:

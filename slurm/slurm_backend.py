@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ REASONS: dict[str, Reason] = {
     "REQUEUED": "requeued",
 }
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)}
+"""The words of srun for a rank that a signal ended: a rank hears signals only once it has been set up."""
 COMMAND_SECONDS = 30
 """How long one of Slurm's commands may take before Slurm counts as silent."""
 RANK_COMMAND_SECONDS = 5
@@ -115,7 +118,9 @@ class SlurmJob:
         """Return which rank ended badly, and how, as srun writes it at the end of the first rank's log."""
         log = self.log(0)
         found = SRUN_ERROR.search(log.read_text(errors="replace")) if log.exists() else None
-        return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}") if found else Failure(0)
+        if found is None:
+            return Failure(0)
+        return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
 
     def _accounting_state(self) -> str:
         try:

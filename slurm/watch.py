@@ -12,7 +12,7 @@ from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE
 from specrl.context import StageContext
 from specrl.progress import ProgressState, read_progress
-from specrl.segments import Reason, Segment, end_segment, last_recorded_step, read_segments
+from specrl.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
@@ -125,11 +125,12 @@ class _Watch:
     def _goes_on(self, reason: Reason | None) -> bool:
         """End the latest segment if no rank could, and return whether the stage is to go on in another job."""
         segments, stage_dir = self._segments(), self.context.stage_dir
-        if not segments:  # it was taken away before it could begin
-            return self.state.cause in RETURNING
-        reason = reason or REASONS.get(self.state.cause, "failed")
-        last_step = last_recorded_step(stage_dir)
-        return end_segment(stage_dir, segments[-1].number, reason, last_step, self.cluster)
+        if reason is None:
+            killed = self.job.failure(self.context.config.resources_of(self.context.stage).ranks).killed
+            reason = REASONS.get(self.state.cause, "killed" if killed else "failed")
+        # A job that was taken away before its ranks were set up counts too, or it could be submitted without end.
+        last = segments[-1] if segments else begin_segment(stage_dir, self.job.job_id, "")
+        return end_segment(stage_dir, last.number, reason, last_recorded_step(stage_dir), self.cluster)
 
     def _segments(self) -> list[Segment]:
         """Return the segments of the stage that are this job's."""
