@@ -22,7 +22,7 @@ from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.lineage.revision import Revision, revise
 from specrl.report.tables import print_line, print_table
-from tasks.run import begin, read_run_config
+from tasks.run import read_run_config
 
 MOST_SHOWN = 8
 """The largest number of differences that an error message names."""
@@ -110,7 +110,9 @@ def note_edited_files(config: Config, console: Console) -> None:
 
 def _plan(run_dir: Path, wishes: Wishes) -> Revision:
     old = read_run_config(run_dir)
-    record = read_record(run_dir) or begin(old)
+    record = read_record(run_dir)
+    if record is None:
+        raise ConfigError(f"run {run_dir.name} has not begun, so nothing of it can change; begin it with: specrl run")
     new = anchor(change_config(old, list(wishes.overrides)))
     if (new.name, new.runs_dir) != (old.name, old.runs_dir):
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")

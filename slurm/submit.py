@@ -78,15 +78,14 @@ def find_now(key: JobKey) -> Job | None:
 
 
 def _backends(key: JobKey) -> list[Backend]:
-    """Return the backend of the configuration and, where that was another one, the one with the stage's last job."""
-    cluster = key.cluster
-    backends = [backend_of(cluster)]
+    """Return the backend with the stage's last job, where that is another one, and the configuration's."""
+    backends = [backend_of(key.cluster)]
     if key.context_path.exists():  # it is written before a job is submitted
         config = json.loads(key.context_path.read_text())["config"]
         name = config["stage_resources"].get(key.stage, {}).get("backend") or config["cluster"]["backend"]
-        if name != cluster.backend:
-            backends.append(backend_of(cluster.model_copy(update={"backend": name})))
-            backends[-1].connect()
+        if name != key.cluster.backend:
+            backends.insert(0, backend_of(key.cluster.model_copy(update={"backend": name})))
+            backends[0].connect()
     return backends
 
 

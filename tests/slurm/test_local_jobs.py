@@ -11,16 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from flows.change import Wishes, change_run
 from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm.backend import Failure, JobError, JobKey, State
 from slurm.local_backend import LocalJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
-from specrl.config import Config
+from specrl.config import Config, ConfigError, change_config
 from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
+from specrl.lineage.record import read_record
+from tasks.run import begin
 from tests.prefect_api import request
 from tests.slurm.conftest import ROOT, FlowProcess
 
@@ -114,6 +118,41 @@ def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, m
     assert (again.job_id, again.attached) == (job.job_id, True)
     wait(again, context, nothing)
     assert attach_or_submit(context, ENTRY, ROOT) is None
+
+
+def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    context, job = submit(make_run("local"))
+    moved = change_config(context.config, ["cluster.backend=slurm"])
+    found = find(JobKey(moved, context.key))
+    assert found is not None
+    assert (found.backend, found.job_id) == ("local", job.job_id)
+    job.cancel()
+
+
+def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    able = ["drafter.draft_vocab_size=64", "resources.memory_gib_per_rank=4"]  # a change is checked like a new run
+    config = change_config(make_run("local"), able)
+    key = begin(config).stage_keys["prepare"]
+    context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
+    job = attach_or_submit(context, ENTRY, ROOT)
+    assert job is not None
+    ranks_of(context)
+    change_run(
+        config.run_dir, Wishes(("validate.num_prompts=3",)), Console(), dry_run=False
+    )  # prepare does not read it
+    with pytest.raises(ConfigError, match=rf"local job {job.job_id} of run dummy .* --cancel"):
+        change_run(config.run_dir, Wishes(("seed=3",)), Console(), dry_run=False)
+    assert find(JobKey(config, key)) is not None
+    change_run(config.run_dir, Wishes(("seed=3",), cancel=True), Console(), dry_run=False)
+    assert find(JobKey(config, key)) is None
+    record = read_record(config.run_dir)
+    assert record is not None
+    assert record.stage_keys["prepare"] != key
+    assert (config.run_dir / "stages" / key).is_dir()
 
 
 def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
