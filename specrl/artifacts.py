@@ -41,8 +41,6 @@ class PrepareResult(Artifact):
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
     prompts_overlong: int = 0
     """Those of them that were too long, and were dropped or truncated as `data.overlong` says."""
-    data_notes: list[str] = []
-    """A line for each thing about the data that a user may not expect."""
     seconds: float
     """The wall-clock time of the stage, here as in every result."""
 

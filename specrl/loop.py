@@ -166,6 +166,7 @@ class Trainer:
                 record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
                 self.store(record, generated.rollouts)
         self.recorder.finish(record, timer, self.config.train.num_steps, progress)
+        self.recorder.report_failures(step, generated)
 
     def update_policy(self, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
         """Train the policy on the step's rollouts; return its metrics and the features that the drafter learns from."""

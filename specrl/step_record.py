@@ -12,6 +12,7 @@ from typing import Any
 
 from specrl.algorithms.advantages import zero_signal_fraction
 from specrl.artifacts import write_json, write_text
+from specrl.data.reward_pool import describe
 from specrl.distributed import Ranks
 from specrl.events import record_event
 from specrl.progress import Progress
@@ -168,6 +169,12 @@ class StepRecorder:
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
         message = "; ".join([text.format(**record.metrics), *record.events])
         progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")
+
+    def report_failures(self, step: int, generated: StepRollouts) -> None:
+        """Record the step's failed rewards, if there are any, as an event of the stage on the first rank."""
+        if generated.failures and self._ranks.is_first:
+            text = describe(generated.failures, len(generated.rollouts))
+            record_event(self.steps_dir.parent, "reward", text, step)
 
     def _picture(self, step: int) -> Path:
         return self.steps_dir / f"step={step:06d}.svg"

@@ -231,7 +231,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"

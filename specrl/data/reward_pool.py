@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -38,6 +39,8 @@ TRIES = 2
 """The processes that a reward may end until it counts as failed: the first one may have been killed by anybody."""
 LOST_IN_A_ROW = 16
 """The time-outs and ended processes in a row, with no reward between them, after which the reward counts as broken."""
+REASONS = 3
+"""The most frequent reasons that are named where failures are summed up."""
 LOGGED = 3
 """The failures among the responses of one generation that are logged in full."""
 
@@ -315,6 +318,17 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
     if rank % config.engine.tensor_parallel:
         return None
     return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
+
+
+def describe(failures: Sequence[RewardFailure], num_responses: int) -> str:
+    """Return one line about the failures among the responses of a generation."""
+    reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
+    counted = "; ".join(f"{count} x it {reason}" for reason, count in reasons)
+    first = failures[0]
+    return (
+        f"the reward failed on {len(failures)} of {num_responses} responses: {counted}; the first one: prompt "
+        f"{first.prompt!r}, response {first.response!r}"
+    )
 
 
 def refuse_failure(failures: Sequence[RewardFailure], num_responses: int, config: DataConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specrl.artifacts import ExportResult, SetScore, TrainResult, ValidateResult, write_json
+from specrl.artifacts import ExportResult, PrepareResult, SetScore, TrainResult, ValidateResult, write_json
 from specrl.config import STAGES, Config
 from specrl.events import read_events
 from specrl.export.card import serve_command
@@ -48,6 +48,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     decoding steps.
     """
     config = read_config(run_dir)
+    prepare = finished(stages, "prepare", PrepareResult)
     train = finished(stages, "train", TrainResult)
     validation = finished(stages, "validate", ValidateResult)
     export = finished(stages, "export", ExportResult)
@@ -61,6 +62,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
         "segments": {stage: segment_counts(record.stage_dir) for stage, record in stages.items()},
+        "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
         "events": _events(stages),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
@@ -88,7 +90,7 @@ def _events(stages: Mapping[str, StageRecord]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: event["time"])
 
 
-def _pick(result: TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:
+def _pick(result: PrepareResult | TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:
     return result.model_dump(mode="json", include=set(names))
 
 

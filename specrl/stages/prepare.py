@@ -13,6 +13,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
+from specrl.events import record_event
 from specrl.lineage.record import Continuation
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
@@ -42,6 +43,7 @@ def main(context: StageContext) -> None:
         found = source.check()
         for line in found.notes if ranks.is_first else []:
             logger.warning(line)
+            record_event(context.stage_dir, "data", line)
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})
         if start is not None:
             with logs.phase("loading of the checkpoint"):
@@ -57,7 +59,6 @@ def main(context: StageContext) -> None:
             warm_start_loss_last=last,
             prompts_seen=found.seen,
             prompts_overlong=found.overlong,
-            data_notes=found.notes,
             seconds=seconds,
         )
         write_result(context.stage_dir, result)

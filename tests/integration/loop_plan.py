@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +29,33 @@ class LoopRun:
     """On top of the toy configuration, by section."""
 
 
+ON_FAILURE = 0.25
+
+
 def reward(prompt: str, response: str, answer: str) -> float:
     """Something of which a toy policy has half, and that does not depend on how long its responses are."""
     return float(len(response) % 2)
+
+
+def kind(response: str) -> int:
+    """A number from 0 to 15 that says what `failing_reward` does with a response."""
+    return zlib.crc32(response.encode()) % 16
+
+
+def failing_reward(prompt: str, response: str, answer: str) -> float:
+    """`reward`, but for some responses it hangs, ends its process, raises or returns what is no number."""
+    match kind(response):
+        case 0:
+            time.sleep(1000)
+        case 1:
+            os._exit(1)
+        case 2:
+            raise ValueError("no reward for this")
+        case 3:
+            return float("nan")
+    return reward(prompt, response, answer)
+
+
+def mended_reward(prompt: str, response: str, answer: str) -> float:
+    """What counts where `failing_reward` fails, and otherwise its reward."""
+    return ON_FAILURE if kind(response) < 4 else reward(prompt, response, answer)

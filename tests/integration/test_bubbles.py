@@ -20,7 +20,7 @@ from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
 from specrl.projection.projected import agreement
 from tests.checkpoints import whole_state
-from tests.integration.loop_plan import LoopRun
+from tests.integration.loop_plan import ON_FAILURE, LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
 from tests.unit.test_metrics import OF_A_STEP
 
@@ -52,6 +52,12 @@ RUNS = [
         ranks=1,
         settings={"sampling": {"temperature": 1.3, "top_p": 0.5, "top_k": 5}, "train": {"num_steps": 1}},
     ),
+]
+FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 0.3}
+MENDED = {"reward": "tests.integration.loop_plan:mended_reward"}
+RUNS += [
+    LoopRun("failing-reward", settings={"data": {**FAILING, "reward_on_failure": ON_FAILURE}}),
+    LoopRun("mended-reward", settings={"data": MENDED}),
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
@@ -167,6 +173,21 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
         [row["response_tokens"] for row in rollouts(runs / run) if row["step"] == 0] for run in ("none", "four-ranks")
     )
     assert first == same
+
+
+def test_rewards_that_fail_cost_their_own_responses_alone(runs: Path) -> None:
+    found = rollouts(runs / "failing-reward")
+    assert found == rollouts(runs / "mended-reward")
+    weights = policy(runs / "mended-reward")
+    assert all(torch.equal(policy(runs / "failing-reward")[key], tensor) for key, tensor in weights.items())
+    failed = [sum(row["reward"] == ON_FAILURE for row in found if row["step"] == step) for step in range(3)]
+    assert [record["metrics"]["reward/failures"] for record in steps(runs / "failing-reward")] == failed
+    assert sum(failed) > 3
+    events = read_events(runs / "failing-reward" / "train-toy")
+    assert [event.step for event in events if event.kind == "reward"] == [step for step in range(3) if failed[step]]
+    reasons = " ".join(event.text for event in events)
+    for reason in ("took longer than data.reward_timeout_s = 0.3", "ended its process", "raised ValueError: no reward"):
+        assert reason in reasons
 
 
 def test_truncated_sampling_is_no_mismatch_of_engine_and_trainer(runs: Path) -> None:

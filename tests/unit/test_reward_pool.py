@@ -16,7 +16,7 @@ import pytest
 from specrl.config import DataConfig
 from specrl.data import reward_pool
 from specrl.data.problems import Prompt
-from specrl.data.reward_pool import RewardError, RewardFailure, RewardPool, Scores, refuse_failure
+from specrl.data.reward_pool import RewardError, RewardFailure, RewardPool, Scores, describe, refuse_failure
 
 NAP = str(10_000_000 + os.getpid())
 BODY = """
@@ -154,6 +154,7 @@ def test_a_reward_that_loses_every_process_stops_early(monkeypatch: pytest.Monke
 def test_a_reward_that_fails_on_every_response_is_refused() -> None:
     failures = [RewardFailure("Q", "A", "raised ValueError: no")] * 3
     refuse_failure(failures, 4, data())
+    assert describe(failures, 4).startswith("the reward failed on 3 of 4 responses: 3 x it raised ValueError: no; the")
     with pytest.raises(RewardError, match="failed on all 3 responses: the first one raised ValueError: no; prompt 'Q'"):
         refuse_failure(failures, 3, data())
 

@@ -171,6 +171,7 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
             "k",
             "method",
         ],
+        "data": ["prompts_overlong", "prompts_seen"],
         "train": ["reward_first", "reward_last", "step_seconds_median", "steps", "timing_share"],
         "mismatch": ["token_mult_prob_error"],
         "precision": sorted(PrecisionReport.model_fields),
