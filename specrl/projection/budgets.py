@@ -128,8 +128,8 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
     given = _kv_given(stage, rank)
     key = "engine.gpu_memory_fraction" if rank.gpu else "engine.kv_cache_gib"
     if given < longest:
-        line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.2f} GiB"
-        return [f"{stage}: KV cache of {max(given, 0.0):.2f} GiB, {line}: raise {key}"], []
+        line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.3g} GiB"
+        return [f"{stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}"], []
     # One note is enough, for the stage that generates most.
     if stage == "train" and given < longest * config.engine.max_num_seqs:
         fits = int(given / longest)

@@ -12,6 +12,8 @@ import pytest
 from specrl.models.tiny import CHARACTERS, SPECIAL
 from specrl.processes import free_port
 from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.exactness import measure_exactness
+from specrl.rollout.matched import matched_pair
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
@@ -121,7 +123,23 @@ def test_truncated_logprobs_and_the_kept_mass_give_those_of_scoring(engine: Engi
         assert response.log_kept_mass is not None
         whole = [a + b for a, b in zip(response.logprobs, response.log_kept_mass, strict=True)]
         assert whole == pytest.approx(score[-len(response.tokens) :], abs=1e-3)
-    assert min(mass for response in responses for mass in response.log_kept_mass or []) < -0.1
+    assert min(mass for response in responses for mass in response.log_kept_mass or []) < -0.05
+
+
+@pytest.mark.engine
+def test_responses_of_one_token_make_a_matched_pair(engine: Engine) -> None:
+    """They come from the prompts' passes: there is no decoding step that drafts could save."""
+    pair = matched_pair(engine, [Request(likely_tokens()[:4], seed, 1, 1.0) for seed in (1, 2, 3)], 2, 3, 1)
+    assert (pair.decode_step_reduction, pair.tokens_equal) == (0.0, 1.0)
+
+
+@pytest.mark.engine
+def test_exactness_can_be_measured_on_one_prompt_and_one_token_at_any_temperature(engine: Engine) -> None:
+    """One prompt of two is sampled at the highest temperature that vLLM takes, whatever the run's is."""
+    asked = [Request(likely_tokens()[: 3 + i], 11 + i, 1, 1.3, 0.5, 5) for i in range(2)]
+    measured = measure_exactness(engine, asked[:1], asked, 3)
+    measured.check()
+    assert measured.result().num_samples == 2
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard
+from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard, GuardReport
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     NUM_LIKELY,
@@ -61,6 +62,14 @@ def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
     report = guard.check(1)
     assert report.speculating and not report.reloaded and guard.take_events() == []
     return guard, trainer
+
+
+@pytest.mark.engine
+def test_responses_too_short_for_drafts_say_nothing_about_the_drafter(engine: Engine) -> None:
+    trainer = ToyTrainer()
+    guard = DrafterGuard(engine, trainer, [replace(request, max_tokens=2) for request in REQUESTS], ALONE)
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
+    assert guard.check(1) == GuardReport(reloaded=False, speculating=True, acceptance_length=1.0)
 
 
 def zeros(weights: Weights) -> Weights:
