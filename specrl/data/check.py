@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specrl.config import Config
+from specrl.config import Config, ConfigError
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
 from specrl.data.rendering import check_template
@@ -12,6 +12,8 @@ from specrl.data.rewards import make_reward
 def check_data(config: Config) -> None:
     """Check that generators take their parameters, files have their columns, and template and reward are valid.
 
+    There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short).
+
     This imports the user's reward function; it does not import torch unless that function does.
 
     Raises:
@@ -19,7 +21,12 @@ def check_data(config: Config) -> None:
     """
     check_template(config.data.template)
     make_reward(config.data)
-    make_problems(config.data, config.seed, fit_all)
+    problems, count = make_problems(config.data, config.seed, fit_all), config.validate_.num_prompts
+    problems.draw("train", 0, 1)
+    try:
+        problems.held_out(count)
+    except ConfigError as error:
+        raise ConfigError(f"validate.num_prompts = {count}: {error}") from error
     for name in config.validate_.sets:
         make_reward(config_of_set(config, name).data)
         held_out_problems(config, name, fit_all)

@@ -31,6 +31,8 @@ from specrl.segments import segment_counts
 from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
+POSITIONS_SHOWN = 8
+"""The number of draft positions whose acceptance the table shows, from the first on; the summary has all."""
 
 
 def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> Path:
@@ -180,7 +182,7 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not validation or validation["accuracy_after"] is None:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
-    rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({validation['num_prompts']} prompts)")]
+    rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
     return [*rows, *_exactness_rows(validation.get("exactness"))]
 
 
@@ -191,8 +193,8 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
     cells = exactness.get("num_cells")  # results of earlier versions have none
     details = (
         f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
-        f"{exactness['degrees_of_freedom']} degree{_plural(exactness['degrees_of_freedom'])} of freedom, "
-        f"{exactness['num_samples']} samples, "
+        f"{_count(exactness['degrees_of_freedom'], 'degree')} of freedom, "
+        f"{_count(exactness['num_samples'], 'sample')}, "
         f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
     )
     first = ("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})")
@@ -206,9 +208,7 @@ def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
     Args:
         unit: The unit of the largest distance and of the limit.
     """
-    text = (
-        f"{counts['num_differences']} difference{_plural(counts['num_differences'])} in {counts['num_tokens']} tokens"
-    )
+    text = f"{_count(counts['num_differences'], 'difference')} in {_count(counts['num_tokens'], 'token')}"
     if not counts["num_differences"]:
         return text
     if counts.get("limit") is None:  # a result of an earlier version
@@ -217,9 +217,9 @@ def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
     return f"{text}, all near-ties: {distance}"
 
 
-def _plural(number: int) -> str:
-    """Return the ending of a noun that is counted."""
-    return "" if number == 1 else "s"
+def _count(number: int, noun: str) -> str:
+    """Return, say, `1 step` or `8 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -227,7 +227,7 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not train:
         return []
     precision = summary.get("precision")  # runs of earlier versions have none
-    steps = f"{train['steps']} step{_plural(train['steps'])}"
+    steps = _count(train["steps"], "step")
     return [
         *([("precision", _precision_words(precision))] if precision else []),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
@@ -259,9 +259,10 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
     speculation = summary["speculation"]
     if not speculation or speculation["method"] == "none":
         return []
-    per_position = " / ".join(f"{rate:.2f}" for rate in speculation["acceptance_rate_per_pos"])
+    rates_shown = speculation["acceptance_rate_per_pos"][:POSITIONS_SHOWN]
+    by_position = "; by position " + " / ".join(f"{rate:.2f}" for rate in rates_shown) if rates_shown else ""
     name = f"{speculation['method']}, k = {speculation['k']}"
-    rows = [("acceptance length", f"{speculation['acceptance_length']:.2f} ({name}; by position {per_position})")]
+    rows = [("acceptance length", f"{speculation['acceptance_length']:.2f} ({name}{by_position})")]
     for pair in validation.speed if validation else []:
         spread = f"{pair.speedup_min:.2f} to {pair.speedup_max:.2f}"
         rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"

@@ -140,6 +140,10 @@ def test_a_mixture_follows_its_weights() -> None:
         ({"name": "chain_sum", "parameters": {"min_terms": 0}}, "min_terms must be positive"),
         ({"name": "worked_sums", "parameters": {"max": 3}}, "worked_sums: max: .*parameters: terms, low, high"),
         ({"name": "worked_sums", "parameters": {"low": 30}}, "low must not exceed high"),
+        (
+            {"name": "worked_sums", "parameters": {"terms": [2], "low": 0, "high": 1, "large_share": 0.0}},
+            r"^validate\.num_prompts = 128: data\.generators have only \d distinct held-out problems",
+        ),
     ],
 )
 def test_a_wrong_generator_is_one_line_that_names_what_is_allowed(generator: dict[str, Any], message: str) -> None:
