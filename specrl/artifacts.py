@@ -117,8 +117,14 @@ class SetScore(Artifact):
 
     def metrics(self) -> dict[str, float]:
         """Return the scores under their names in MLflow."""
-        names = ("accuracy", "avg_at_k", "pass_at_k", "response_length_mean", "response_length_max")
-        values: dict[str, float] = {name: float(getattr(self, name)) for name in (*names, "truncated_fraction")}
+        values = {
+            "accuracy": self.accuracy,
+            "avg_at_k": self.avg_at_k,
+            "pass_at_k": self.pass_at_k,
+            "response_length_mean": self.response_length_mean,
+            "response_length_max": float(self.response_length_max),
+            "truncated_fraction": self.truncated_fraction,
+        }
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
             values |= {f"{name}_low": low, f"{name}_high": high}
@@ -128,13 +134,34 @@ class SetScore(Artifact):
 _SCORES = TypeAdapter(list[SetScore])
 
 
+class BestPolicy(Artifact):
+    """The best of the policies that were validated during training."""
+
+    step: int
+    """The number of RL steps that it was trained for."""
+    metric: str
+    """The metric that it is the best by."""
+    value: float
+    policy_dir: Path
+    drafter_dir: Path | None
+    """The folder of the drafter that was trained along with it; for `mtp`, `policy_dir`; None without a drafter."""
+
+
 class TrainResult(Artifact):
     """The result of `train`, summed up from the records of its steps."""
 
     policy_dir: Path
+    """The policy that the next stages take: that of the last step or, with `train.final = "best"`, the best one."""
     drafter_dir: Path | None
     """The drafter's folder; for `mtp`, whose layer belongs to the policy, `policy_dir`; None without a drafter."""
+    policy_step: int
+    """The number of RL steps that this policy was trained for."""
     steps: int
+    """The number of RL steps of the run."""
+    stopped_early: str | None = None
+    """Why training ended before `train.num_steps`, by `train.stop_when`; None where it did not."""
+    best: BestPolicy | None = None
+    """The best policy; None where nothing was validated during training."""
     step_seconds_median: float
     timing_share: dict[str, float]
     """The share of the steps' time that each part took, by the name of the part."""

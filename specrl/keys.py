@@ -116,6 +116,11 @@ def named_files(config: Config) -> dict[str, str]:
         "data.validation_path": config.data.validation_path,
         "data.reward": import_source(config.data.reward),
         **sources,
+        **{f"validate.sets.{name}.path": chosen.path for name, chosen in config.validate_.sets.items()},
+        **{
+            f"validate.sets.{name}.reward": import_source(chosen.reward or "")
+            for name, chosen in config.validate_.sets.items()
+        },
     }
     digests = {key: content for key, path in paths.items() if (content := _content(path)) is not None}
     models = {"model.source": config.model.source, "speculation.draft_model": config.speculation.draft_model}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol, TypeVar
@@ -75,6 +76,8 @@ class Lifetime:
         self._began_at = clock()
         self._seconds: list[float] = []
         self._past_seconds: list[float] = []
+        self._validations: list[float] = []
+        self._validates = False
         self._checkpoint_seconds = 0.0
         self._lock = threading.Lock()
 
@@ -111,24 +114,43 @@ class Lifetime:
         """Say that the stage has steps, so that its start is watched too."""
         self._expects_steps, self._began_at = True, self._clock()
 
-    def begin_steps(self, step: int, past_seconds: Sequence[float] = ()) -> None:
+    def begin_steps(
+        self, step: int, past_seconds: Sequence[float] = (), past_validations: Sequence[float] = ()
+    ) -> None:
         """Say that steps begin, with this one.
 
         Args:
-            past_seconds: How long the last steps of earlier jobs took.
+            past_seconds: How long the last steps of earlier jobs took, without their validations.
+            past_validations: How long these validations took.
         """
         self.first_step = self.step = step
         self._past_seconds = list(past_seconds)[-RECENT_STEPS:]
+        self._validations = list(past_validations)
         self._began_at = self._clock()
 
-    def at_boundary(self, ranks: Together, step: int) -> Stop | None:
-        """Return why this step is not to begin, or None if it is (collective)."""
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Measure a validation apart from the step that it is in, whose usual time it may exceed many times over."""
+        step_began_at, self._began_at, self._validates = self._began_at, self._clock(), True
+        try:
+            yield
+        finally:
+            seconds = self._clock() - self._began_at
+            self._validations.append(seconds)
+            self._began_at, self._validates = step_began_at + seconds, False
+
+    def at_boundary(self, ranks: Together, step: int, *, validates: bool = False) -> Stop | None:
+        """Return why this step is not to begin, or None if it is (collective).
+
+        Args:
+            validates: Whether the step has a validation.
+        """
         assert self.first_step is not None, "begin_steps comes first"
         now = self._clock()
         if step > self.first_step:
             self._seconds.append(now - self._began_at)
         self.step, self._began_at = step, now
-        wishes = ranks.gather(self._stop or self._too_late(now))
+        wishes = ranks.gather(self._stop or self._too_late(now, validates))
         return next((wish for wish in wishes if wish is not None), None)
 
     def saved(self, seconds: float) -> None:
@@ -148,19 +170,25 @@ class Lifetime:
             return None
         what = "the start of the stage" if self.first_step is None else "what follows the steps"
         if self.step is not None:
-            what = f"step {self.step}"
-        usual = f", where {median(self._seconds):.1f} s are usual" if self.step is not None and self._seconds else ""
+            what = f"{'the validation in ' if self._validates else ''}step {self.step}"
+        known = self._usual_seconds()
+        usual = f", where {median(known):.1f} s are usual" if self.step is not None and known else ""
         return f"{what} has taken {seconds:.0f} s{usual}"
 
     def _limit_seconds(self) -> float:
         """Return how long what is under way may take."""
         if not self._expects_steps:
             return float("inf")  # only the time limit of the job tells how long such a stage may take
-        if self.step is None or not self._seconds:
+        known = self._usual_seconds()
+        if self.step is None or not known:
             return 60 * self._cluster.start_minutes
-        return max(60 * self._cluster.hang_minutes, HANG_FACTOR * median(self._seconds[-RECENT_STEPS:]))
+        return max(60 * self._cluster.hang_minutes, HANG_FACTOR * median(known))
 
-    def _too_late(self, now: float) -> Stop | None:
+    def _usual_seconds(self) -> list[float]:
+        """Return how long such work as is under way has taken, the latest last."""
+        return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
+
+    def _too_late(self, now: float, validates: bool) -> Stop | None:
         """Return the wish to leave that comes of the time left, or None if the next step and a checkpoint fit into it.
 
         The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
@@ -168,6 +196,7 @@ class Lifetime:
         if self.leave_by is None or not self._seconds:
             return None
         longest = max([*self._seconds[-RECENT_STEPS:], *self._past_seconds[len(self._seconds) :]])
+        longest += max(self._validations, default=0.0) if validates else 0.0
         needed = STEP_MARGIN * longest + CHECKPOINT_MARGIN * self._checkpoint_seconds
         left = self.leave_by - now
         if needed <= left:

@@ -34,6 +34,7 @@ from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.update import update_policy
+from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Trainer:
     precision: PrecisionMonitor
     refit: Refit
     validation: Validation
+    early_stop: EarlyStop
     recorder: StepRecorder
     checkpoints: Checkpoints
     lifetime: Lifetime
@@ -90,6 +92,9 @@ class Trainer:
                     record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
         self.recorder.drop_from(first_step)
         self.validation.restore(first_step)
+        if (best := self.validation.best()) is not None:
+            self.checkpoints.mark_best(best[0])
+        self.early_stop.restore(self.validation.measured + self.recorder.measured(self.early_stop.metric))
         self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)
         return first_step
 
@@ -105,26 +110,35 @@ class Trainer:
         self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
         return None
 
-    def run(self, first_step: int, progress: Progress) -> None:
+    def run(self, first_step: int, progress: Progress) -> int:
         """Run the steps from `first_step` on. After a kill, the next start redoes the steps since the last checkpoint.
 
         Args:
             first_step: The step that `restore` returned.
+
+        Returns:
+            The number of steps that the policy has been trained for: `train.num_steps`, unless training ended early.
 
         Raises:
             LeftJobError: The next step does not fit into the time left, or somebody wants the job to end.
         """
         with logs.phase("first refit"):
             self.recorder.log(first_step, self.refit_engine(version=first_step).timing())
-        self.lifetime.begin_steps(first_step, recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
-        for step in range(first_step, self.config.train.num_steps):
-            if (stop := self.lifetime.at_boundary(self.ranks, step)) is not None:
+        step = first_step
+        if self.is_last(step):  # an earlier job was ended after its last step
+            return step
+        self.lifetime.begin_steps(step, *recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
+        while not self.is_last(step):
+            validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
+            if (stop := self.lifetime.at_boundary(self.ranks, step, validates=validates)) is not None:
                 self.leave(step, stop)
             with logs.step(step):
                 self.step(step, progress)
+            step += 1
         with logs.phase("writing of the last checkpoint"):
             self.checkpoints.wait()
         self.lifetime.end_steps()
+        return step
 
     def leave(self, step: int, stop: Stop) -> NoReturn:
         """Leave the job before this step, with a checkpoint from which another job begins with it.
@@ -133,7 +147,7 @@ class Trainer:
             LeftJobError: Always.
         """
         logger.info("leaving before step %d: %s (%s)", step, stop.reason, stop.text)
-        if step != self.lifetime.first_step and step % self.config.train.checkpoint_every != 0:
+        if step not in (self.lifetime.first_step, self.checkpoints.newest):
             self.save(step)
         self.checkpoints.wait()
         raise LeftJobError(stop)
@@ -142,9 +156,8 @@ class Trainer:
         """Run one step: rollouts of policy version `step`, then policy, drafter and engine of version `step + 1`."""
         timer = Timer()
         with timer("step"):
-            self.validate(
-                step, timer
-            )  # only before the first step: later versions have been validated after their refit
+            if self.validate(step, timer):  # the policy before training; later ones are validated after their refit
+                self.save(step)
             with timer("generation"):
                 generated = self.generator.generate(step)
                 if self.config.engine.sleep:
@@ -159,13 +172,15 @@ class Trainer:
             del features  # or they would still be held beside the next step's
             with timer("refit"):
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
-            self.validate(step + 1, timer)
             parts = StepParts(generated, policy_metrics, drafter_metrics, mismatch, refit)
+            self.early_stop.observe(step + 1, parts.metrics(timer.seconds))
+            is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
                 others = self.generator.metrics() | controller_metrics(self.engine.controller)
                 record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
-                self.store(record, generated.rollouts)
-        self.recorder.finish(record, timer, self.config.train.num_steps, progress)
+                self.store(record, generated.rollouts, is_best=is_best)
+        num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
+        self.recorder.finish(record, timer, num_steps, progress)
         self.recorder.report_failures(step, generated)
 
     def update_policy(self, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
@@ -187,23 +202,38 @@ class Trainer:
             self.generator.probed(report.guard.acceptance_length)
         return report
 
-    def validate(self, version: int, timer: Timer) -> None:
-        """Let the engine, which holds policy version `version`, answer the held-out sets if that is due."""
-        if self.validation.is_due(version):
-            with timer("validation"):
-                self.validation.run(version)
+    def validate(self, version: int, timer: Timer) -> bool:
+        """Let the engine, which holds policy version `version`, answer the held-out sets if that is due.
 
-    def store(self, record: StepRecord, rollouts: list[Rollout]) -> None:
+        Returns:
+            Whether it is the best version so far, and its checkpoint has not been begun yet.
+        """
+        if not self.validation.is_due(version, last=self.is_last(version)):
+            return False
+        with timer("validation"), self.lifetime.validation():
+            is_best = self.validation.run(version)
+        self.early_stop.observe(version, self.validation.metrics_of(version))
+        if is_best:
+            self.checkpoints.mark_best(version)
+        return is_best and self.checkpoints.newest != version
+
+    def is_last(self, version: int) -> bool:
+        """Return whether training ends with this version of the policy."""
+        return version >= self.config.train.num_steps or self.early_stop.reason is not None
+
+    def store(self, record: StepRecord, rollouts: list[Rollout], *, is_best: bool) -> None:
         """Write this rank's rollouts and begin, when one is due, a checkpoint from which the next step can start.
+
+        One is due every `train.checkpoint_every` steps, after the last step, and for the best policy so far.
 
         The record goes before the checkpoint, with the times measured so far: after the checkpoint nobody runs this
         step again, so a kill before the record is finished would leave the step without any.
         """
-        config, step = self.config.train, record.step
-        self.recorder.write_rollouts(step, rollouts)
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
+        version = record.step + 1
+        self.recorder.write_rollouts(record.step, rollouts)
+        if version % self.config.train.checkpoint_every == 0 or self.is_last(version) or is_best:
             self.recorder.write(record)
-            self.save(step + 1)
+            self.save(version)
         else:
             self.checkpoints.check()
 

@@ -176,6 +176,14 @@ class StepRecorder:
             text = describe(generated.failures, len(generated.rollouts))
             record_event(self.steps_dir.parent, "reward", text, step)
 
+    def measured(self, metric: str | None) -> list[tuple[int, dict[str, float]]]:
+        """Return the values of a metric in all records, each with the number of RL steps done then (collective)."""
+        if metric is None:
+            return []
+        records = read_steps(self.steps_dir) if self._ranks.is_first else []
+        found = [(record.step + 1, {metric: record.metrics[metric]}) for record in records if metric in record.metrics]
+        return self._ranks.gather(found)[0]
+
     def _picture(self, step: int) -> Path:
         return self.steps_dir / f"step={step:06d}.svg"
 
@@ -226,10 +234,17 @@ def read_steps(steps_dir: Path) -> list[StepRecord]:
     return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
 
 
-def recent_seconds(steps_dir: Path, number: int) -> list[float]:
-    """Return the wall times of the last steps that have a record, at most `number` of them, in seconds."""
+def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[float]]:
+    """Return the wall times of the last steps that have a record, at most `number` of them, in seconds.
+
+    Returns:
+        The times of the steps without their validations, and those of the validations.
+    """
     paths = sorted(steps_dir.glob("step=*.json"))[-number:]
-    return [float(json.loads(path.read_text())["metrics"]["timing/step_s"]) for path in paths]
+    metrics = [json.loads(path.read_text())["metrics"] for path in paths]
+    validations = [float(values.get("timing/validation_s", 0.0)) for values in metrics]
+    steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
+    return steps, [seconds for seconds in validations if seconds]
 
 
 def _record(data: dict[str, Any]) -> StepRecord:

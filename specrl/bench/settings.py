@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -106,6 +106,17 @@ def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationCo
     draft_model = run.draft_model if METHODS[method].model == "draft_model" else None
     changed = {"method": method, "k": k, "draft_model": draft_model}
     return SpeculationConfig.model_validate(run.model_dump() | changed)
+
+
+def train_plainly(data: dict[str, Any], num_steps: int) -> None:
+    """Let the run of a benchmark train for so many steps, without validation and with a checkpoint at its end alone.
+
+    Args:
+        data: The run's configuration as a nested dict, which is changed in place.
+    """
+    data["validate"] |= {"every": 0, "sets": {}}
+    data["train"] |= {"num_steps": num_steps, "checkpoint_every": num_steps, "keep_checkpoints": 1}
+    data["train"] |= {"best_metric": None, "final": "last", "stop_when": None}
 
 
 class DrafterSettings(BenchSettings):

@@ -23,7 +23,7 @@ from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyMo
 from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
-from specrl.config.validation import ValidateConfig, ValidationSetConfig
+from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
 
 __all__ = [
     "STAGES",
@@ -45,6 +45,7 @@ __all__ = [
     "SpeculationConfig",
     "StageName",
     "StageResources",
+    "StopConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",
@@ -89,6 +90,13 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The absolute path of the run's folder."""
         return (self.runs_dir / self.name).absolute()
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best policy is chosen; None where nothing is validated during training."""
+        if not self.validate_.every:
+            return None
+        return self.train.best_metric or f"validation/{self.validate_.first_set}/accuracy"
 
     def resources_of(self, stage: StageName) -> Resources:
         """Return `[resources]` with the stage's own overrides applied."""
@@ -166,6 +174,12 @@ class Config(Section):
                     f'validate.sets.{name}.reward = "task" is a generator\'s own scorer, and the set is a file: set it '
                     "to another reward, such as math_verify or exact_match"
                 )
+        if self.train.best_metric is not None:
+            self.validate_.check_metric("train.best_metric", self.train.best_metric, with_better=True)
+        if self.train.stop_when is not None and self.train.stop_when.metric.startswith("validation/"):
+            self.validate_.check_metric("train.stop_when.metric", self.train.stop_when.metric)
+        if self.train.final == "best" and not self.validate_.every:
+            raise ValueError('train.final = "best": nothing is validated during training; set validate.every above 0')
 
     def _check_ranks(self) -> None:
         policy = "policy.tensor_parallel x policy.pipeline_parallel"

@@ -15,6 +15,7 @@ from specrl.config.base import (
     PositiveInt,
     Section,
 )
+from specrl.config.validation import StopConfig
 
 LrDecay = Literal["constant", "linear", "cosine"]
 
@@ -118,6 +119,13 @@ class TrainConfig(Section):
     """Number of checkpoints to keep, the newest first; the best one is kept beside them."""
     keep_every: Adjustable[PositiveInt | None] = None
     """Also keep the checkpoints of all steps that are multiples of this number; None keeps no others."""
+    best_metric: Adjustable[str | None] = None
+    """The metric of a held-out set by which the best policy is chosen among those validated, such as
+    `validation/held-out/pass_at_k`; by default the accuracy on the first set, where `validate.every` is set."""
+    final: Adjustable[Literal["last", "best"]] = "last"
+    """The policy that `validate` measures and `export` exports: that of the last step, or the best one."""
+    stop_when: Adjustable[StopConfig | None] = None
+    """When to end before `num_steps`, such as `{ metric = "validation/held-out/accuracy", above = 0.95 }`."""
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:

@@ -10,10 +10,48 @@ from pydantic import Field, model_validator
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
 from specrl.config.model import GeneratorConfig
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
+from specrl.metrics import VALIDATION, find_metric
 
 HELD_OUT = "held-out"
 """The name of the only set where `validate.sets` gives none."""
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mismatch")
+"""The groups of the metrics that `train.stop_when` may watch: results, not times."""
+
+
+class StopConfig(Section):
+    """A reason to end training early: a metric, and one of three conditions on it."""
+
+    metric: str
+    """The name of a metric of the RL step, such as `reward/mean`, or of a held-out set, such as
+    `validation/held-out/accuracy`; see `specrl/metrics.py`."""
+    above: float | None = None
+    """Training ends once the metric is above this."""
+    below: float | None = None
+    """Training ends once the metric is below this."""
+    no_gain_for: PositiveInt | None = None
+    """Training ends once so many measurements in a row (steps, or validations) have been no better than the best one
+    before them."""
+
+    @model_validator(mode="after")
+    def _is_one_condition(self) -> Self:
+        given = [name for name in ("above", "below", "no_gain_for") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given) or 'no condition'} given: give one of above, below and no_gain_for")
+        definition = find_metric(self.metric)
+        if definition is None or self.metric.partition("/")[0] not in WATCHED:
+            raise ValueError(
+                f'metric = "{self.metric}": it must be a metric of the groups {", ".join(WATCHED)} that '
+                "specrl/metrics.py defines"
+            )
+        if self.no_gain_for is not None and definition.better is None:
+            raise ValueError(
+                f'metric = "{self.metric}" with no_gain_for: neither higher nor lower values of it are better; use '
+                "above or below"
+            )
+        return self
 
 
 class ValidationSetConfig(Section):
@@ -34,6 +72,12 @@ class ValidationSetConfig(Section):
     """As `sampling.top_p`, which it is by default."""
     reward: str | None = None
     """As `data.reward`, which it is by default."""
+
+    @property
+    def pass_sizes(self) -> list[int]:
+        """The sizes for which pass@size is reported: the powers of two up to `samples_per_prompt`, and that."""
+        k = self.samples_per_prompt
+        return sorted({k, *(1 << power for power in range(k.bit_length()))})
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -87,3 +131,25 @@ class ValidateConfig(Section):
     def first_set(self) -> str:
         """The name of the set whose accuracy is reported as the run's."""
         return next(iter(self.held_out_sets))
+
+    def check_metric(self, key: str, metric: str, *, with_better: bool = False) -> None:
+        """Check that validations during training measure a metric.
+
+        Args:
+            key: The configuration key that names the metric.
+            with_better: Whether higher or lower values of it must be better.
+
+        Raises:
+            ValueError: They do not.
+        """
+        if not self.every:
+            raise ValueError(f'{key} = "{metric}": nothing is validated during training; set validate.every above 0')
+        scores = [score for score, found in VALIDATION.items() if found.better is not None or not with_better]
+        for name, chosen in self.held_out_sets.items():
+            own = [score.replace("_I", f"_{size}") for score in scores for size in chosen.pass_sizes]
+            if metric in {f"validation/{name}/{score}" for score in own}:
+                return
+        raise ValueError(
+            f'{key} = "{metric}": it must be validation/SET/SCORE, where SET is {" or ".join(self.held_out_sets)}, and '
+            f"SCORE one of {', '.join(scores)}, with an I up to the set's samples_per_prompt"
+        )

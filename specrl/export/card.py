@@ -59,10 +59,11 @@ def _title(config: Config, trained: TrainResult) -> str:
     if trained.drafter_dir == trained.policy_dir:
         return f"""Policy of run {config.name}, with its multi-token-prediction layer
 
-`{config.model.source}` after {trained.steps} steps of reinforcement learning by specrl. Its multi-token-prediction
-layer was trained with it, on the policy's own hidden states and without a gradient to the policy. Drafts never change
-what is sampled, only how fast."""
+`{config.model.source}` after {trained.policy_step} steps of reinforcement learning by specrl. Its
+multi-token-prediction layer was trained with it, on the policy's own hidden states and without a gradient to the
+policy. Drafts never change what is sampled, only how fast."""
     return f"""EAGLE-3 drafter of run {config.name}
 
-Trained together with its policy (`{config.model.source}`, version {trained.steps}) by specrl. It belongs to that policy
-version alone: another version accepts fewer of its drafts. Drafts never change what is sampled, only how fast."""
+Trained together with its policy (`{config.model.source}`, version {trained.policy_step}) by specrl. It belongs to that
+policy version alone: another version accepts fewer of its drafts. Drafts never change what is sampled, only how
+fast."""

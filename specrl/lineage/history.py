@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -9,10 +10,13 @@ from pathlib import Path
 
 from specrl.artifacts import CURVE_FOLDER, atomic_path
 from specrl.events import EVENTS_FILE, read_events, record_event
-from specrl.lineage.record import Continuation, newest_step
+from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, newest_step
 
 CARRIED_ON = ("mlflow_run_id", "refits.json")
 """Files of a stage that a continuation goes on writing, as copies: the MLflow run, and the counts of refits."""
+
+ADOPTED = "adopted"
+"""The folder of the best checkpoint of the stages before a continuation. It is none to go on from."""
 
 
 CHANGES = ("settings", "code")
@@ -38,7 +42,8 @@ def begin_continuation(stage_dir: Path, start: Continuation, events: Sequence[tu
 def adopt_history(stage_dir: Path, start: Continuation) -> None:
     """Link the records and rollouts of the steps before the continuation, unless the stage has a checkpoint of its own.
 
-    The history of the run is then whole in the new folder, and the old one stays as it is.
+    So are the scores of the policies that were validated, and the checkpoint of the best of them. The history of the
+    run is then whole in the new folder, and the old one stays as it is.
     """
     if not start.counts_on or newest_step(stage_dir) is not None:
         return
@@ -47,6 +52,22 @@ def adopt_history(stage_dir: Path, start: Continuation) -> None:
             name = source.relative_to(start.stage_dir / folder)
             if source.is_file() and name.parts[0].startswith("step=") and _step(name) <= last:
                 link(source, stage_dir / folder / name)
+    best = kept_checkpoints(start.stage_dir).get(_best_step(start.stage_dir))
+    if best is not None and _step(Path(best.name)) <= start.step:
+        for source in sorted(best.iterdir(), key=lambda path: path.name == MANIFEST):
+            link(source, stage_dir / ADOPTED / best.name / source.name)
+
+
+def kept_checkpoints(stage_dir: Path) -> dict[int, Path]:
+    """Return the folders of the complete checkpoints of a train stage, the adopted one included, by their steps."""
+    folders = [path for parent in (ADOPTED, "checkpoints") for path in (stage_dir / parent).glob("step=*")]
+    return {_step(Path(folder.name)): folder for folder in folders if (folder / MANIFEST).exists()}
+
+
+def _best_step(stage_dir: Path) -> int:
+    """Return the step of the checkpoint that the stage keeps as its best; -1 without one."""
+    path = stage_dir / "checkpoints" / BEST_FILE
+    return int(json.loads(path.read_text())["step"]) if path.exists() else -1
 
 
 def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:

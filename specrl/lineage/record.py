@@ -16,6 +16,8 @@ from specrl.artifacts import Artifact, write_text
 from specrl.config import ConfigError, StageName
 
 RUN_FILE = "run.json"
+MANIFEST, BEST_FILE = "manifest.json", "best.json"
+"""The last file of a complete checkpoint, and the file beside all checkpoints that names the best one's step."""
 CODE_DIR = "code"
 """The folder of a run that holds the copies of the sources, each named by its digest."""
 
@@ -121,5 +123,5 @@ def newest_step(stage_dir: Path) -> int | None:
 
 def saved_steps(stage_dir: Path) -> list[int]:
     """Return the numbers of steps behind the complete checkpoints of a train stage, in order."""
-    found = (stage_dir / "checkpoints").glob("step=*/manifest.json")
+    found = (stage_dir / "checkpoints").glob(f"step=*/{MANIFEST}")
     return sorted(int(path.parent.name.partition("=")[2]) for path in found)

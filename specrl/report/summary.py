@@ -66,6 +66,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         "segments": {stage: segment_counts(record.stage_dir) for stage, record in stages.items()},
         "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
         "events": _events(stages),
+        "best": train and train.best and train.best.model_dump(mode="json", exclude={"drafter_dir"}),
         "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
@@ -167,6 +168,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
     rows = [
         *_accuracy_rows(summary),
         *curve_rows(curve_of(stages)),
+        *_best_rows(finished(stages, "train", TrainResult)),
         *rows,
         *_speculation_rows(summary, finished(stages, "validate", ValidateResult)),
     ]
@@ -184,6 +186,18 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
     return [*rows, *_exactness_rows(validation.get("exactness"))]
+
+
+def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:
+    """Return the best of the policies that were validated, and why training ended early, where that is so."""
+    if train is None:
+        return []
+    early = [("training", f"ended early: {train.stopped_early}")] if train.stopped_early else []
+    if train.best is None:
+        return early
+    taken = "; validated and exported" if train.policy_dir == train.best.policy_dir else ""
+    text = f"step {train.best.step}, {train.best.metric} {train.best.value:.3f}{taken}: {train.best.policy_dir}"
+    return [("best policy", text), *early]
 
 
 def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -120,7 +120,7 @@ def register(
     name, score = context.config.name, context.input("validate", ValidateResult).accuracy_after
     tags = {
         **lineage_tags(context),
-        "specrl.policy_version": str(trained.steps),
+        "specrl.policy_version": str(trained.policy_step),
         "specrl.policy_dir": str(policy_dir),
         SCORE_TAG: str(score),
     }

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
 
 from transformers import AutoConfig
 
 from specrl import lifetime, logs
-from specrl.artifacts import (
-    CalibrateResult,
-    PrecisionReport,
-    PrepareResult,
-    PretrainResult,
-    TrainResult,
-    write_result,
-)
+from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
@@ -28,22 +20,23 @@ from specrl.models.sources import load_tokenizer
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.monitor import PrecisionMonitor
-from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
+from specrl.precision.recipe import Recipe, check_shards, load_recipe
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
-from specrl.rollout.drafts.curve import write_curve
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
 from specrl.segments import TRAIN_PROGRESS
-from specrl.step_record import StepRecorder, mean_of, read_steps, step_seconds_median, timing_share, total_stats
+from specrl.stages.train_results import finish
+from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker, stage_run
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.drafter.drafters import load_drafter, save_policy
+from specrl.training.drafter.drafters import load_drafter
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
+from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 REFITS_FILE = "refits.json"
@@ -60,8 +53,8 @@ def main(context: StageContext) -> None:
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
-        trainer.run(first_step, progress)
-        finish(context, trainer, tracker, time.monotonic() - started)
+        last = trainer.run(first_step, progress)
+        finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
     leave()
 
@@ -121,6 +114,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             counts_path=context.stage_dir / REFITS_FILE,
         ),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
+        early_stop=EarlyStop(config.train.stop_when, ranks),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
         checkpoints=Checkpoints(
             context.stage_dir / TRAIN_PROGRESS,
@@ -180,64 +174,3 @@ def check_precision(config: Config, policy_dir: Path) -> None:
         native.check_training(hf, precision)
     if precision.generation == precision.training == "fp8":
         check_shards(hf, config.policy.tensor_parallel, config.engine.tensor_parallel)
-
-
-def finish(context: StageContext, trainer: Trainer, tracker: Tracker, seconds: float) -> None:
-    """Save policy and drafter where the next stages look for them; write the result file last."""
-    policy_dir, steps = context.stage_dir / "policy", trainer.config.train.num_steps
-    with logs.phase("writing of policy and drafter"):
-        drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, context.stage_dir / "drafter", steps)
-    if not trainer.ranks.is_first:
-        return
-    recipe = trainer.engine.precision.recipe
-    if recipe is not None:
-        write_recipe(policy_dir / RECIPE_FILE, recipe, policy_dir)
-    tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
-    if trainer.engine.controller is not None:
-        tracker.log_artifact(write_curve(context.stage_dir, context.config, trainer.engine.controller.curve()))
-    result = train_result(trainer, policy_dir, drafter_dir, seconds)
-    tracker.log_params({f"precision_{name}": value for name, value in result.precision.model_dump().items()})
-    write_result(context.stage_dir, result)
-
-
-def train_result(trainer: Trainer, policy_dir: Path, drafter_dir: Path | None, seconds: float) -> TrainResult:
-    """Return the result of the stage, summed up from the records of its steps."""
-    records = read_steps(trainer.recorder.steps_dir)
-    stats = total_stats(records)
-    return TrainResult(
-        policy_dir=policy_dir,
-        drafter_dir=drafter_dir,
-        steps=len(records),
-        step_seconds_median=step_seconds_median(records),
-        timing_share=timing_share(records),
-        reward_first=records[0].metrics["reward/mean"],
-        reward_last=records[-1].metrics["reward/mean"],
-        acceptance_length=stats.acceptance_length,
-        acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
-        mismatch=mean_of(records, "mismatch"),
-        precision=precision_report(trainer),
-        refit_checks=trainer.refit.counts.checks,
-        refit_failures=trainer.refit.counts.failures,
-        drafter_events=[event for record in records for event in record.events],
-        refit_max_abs_logprob_diff=max(record.metrics["refit/max_abs_logprob_diff"] for record in records),
-        seconds=seconds,
-    )
-
-
-def precision_report(trainer: Trainer) -> PrecisionReport:
-    """Return the precision that each engine was asked for, and how it really computed."""
-    recipe, config = trainer.engine.precision.recipe, trainer.config.precision
-    unquantised = {"bfloat16": "bf16", "float32": "fp32"}[trainer.config.model.dtype]
-
-    def name(asked: Literal["bf16", "fp8"]) -> str:
-        return "fp8" if asked == "fp8" else unquantised
-
-    return PrecisionReport(
-        generation=name(config.generation),
-        generation_mode=trainer.engine.mode,
-        training=name(config.training),
-        training_mode=trainer.precision.training_mode,
-        kv_cache=name(config.kv_cache),
-        fp8_layers=len(recipe.fp8_layers) if recipe is not None else 0,
-        bf16_layers=sorted(recipe.bf16_layers) if recipe is not None else [],
-    )

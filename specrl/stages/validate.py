@@ -50,7 +50,7 @@ def main(context: StageContext) -> None:
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
-        after, stats = answer_all(engine, rewards, sets, trained.steps, ranks, progress, "accuracy after")
+        after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         speed = measure_speed(engine, prompts, config, progress) if engine.speculates else []
         engine.refit(read_weights(prepared.policy_dir), None, version=0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from specrl import logs
 from specrl.artifacts import SetScore
-from specrl.config import Config
+from specrl.config import Config, ValidationSetConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -31,7 +31,7 @@ class HeldOutSet:
     config: Config
     """The configuration under which it is answered, see `config_of_set`."""
     prompts: list[Prompt]
-    samples_per_prompt: int
+    settings: ValidationSetConfig
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
@@ -42,8 +42,7 @@ def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
     """
     found = []
     for name, chosen in config.validate_.held_out_sets.items():
-        prompts = source.validation(name)
-        found.append(HeldOutSet(name, config_of_set(config, name), prompts, chosen.samples_per_prompt))
+        found.append(HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen))
     return found
 
 
@@ -71,14 +70,14 @@ def answer(
         RewardError: The reward fails on every response.
     """
     started = time.monotonic()
-    size = chosen.config.engine.tensor_parallel
+    size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
     own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"):
         unscored = collect(
             engine,
             own,
-            chosen.samples_per_prompt,
+            samples,
             chosen.config,
             rewards,
             origin,
@@ -86,13 +85,14 @@ def answer(
             learn=learn,
         )
         rollouts, scores = unscored.scored()
-    own_share = (_kept(rollouts, chosen.samples_per_prompt), unscored.generation.stats, scores.failures)
+    own_share = (_kept(rollouts, samples), unscored.generation.stats, scores.failures)
     shares = ranks.gather(own_share)[::size]
     responses = _joined([kept for kept, _, _ in shares])
     all_failures = [failure for _, _, failures in shares for failure in failures]
     refuse_failure(all_failures, responses.rewards.size, chosen.config.data)
     seconds = time.monotonic() - started
-    score = score_set(step, chosen.name, responses, chosen.config.validate_.correct_reward, seconds)
+    correct_reward = chosen.config.validate_.correct_reward
+    score = score_set(step, chosen.name, responses, chosen.settings.pass_sizes, correct_reward, seconds)
     return score, SpeculationStats.merge(stats for _, stats, _ in shares)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,17 +31,20 @@ class SetResponses:
     """Whether the response was cut off at its limit."""
 
 
-def score_set(step: int, name: str, responses: SetResponses, correct_reward: float, seconds: float) -> SetScore:
+def score_set(
+    step: int, name: str, responses: SetResponses, sizes: Sequence[int], correct_reward: float, seconds: float
+) -> SetScore:
     """Return the scores of one policy version on one set.
 
     Args:
         step: The number of RL steps that the policy has been trained for.
+        sizes: The sizes for which pass@size is asked for; the last is the number of samples.
         correct_reward: The reward from which on a response counts as right.
         seconds: The time that it took.
     """
     num_prompts, k = responses.rewards.shape
     right = responses.rewards >= correct_reward
-    passed = {size: pass_at(right.sum(axis=1), k, size) for size in pass_sizes(k)}
+    passed = {size: pass_at(right.sum(axis=1), k, size) for size in sizes}
     of_prompts = {"accuracy": responses.rewards.mean(axis=1), "avg_at_k": right.mean(axis=1), "pass_at_k": passed[k]}
     return SetScore(
         step=step,
@@ -57,11 +61,6 @@ def score_set(step: int, name: str, responses: SetResponses, correct_reward: flo
         truncated_fraction=float(responses.truncated.mean()),
         seconds=seconds,
     )
-
-
-def pass_sizes(k: int) -> list[int]:
-    """Return the sizes for which pass@size is reported: the powers of two up to `k`, and `k`."""
-    return sorted({k, *(1 << power for power in range(k.bit_length()))})
 
 
 def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_scores
@@ -12,13 +13,14 @@ from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import Tracker
 from specrl.validation.answering import answer, held_out_sets
+from specrl.validation.stopping import best_of
 
 
 class Validation:
-    """Validates every `validate.every`-th policy version, the first and the last. `restore` and `run` are collective.
+    """Validates every `validate.every`-th policy version, the first and the last, and knows which one is best.
 
     Nothing in the engine, in the choice of drafts or in the trainer is different afterwards, so that the rollouts and
-    the policy are those of a run without validation (in FP32 bit for bit).
+    the policy are those of a run without validation (in FP32 bit for bit). `restore` and `run` are collective.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Validation:
         Raises:
             ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
         """
-        self._every, self._num_steps = config.validate_.every, config.train.num_steps
+        self._every, self._best_metric = config.validate_.every, config.best_metric
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
@@ -53,14 +55,22 @@ class Validation:
             curve = read_curve(self._stage_dir)
         self.curve = self._ranks.gather(curve)[0]
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the policy after `step` RL steps is to be validated, and has not been yet."""
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Return whether the policy after `step` RL steps is to be validated, and has not been yet.
+
+        Args:
+            last: Whether it is the policy after the last step.
+        """
         if not self._every or any(score.step == step for score in self.curve):
             return False
-        return step % self._every == 0 or step == self._num_steps
+        return last or step % self._every == 0
 
-    def run(self, step: int) -> None:
-        """Validate the policy after `step` RL steps, which the engine must hold; write and log its scores."""
+    def run(self, step: int) -> bool:
+        """Validate the policy after `step` RL steps, which the engine must hold; write and log its scores.
+
+        Returns:
+            Whether it is the best so far.
+        """
         scores = [
             answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets
         ]
@@ -71,3 +81,26 @@ class Validation:
         for score in scores:
             self._tracker.log_metrics(score.metrics(), step)
         self._tracker.flush()
+        best = self.best()
+        return best is not None and best[0] == step
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Return all metrics of the policy after `step` RL steps."""
+        return {name: value for score in self.curve if score.step == step for name, value in score.metrics().items()}
+
+    @property
+    def measured(self) -> list[tuple[int, dict[str, float]]]:
+        """The number of RL steps and all metrics of each version that has been validated, in the order of steps."""
+        return [(step, self.metrics_of(step)) for step in sorted({score.step for score in self.curve})]
+
+    def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
+        """Return the number of RL steps and the value of the version that is best by `best_metric`, or None.
+
+        Args:
+            among: The numbers of RL steps to choose from; by default all that have been validated.
+        """
+        metric = self._best_metric
+        if metric is None:
+            return None
+        values = [(step, metrics[metric]) for step, metrics in self.measured if metric in metrics]
+        return best_of(metric, [value for value in values if among is None or value[0] in among])

@@ -38,6 +38,7 @@ from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
+from specrl.stages.train_results import finish
 from specrl.tracking import Silent
 from specrl.training.drafter.trainer import Drafter
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
@@ -128,8 +129,8 @@ def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
         if context.continues is not None:
             trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
-        trainer.run(first_step, progress)
-    trainer.policy.save_pretrained(context.stage_dir / "policy")
+        last = trainer.run(first_step, progress)
+        finish(context, trainer, last, Silent(), seconds=0.0)
     leave()
 
 

@@ -54,6 +54,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained = TrainResult(
         policy_dir=policy_dir,
         drafter_dir=drafter_dir,
+        policy_step=1,
         steps=1,
         step_seconds_median=1.0,
         timing_share={},

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specrl.artifacts import read_curve
+from specrl.artifacts import TrainResult, read_curve, read_result
 from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
@@ -33,6 +33,7 @@ SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
 LONG = {"train": {"num_steps": 12, "keep_every": 5}}
+STOP = {"metric": "reward/mean", "no_gain_for": 2}
 NUM_KILLS, NUM_KILLS_OF_FOUR = 18, 2
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
@@ -42,6 +43,7 @@ RUNS = [
     LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
     LoopRun("both", settings={**BOTH, **VALIDATED}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
+    LoopRun("stopped", kills=1, settings={**BOTH, **VALIDATED, "train": {**LONG["train"], "stop_when": STOP}}),
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("extended", continues="none", settings={"speculation": {"adaptive": False}, "train": {"num_steps": 5}}),
     LoopRun("forked", ranks=1, continues="none", counts_on=False, settings={"seed": 6, "train": {"num_steps": 1}}),
@@ -135,6 +137,39 @@ def test_the_curve_is_the_same_after_many_kills(runs: Path) -> None:
     )
     assert [(score["num_prompts"], score["k"]) for score in expected[:2]] == [(3, 4), (5, 1)]
     assert len({score["accuracy"] for score in expected}) > 1
+
+
+def result(run_dir: Path) -> TrainResult:
+    return read_result(run_dir / "train-toy", TrainResult)
+
+
+def test_the_best_policy_is_written_with_its_drafter(runs: Path) -> None:
+    expected, killed = result(runs / "both-long-validated").best, result(runs / "both-long-killed").best
+    assert expected is not None and killed is not None
+    assert (killed.step, killed.value) == (expected.step, expected.value)
+    curve = scores(runs / "both-long-killed")
+    values = {score["step"]: score["accuracy"] for score in curve if score["set"] == "sampled"}
+    assert (expected.metric, expected.value) == ("validation/sampled/accuracy", max(values.values()))
+    assert expected.step == min(step for step, value in values.items() if value == expected.value)
+    for best, name in ((expected, "both-long-validated"), (killed, "both-long-killed")):
+        assert best.policy_dir == runs / name / "train-toy" / "best" / "policy"
+        assert best.drafter_dir == runs / name / "train-toy" / "best" / "drafter"
+        assert (best.drafter_dir / "config.json").exists()
+    found, last = load_file(killed.policy_dir / "model.safetensors"), policy(runs / "both-long-killed")
+    weights = load_file(expected.policy_dir / "model.safetensors")
+    assert all(torch.equal(found[key], tensor) for key, tensor in weights.items())
+    assert any(not torch.equal(last[key], tensor) for key, tensor in weights.items()) == (expected.step != 12)
+
+
+def test_training_that_ends_early_is_a_shorter_training(runs: Path) -> None:
+    rewards = [record["metrics"]["reward/mean"] for record in steps(runs / "none-long")]
+    last = next(step for step in range(3, 13) if max(rewards[step - 2 : step]) <= max(rewards[: step - 2]))
+    ended = result(runs / "stopped")
+    assert (ended.steps, ended.policy_step) == (last, last)
+    assert ended.stopped_early is not None and ended.stopped_early.startswith("reward/mean = ")
+    assert rollouts(runs / "stopped") == [row for row in rollouts(runs / "none-long") if row["step"] < last]
+    assert max(score["step"] for score in scores(runs / "stopped")) == last
+    assert [event.kind for event in read_events(runs / "stopped" / "train-toy")] == ["early stop"]
 
 
 def test_validation_is_a_part_of_the_step_that_has_it(runs: Path) -> None:

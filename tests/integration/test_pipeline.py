@@ -43,8 +43,15 @@ def test_summary_holds_the_contract(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert set(summary) == {
         *("run", "mlflow_run_id", "stages", "validation", "speculation"),
-        *("train", "mismatch", "precision", "refit", "export", "events", "segments"),
+        *("train", "mismatch", "precision", "refit", "export", "events", "segments", "best"),
     }
+    curve = summary["validation"]["curve"]
+    assert [(score["step"], score["set"]) for score in curve] == [(step, "held-out") for step in (0, 2, 3)]
+    # The engines differ, and so does the number of ranks; policy, prompts and seeds do not.
+    before, after = summary["validation"]["accuracy_before"], summary["validation"]["accuracy_after"]
+    assert (curve[0]["accuracy"], curve[-1]["accuracy"]) == (before, after)
+    assert (Path(summary["best"]["policy_dir"]) / "model.safetensors").exists()
+    assert summary["best"]["value"] == max(score["accuracy"] for score in curve)
     exactness = summary["validation"]["exactness"]
     assert exactness["p_value"] > 1e-6
     assert exactness["sampled"]["num_unexplained"] == exactness["greedy"]["num_unexplained"] == 0

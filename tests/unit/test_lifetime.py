@@ -88,6 +88,26 @@ def test_a_step_is_overdue_by_its_own_history(life: Lifetime, clock: Clock) -> N
     assert life.overdue() is None
 
 
+def test_a_validation_has_a_history_of_its_own(life: Lifetime, clock: Clock) -> None:
+    """It may take many times as long as a step, and that is no hang; but no step is begun that it does not fit into."""
+    life.leave_by = 2300
+    life.begin_steps(0, past_validations=[100])
+    for step in range(2):
+        assert life.at_boundary(Ranks(), step, validates=True) is None
+        clock.now += 4
+        with life.validation():
+            clock.now += 400
+            assert life.overdue() is None  # ten times the 100 s of the earlier one
+        clock.now += 1
+    assert life.at_boundary(Ranks(), 2) is None  # 490 s are left for a step of 5 s
+    stop = life.at_boundary(Ranks(), 3, validates=True)
+    assert stop is not None
+    assert stop.text == "490 s are left, a step with a checkpoint may take 506 s"
+    with life.validation():
+        clock.now += 4001
+        assert life.overdue() == "the validation in step 3 has taken 4001 s, where 400.0 s are usual"
+
+
 def test_a_stage_without_steps_is_never_overdue(clock: Clock) -> None:
     life = Lifetime(ClusterConfig(), clock)
     clock.now += 10**6

@@ -13,27 +13,30 @@ from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.loop import Trainer
 from specrl.rollout.drafts.acceptance import SourceCounts
-from specrl.stages.train import precision_report
+from specrl.stages.train_results import precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
 
 
-@pytest.mark.parametrize(("step", "is_due"), [(0, False), (1, True), (2, True)])
-def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, is_due: bool) -> None:
+@pytest.mark.parametrize(
+    ("step", "is_best", "is_due"), [(0, False, False), (0, True, True), (1, False, True), (2, False, True)]
+)
+def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, is_best: bool, is_due: bool) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
     found: list[int] = []
     trainer = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2, num_steps=3)),
+        config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2)),
+        is_last=lambda version: version == 3,
         recorder=recorder,
         checkpoints=SimpleNamespace(check=lambda: None),
         save=lambda _: found.extend(item.step for item in read_steps(recorder.steps_dir)),
     )
     bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
     record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
-    Trainer.store(cast(Any, trainer), record, [])
+    Trainer.store(cast(Any, trainer), record, [], is_best=is_best)
     assert found == ([step] if is_due else [])
 
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from specrl.artifacts import (
+    BestPolicy,
     CalibrateResult,
     ExactnessResult,
     ExportResult,
@@ -75,7 +76,10 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
         "train": TrainResult(
             policy_dir=run_dir / "policy",
             drafter_dir=run_dir / "drafter",
+            policy_step=8,
             steps=8,
+            best=BEST,
+            stopped_early="reward/mean = 0.9 after step 8 is above 0.8",
             step_seconds_median=30.5,
             timing_share={"generation": 0.6, "policy_update": 0.3, "refit": 0.1},
             reward_first=0.31,
@@ -114,6 +118,9 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
     return run_dir, stages
 
 
+BEST = BestPolicy(
+    step=6, metric="validation/held-out/accuracy", value=0.625, policy_dir=Path("best/policy"), drafter_dir=None
+)
 EXACTNESS = ExactnessResult(
     chi_squared=20.0,
     degrees_of_freedom=18,
@@ -172,6 +179,7 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
             "method",
         ],
         "data": ["prompts_overlong", "prompts_seen"],
+        "best": ["metric", "policy_dir", "step", "value"],
         "train": ["reward_first", "reward_last", "step_seconds_median", "steps", "timing_share"],
         "mismatch": ["token_mult_prob_error"],
         "precision": sorted(PrecisionReport.model_fields),
@@ -187,7 +195,7 @@ def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: 
     run_dir, stages = make_run(tmp_path, STAGES[:3])
     for step, rewards in ((0, [[0.0, 0.0], [1.0, 0.0]]), (4, [[1.0, 1.0], [1.0, 0.0]])):
         lengths = np.ones((2, 2), np.int64)
-        found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), 1.0, 2.0)
+        found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), [1, 2], 1.0, 2.0)
         write_scores(run_dir / "stages" / TRAIN_KEY, step, [found])
     assert "25.0% -> 75.0% at step 4 (50.0% to 100.0%; best 75.0% at step 4), pass@2 50.0% -> 100.0%" in shown(run_dir)
     stages["train"] = StageRecord(TRAIN_KEY, run_dir / "stages" / TRAIN_KEY)
@@ -227,6 +235,8 @@ def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
     assert "\x1b" not in text
     for part in (
         "30.0% -> 50.0% (128 prompts)",
+        "step 6, validation/held-out/accuracy 0.625: best/policy",
+        "ended early: reward/mean = 0.9 after step 8 is above 0.8",
         "2.70",
         "1.90x",
         "0.97x",

@@ -11,23 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_scores
-from specrl.config import Config, ConfigError, dump_config, parse_config
+from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_json, write_scores, write_text
+from specrl.config import Config, ConfigError, StopConfig, ValidationSetConfig, dump_config, parse_config
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks
 from specrl.keys import run_keys
+from specrl.lineage.history import adopt_history, kept_checkpoints
+from specrl.lineage.record import Continuation, newest_step
 from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
 from specrl.tracking import Silent
 from specrl.tracking.tracker import check_names
 from specrl.validation.answering import held_out_sets
-from specrl.validation.scores import SetResponses, bootstrap, pass_at, pass_sizes, score_set, wilson
+from specrl.validation.scores import SetResponses, bootstrap, pass_at, score_set, wilson
+from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 TOKENIZER = character_tokenizer(2048)
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 def config_with(sets: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -35,10 +39,12 @@ def config_with(sets: dict[str, Any] | None = None, **sections: Any) -> Config:
     return parse_config({"name": "run", "validate": validate, **sections})
 
 
-def scored(rewards: list[list[float]], correct_reward: float = 1.0) -> SetScore:
+def scored(rewards: list[list[float]], correct_reward: float = 1.0, step: int = 4) -> SetScore:
     values = np.array(rewards)
     lengths = np.arange(values.size, dtype=np.int64).reshape(values.shape)
-    return score_set(4, "sums", SetResponses(values, lengths, lengths >= values.size - 1), correct_reward, 1.5)
+    sizes = ValidationSetConfig(samples_per_prompt=values.shape[1]).pass_sizes
+    responses = SetResponses(values, lengths, lengths >= values.size - 1)
+    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5)
 
 
 def test_pass_at_k_is_the_share_of_the_draws_that_have_a_right_sample() -> None:
@@ -55,7 +61,7 @@ def test_scores_are_means_over_prompts_and_samples() -> None:
     assert score.accuracy == pytest.approx(5.5 / 12)
     assert score.avg_at_k == pytest.approx(5 / 12)
     assert score.pass_at_k == pytest.approx(2 / 3)
-    assert list(score.pass_at) == [1, 2, 4] == pass_sizes(4)
+    assert list(score.pass_at) == [1, 2, 4]
     assert score.pass_at[1] == pytest.approx(score.avg_at_k)
     assert score.pass_at[2] == pytest.approx((5 / 6 + 0 + 1) / 3)
     assert (score.response_length_mean, score.response_length_max) == (5.5, 11)
@@ -97,7 +103,7 @@ def test_the_only_set_is_by_default_the_one_that_validate_measures() -> None:
     config = config_with()
     source = PromptSource(config, TOKENIZER)
     [chosen] = held_out_sets(config, source)
-    assert (chosen.name, chosen.samples_per_prompt) == ("held-out", 1)
+    assert (chosen.name, chosen.settings.samples_per_prompt) == ("held-out", 1)
     assert chosen.prompts == source.held_out(6)
     assert chosen.config.sampling == config.sampling
 
@@ -120,7 +126,7 @@ def test_sets_have_problems_and_sampling_of_their_own(tmp_path: Path) -> None:
     assert [prompt.text for prompt in file.prompts] == [f"question {number}" for number in range(4)]
     assert (file.config.sampling.temperature, make_reward(file.config.data)(file.prompts[0], "Answer: 4")) == (0, 1)
     assert all(len(prompt.metadata["entry"]["terms"]) == 6 for prompt in sums.prompts)
-    assert (len(sums.prompts), sums.samples_per_prompt, sums.config.sampling.top_p) == (5, 3, 0.9)
+    assert (len(sums.prompts), sums.settings.samples_per_prompt, sums.config.sampling.top_p) == (5, 3, 0.9)
     assert make_reward(sums.config.data)(sums.prompts[0], f"Answer: {sums.prompts[0].answer}") == 1
 
 
@@ -194,24 +200,137 @@ def test_the_train_stage_depends_on_the_sets_only_where_it_validates(tmp_path: P
 
 
 def validation(config: Config, stage_dir: Path) -> Validation:
-    ranks = Ranks(0, 1, 0, torch.device("cpu"))
     engine: Any = None  # nothing is generated
-    return Validation(config, ranks, engine, PromptSource(config, TOKENIZER), None, Silent(), stage_dir)
+    return Validation(config, ALONE, engine, PromptSource(config, TOKENIZER), None, Silent(), stage_dir)
+
+
+def due(found: Validation) -> list[int]:
+    return [step for step in range(9) if found.is_due(step, last=step == 8)]
 
 
 def test_the_first_the_last_and_every_nth_policy_are_validated_once(tmp_path: Path) -> None:
     config = config_with(validate={"every": 3}, train={"num_steps": 8})
     found = validation(config, tmp_path)
-    assert [step for step in range(9) if found.is_due(step)] == [0, 3, 6, 8]
+    assert due(found) == [0, 3, 6, 8]
     for step in (0, 3, 6):
-        write_scores(tmp_path, step, [scored([[1.0]]).model_copy(update={"step": step})])
+        write_scores(tmp_path, step, [scored([[1.0]], step=step)])
     found.restore(5)  # a checkpoint of step 5 is the newest: what came after it is run again
     assert [score.step for score in found.curve] == [0, 3]
     assert [score.step for score in read_curve(tmp_path)] == [0, 3]
     assert len(list((tmp_path / CURVE_FOLDER).iterdir())) == 2
-    assert [step for step in range(9) if found.is_due(step)] == [6, 8]
+    assert due(found) == [6, 8]
 
 
 def test_without_every_nothing_is_validated_and_no_set_is_read(tmp_path: Path) -> None:
     config = config_with({"a": {"path": str(tmp_path / "missing.jsonl"), "reward": "exact_match"}})
-    assert not any(validation(config, tmp_path).is_due(step) for step in range(9))
+    assert due(validation(config, tmp_path)) == []
+
+
+def test_the_best_is_the_first_of_the_highest_or_lowest(tmp_path: Path) -> None:
+    rewards = {0: [[0.0], [0.0], [1.0]], 3: [[1.0], [0.0], [1.0]], 6: [[0.0], [1.0], [1.0]], 8: [[0.0], [0.0], [0.0]]}
+    for step, found in rewards.items():
+        write_scores(tmp_path, step, [scored(found, step=step)])
+    for metric, best in (("accuracy", (3, 2 / 3)), ("truncated_fraction", (0, 1 / 3))):
+        train = {"num_steps": 8, "best_metric": f"validation/sums/{metric}"}
+        config = config_with({"sums": {}}, validate={"every": 3}, train=train)
+        found_best = validation(config, tmp_path)
+        assert found_best.best() is None
+        found_best.restore(8)
+        assert found_best.best() == pytest.approx(best)
+        assert found_best.best(among=[6, 8]) == pytest.approx((6, 2 / 3 if metric == "accuracy" else 1 / 3))
+
+
+def continuation(stage_dir: Path, step: int) -> Continuation:
+    return Continuation(run="run", key=stage_dir.name, step=step, stage_dir=stage_dir, counts_on=True)
+
+
+def test_a_continuation_has_the_curve_and_the_best_checkpoint_before_it(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for step in (0, 2, 4, 6):
+        write_scores(first, step, [scored([[1.0]], step=step)])
+        write_text(first / "checkpoints" / f"step={step:06d}" / "policy", str(step))
+        write_json(first / "checkpoints" / f"step={step:06d}" / "manifest.json", {})
+    write_json(first / "checkpoints" / "best.json", {"step": 2})
+    adopt_history(second, continuation(first, 4))
+    assert [score.step for score in read_curve(second)] == [0, 2, 4]
+    assert list(kept_checkpoints(second)) == [2]
+    assert newest_step(second) is None  # it is no checkpoint to go on from
+    write_json(second / "checkpoints" / "best.json", {"step": 2})
+    write_json(second / "checkpoints" / "step=000008" / "manifest.json", {})
+    adopt_history(third, continuation(second, 8))
+    assert (kept_checkpoints(third)[2] / "policy").read_text() == "2"
+    adopt_history(tmp_path / "early", continuation(first, 0))  # goes on from before the best
+    assert kept_checkpoints(tmp_path / "early") == {}
+
+
+def watched(values: list[float], **condition: Any) -> str | None:
+    stop = EarlyStop(StopConfig.model_validate({"metric": "reward/mean", **condition}), ALONE)
+    for step, value in enumerate(values):
+        stop.observe(step, {"reward/mean": value, "reward/std": 9.0})
+    return stop.reason
+
+
+@pytest.mark.parametrize(
+    ("values", "condition", "reason"),
+    [
+        ([0.1, 0.5, 0.6], {"above": 0.55}, "reward/mean = 0.6 after step 2 is above 0.55"),
+        ([0.9, 0.5, 0.55], {"above": 0.55}, None),  # what was measured before the first step ends nothing
+        ([0.9, 0.2, 0.6], {"below": 0.3}, "reward/mean = 0.2 after step 1 is below 0.3"),
+        ([0.1, 0.4, 0.4, 0.3], {"no_gain_for": 2}, "no gain for 2 measurements, 0.4 after step 1 was the best"),
+        ([0.5, 0.4, 0.6, 0.5], {"no_gain_for": 2}, None),
+        ([0.5, 0.4, 0.3], {"no_gain_for": 2}, "0.5 after step 0 was the best"),
+        ([float("nan")] * 3, {"no_gain_for": 2}, "no gain for 2 measurements"),
+        ([float("nan")] * 3, {"above": 0.1}, None),
+    ],
+)
+def test_training_ends_when_the_metric_says_so(
+    values: list[float], condition: dict[str, Any], reason: str | None
+) -> None:
+    found = watched(values, **condition)
+    assert found == reason or (reason is not None and found is not None and reason in found)
+
+
+def test_early_stop_goes_by_lower_values_where_they_are_better() -> None:
+    stop = EarlyStop(StopConfig(metric="drafter/loss", no_gain_for=2), ALONE)
+    stop.restore([(step, {"drafter/loss": value}) for step, value in enumerate((3.0, 2.0, 1.0))])
+    assert stop.reason is None
+    stop.restore([(step, {"drafter/loss": value}) for step, value in enumerate((1.0, 2.0, 3.0))])
+    assert stop.reason is not None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"stop_when": {"metric": "reward/mean"}}, r"train\.stop_when: no condition given: give one of above, below"),
+        ({"stop_when": {"metric": "reward/mean", "above": 1, "below": 0}}, "above and below given: give one of"),
+        ({"stop_when": {"metric": "reward/mena", "above": 1}}, r'train\.stop_when: metric = "reward/mena": it must be'),
+        ({"stop_when": {"metric": "timing/step_s", "above": 1}}, "a metric of the groups validation, reward"),
+        ({"stop_when": {"metric": "policy/lr", "no_gain_for": 2}}, "use above or below"),
+        ({"stop_when": {"metric": "reward/mean", "abvoe": 2}}, "abvoe: unknown key; allowed here: metric, above"),
+        ({"stop_when": {"metric": "validation/other/accuracy", "above": 1}}, "SET is sums"),
+        (
+            {"best_metric": "validation/sums/accuracy_low"},
+            r'train\.best_metric = "validation/sums/accuracy_low": it must',
+        ),
+        ({"best_metric": "validation/sums/pass_at_4"}, "an I up to the set's samples_per_prompt"),
+        ({"best_metric": "reward/mean"}, "it must be validation/SET/SCORE"),
+    ],
+)
+def test_a_wrong_metric_to_go_by_is_one_line(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        config_with({"sums": {"samples_per_prompt": 2}}, validate={"every": 2}, train=sections)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"final": "best"},
+        {"best_metric": "validation/held-out/accuracy"},
+        {"stop_when": {"metric": "validation/held-out/accuracy", "above": 0.9}},
+    ],
+)
+def test_what_needs_validation_says_so(train: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"set validate\.every above 0"):
+        config_with(train=train)
+    config_with(validate={"every": 1}, train=train)

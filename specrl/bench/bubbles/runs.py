@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from specrl.artifacts import PretrainResult, read_result, write_result
-from specrl.bench.settings import BubbleSettings, speculation_of
+from specrl.bench.settings import BubbleSettings, speculation_of, train_plainly
 from specrl.config import Config, ConfigError, StageName, parse_config
 from specrl.config.methods import METHODS
 from specrl.config.rollout import BubbleUse
@@ -166,8 +166,7 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     k = (config.speculation.k or 3) if METHODS[setting.method].drafts else 0
     data["speculation"] = speculation_of(config.speculation, setting.method, k).model_dump(mode="json")
     data["bubbles"] = {"use": setting.use, "seeds": settings.seeds}
-    data["validate"] |= {"every": 0, "sets": {}}
-    data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
+    train_plainly(data, settings.num_steps)
     for key in ("prompts_per_step", "samples_per_prompt"):
         if (value := getattr(settings, key)) is not None:
             data["train"][key] = value

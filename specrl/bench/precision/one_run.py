@@ -14,6 +14,7 @@ from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.progress import Progress
 from specrl.stages import train
+from specrl.stages.train_results import precision_report
 from specrl.tracking import Silent
 from specrl.validation.answering import answer, held_out_sets
 
@@ -30,7 +31,7 @@ def run_one(path: Path) -> None:
         if engine.speculates:
             engine.set_k(engine.longest_k)
         score, stats = answer(engine, trainer.rewards, held_out, config.train.num_steps, ranks)
-        report = train.precision_report(trainer)
+        report = precision_report(trainer)
         cuda = ranks.device.type == "cuda"
         end_result = EndResult(
             accuracy=score.accuracy,

@@ -25,7 +25,7 @@ from specrl.artifacts import (
     digest,
     read_result,
 )
-from specrl.bench.settings import PrecisionSettings
+from specrl.bench.settings import PrecisionSettings, train_plainly
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.config.algorithms import Algorithm
 from specrl.context import StageContext
@@ -228,8 +228,7 @@ def make_config(
     data["precision"] |= {"generation": setting.generation, "training": setting.training}
     data["precision"]["kv_cache"] = settings.kv_cache if setting.generation == "fp8" else "bf16"
     data["precision"]["max_token_mult_prob_error"] = data["engine"]["parity_tolerance"] = UNLIMITED
-    data["validate"] |= {"every": 0, "sets": {}}
-    data["train"] |= {"num_steps": settings.num_steps, "checkpoint_every": settings.num_steps, "keep_checkpoints": 1}
+    train_plainly(data, settings.num_steps)
     data["train"]["correction"] = _correction(config, settings.correction) if setting.corrected else "none"
     for section, key in (("train", "prompts_per_step"), ("train", "samples_per_prompt"), ("validate", "num_prompts")):
         data[section][key] = getattr(settings, key)

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from specrl.artifacts import write_json
+from specrl.lineage.record import BEST_FILE
 from specrl.training.checkpoint.files import sync_folder, tensor_parts, write_blocks
 from specrl.training.checkpoint.host_copy import HostCopy
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainedDrafter, TrainedPolicy, load_verified
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
 
-BEST_FILE = "best.json"
 DAMAGED = "damaged-"
 """The prefix of the folder of a checkpoint that was found damaged."""
 NICENESS = 10
@@ -83,6 +83,8 @@ class Checkpoints:
         """Whether this rank's part of the last checkpoint has been written, or could not be."""
         self._number = 0
         """The number of saves so far, by which the ranks' messages about them are told apart."""
+        self.newest: int | None = None
+        """The step of the newest checkpoint, written or still being written; None before the first."""
         if self._ranks.is_first:
             for unfinished in directory.glob(".step=*"):
                 shutil.rmtree(unfinished)
@@ -103,6 +105,7 @@ class Checkpoints:
             if damage is None:
                 self._set_aside(steps[len(steps) - len(damaged) :])
                 restored = load_verified(self._folder(step), self._policy, drafter)
+                self.newest = step
                 return replace(restored, damaged=tuple(damaged))
             damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
             logger.warning(damaged[-1])
@@ -146,7 +149,7 @@ class Checkpoints:
             state=_as_json(state),
             rank_states=(),
         )
-        self._number += 1
+        self._number, self.newest = self._number + 1, step
         self._reported.clear()
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
         if drafter is not None and self._ranks.is_first:
