@@ -1,12 +1,31 @@
-"""What tests do to the jobs of a run, and what has become of them."""
+"""Everything that ends a job on a cluster, done to one stage of a run on the development cluster."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from specrl.segments import Segment, read_segments
+
+SECONDS = 600
+"""Within which each thing happens, on the slowest machine."""
+
+
+def slurm(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def ranks_of(run_dir: Path) -> list[int]:
@@ -14,9 +33,55 @@ def ranks_of(run_dir: Path) -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if "slurm.entry" in (line := " ".join(process.info["cmdline"] or [])) and str(run_dir) in line
+        if (words := process.info["cmdline"] or [])[2:4] == ["-m", "slurm.entry"] and str(run_dir) in " ".join(words)
     ]
 
 
-def train_jobs(run_dir: Path) -> list[Segment]:
-    return [segment for folder in run_dir.glob("stages/train-*") for segment in read_segments(folder)]
+class Disturbed:
+    """The job of one stage, which Slurm starts again and again."""
+
+    def __init__(self, run_dir: Path, stage: str) -> None:
+        self.run_dir, self.stage = run_dir, stage
+
+    def segments(self) -> list[Segment]:
+        return [found for folder in self.run_dir.glob(f"stages/{self.stage}-*") for found in read_segments(folder)]
+
+    def reasons(self) -> list[str | None]:
+        return [segment.reason for segment in self.segments()]
+
+    def running(self, number: int) -> str:
+        """The job's id, once the first rank of the segment with this number is at work."""
+        wait_until(lambda: len(self.segments()) == number)
+        return self.segments()[-1].job_id
+
+    def cut_short(self, seconds: int) -> None:
+        """Take most of its time from the first job, before its first rank asks when it ends."""
+        running = ("squeue", "-h", "-t", "running", "-o", "%i %j")
+        wait_until(lambda: f" {self.stage}-" in slurm(*running))
+        job_id = next(line.split()[0] for line in slurm(*running).splitlines() if f" {self.stage}-" in line)
+        slurm("scontrol", "update", f"JobId={job_id}", f"EndTime=now+{seconds}")
+        wait_until(lambda: self.reasons()[:1] == ["walltime"])
+        slurm("scontrol", "update", f"JobId={job_id}", "TimeLimit=10")
+
+    def queue_again(self, number: int) -> None:
+        """As a user does by hand."""
+        slurm("scontrol", "requeue", self.running(number))
+
+    def lose_a_node(self, number: int) -> None:
+        """Which comes back by itself."""
+        self.running(number)
+        slurm("scontrol", "update", "NodeName=node1", "State=down", "Reason=test")
+
+    def preempt(self, number: int) -> None:
+        """Without grace, by a job that takes all nodes."""
+        self.running(number)
+        slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+    def freeze_a_rank(self, number: int, when: str) -> None:
+        """As a machine that does not answer any more, once a file of this pattern lies in the stage's folder."""
+        self.running(number)
+        wait_until(lambda: list(self.run_dir.glob(f"stages/{self.stage}-*/{when}")))
+        last = max(int(psutil.Process(rank).environ()["SLURM_PROCID"]) for rank in ranks_of(self.run_dir))
+        for rank in ranks_of(self.run_dir):
+            if int(psutil.Process(rank).environ()["SLURM_PROCID"]) == last:
+                os.kill(rank, signal.SIGSTOP)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from slurm.devcluster import DevCluster
 from specrl.config import STAGES
-from tests.integration.disturbances import ranks_of, train_jobs
+from tests.integration.disturbances import Disturbed, ranks_of
 from tests.integration.pipeline_runs import (
     assert_same_result,
     finish,
@@ -111,7 +111,7 @@ def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: 
     wait_for(run_dir, "stages/train-*/checkpoints/step=000001/manifest.json")
     os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
     finish(process)
-    assert [segment.reason for segment in train_jobs(run_dir)] == ["killed", "finished"]
+    assert Disturbed(run_dir, "train").reasons() == ["killed", "finished"]
     assert_same_result(undisturbed, run_dir)
 
 

@@ -47,8 +47,10 @@ def main(context: StageContext) -> None:
             time.sleep(0.1)
     if behaviour in ("fail", "exit"):
         time.sleep(30)  # as a rank that waits for one that is gone
-    if behaviour == "steps":
+    if behaviour == "steps" and rank == 0:
         walk(context)
+    while behaviour == "steps" and rank > 0 and not (context.stage_dir / "result.json").exists():
+        time.sleep(0.1)
     ranks = joined() if behaviour == "join" else [rank]
     if rank == 0:
         import specrl

@@ -1,0 +1,69 @@
+"""A stage that goes on in job after job on a real Slurm, whatever ends them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from flows.folder import write_config
+from slurm.submit import attach_or_submit
+from slurm.watch import wait
+from specrl.config import Config
+from specrl.context import StageContext
+from specrl.events import read_events
+from tests.integration.disturbances import Disturbed, slurm
+from tests.slurm.conftest import ROOT
+from tests.slurm.test_local_jobs import nothing
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]
+MakeRun = Callable[..., Config]
+REASONS = ["walltime", "requeued", "node lost", "preempted", "hang", "finished"]
+
+
+def context_of(config: Config, partition: str, hang_minutes: float) -> StageContext:
+    chosen = {"partition": partition, "hang_minutes": hang_minutes}
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=chosen)})
+    write_config(config)
+    return StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
+
+
+def steps_of(context: StageContext) -> list[str]:
+    return (context.stage_dir / "steps.txt").read_text().split()
+
+
+def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "steps")
+    monkeypatch.setenv("DUMMY_STEPS", "60")
+    context = context_of(make_run("slurm"), "spot", 4 / 60)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    assert job is not None
+    outcome: list[bool] = []
+    flow = threading.Thread(target=lambda: outcome.append(wait(job, context, nothing)))
+    flow.start()
+    disturbed = Disturbed(context.run_dir, "prepare")
+    disturbed.cut_short(seconds=14)
+    disturbed.queue_again(2)
+    disturbed.lose_a_node(3)
+    disturbed.preempt(4)
+    disturbed.freeze_a_rank(5, "steps.txt")
+    flow.join()
+    assert outcome == [True]  # one job all the time
+    assert disturbed.reasons() == REASONS
+    assert set(steps_of(context)) == {str(step) for step in range(60)}
+    assert "no sign of life" in job.log(0).read_text()
+    assert [event.kind for event in read_events(context.stage_dir)].count("restart") == 5
+
+
+def test_a_preemption_with_grace_lets_the_step_finish(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "steps")
+    context = context_of(make_run("slurm", nodes=1), "low", 10)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    assert job is not None
+    disturbed = Disturbed(context.run_dir, "prepare")
+    disturbed.running(1)
+    slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    assert wait(job, context, nothing)
+    assert disturbed.reasons() == ["preempted", "finished"]
+    assert steps_of(context) == [str(step) for step in range(40)]  # none is done twice
