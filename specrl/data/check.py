@@ -22,7 +22,7 @@ def check_data(config: Config) -> None:
     check_template(config.data.template)
     make_reward(config.data)
     problems, count = make_problems(config.data, config.seed, fit_all), config.validate_.num_prompts
-    problems.draw("train", 0, 1)
+    problems.draw("train", 0, 1, 0)
     try:
         problems.held_out(count)
     except ConfigError as error:

@@ -178,10 +178,10 @@ class FileProblems:
         repeated = [(row.answer, answers.setdefault(row.question, row.answer)) for row in self._training]
         return len(repeated) - len(answers), sum(own != first for own, first in repeated)
 
-    def draw(self, stream: str, step: int, count: int) -> list[Problem]:
-        """Return rows `step * count` to `(step + 1) * count` of the stream's epochs, each of which is shuffled anew."""
+    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
+        """Return rows `drawn` to `drawn + count` of the stream's epochs, each of which is shuffled anew."""
         size = len(self._training)
-        positions = range(step * count, (step + 1) * count)
+        positions = range(drawn, drawn + count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int) -> list[Problem]:

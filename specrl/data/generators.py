@@ -138,19 +138,21 @@ class GeneratorMixture:
         if not self.generators:
             raise ConfigError("data.generators is empty: name at least one generator")
 
-    def draw(self, stream: str, step: int, count: int) -> list[Problem]:
+    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
         """Return problems that are distinct as long as the generators have new ones, and then repeats.
+
+        They do not depend on how many were drawn before.
 
         Raises:
             ConfigError: The generators have only held-out problems.
         """
-        drawn = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
-        if len(drawn) < count:
+        found = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
+        if len(found) < count:
             raise ConfigError(
                 f"data.generators gave no training problem in {MAX_MISSES} draws: "
                 + self._why_so_few("lower data.validation_fraction")
             )
-        return drawn
+        return found
 
     def held_out(self, count: int) -> list[Problem]:
         """Return the first `count` distinct held-out problems.

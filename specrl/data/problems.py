@@ -90,10 +90,13 @@ class Generator(Protocol):
 class ProblemSource(Protocol):
     """The source of a run's problems: a mixture of generators, or a file."""
 
-    def draw(self, stream: str, step: int, count: int) -> list[Problem]:
+    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
         """Return `count` problems for a step of a stream, none of them held out.
 
-        They are a pure function of the run's seed, the stream, the step and the count.
+        They are a pure function of the run's seed and the arguments.
+
+        Args:
+            drawn: The number of problems that the stream gave for the steps before.
         """
         ...
 

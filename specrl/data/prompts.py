@@ -31,24 +31,29 @@ class PromptReport:
 class PromptSource:
     """All prompts of a run. Those that are too long are dropped or truncated as `data.overlong` says."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, begun: tuple[int, int] = (0, 0)) -> None:
         """Open the problems of `[data]`.
 
         Args:
             tokenizer: The policy's tokenizer, of transformers.
+            begun: The step from which on the configuration holds, and the number of prompts that training had before
+                it, with another `train.prompts_per_step`.
 
         Raises:
             ConfigError: A generator or parameter is unknown, a file is unreadable or has a row that no prompt can be
                 made of, or the template is wrong.
         """
         self._config = config
+        self._begun = begun
         self.tokenizer = tokenizer
         self._rendering = Rendering(config, tokenizer)
         self._problems = make_problems(config.data, config.seed, self._rendering.fit)
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
-        return self._prompts("train", self._problems.draw("train", step, self._config.train.prompts_per_step))
+        count, (begun, before) = self._config.train.prompts_per_step, self._begun
+        drawn = max(0, before + (step - begun) * count)
+        return self._prompts("train", self._problems.draw("train", step, count, drawn))
 
     def held_out(self, count: int) -> list[Prompt]:
         """Return distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
@@ -71,11 +76,11 @@ class PromptSource:
 
     def pretraining(self, count: int) -> list[Prompt]:
         """Return the prompts whose responses the drafter is pretrained on."""
-        return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
+        return self._prompts("pretraining", self._problems.draw("pretraining", 0, count, 0))
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
         """Return prompts, each with a response that earns full reward, with worked steps if there are any."""
-        problems = self._problems.draw("demonstrations", 0, count)
+        problems = self._problems.draw("demonstrations", 0, count, 0)
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 

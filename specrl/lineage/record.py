@@ -37,6 +37,8 @@ class Continuation(Artifact):
     """Whether steps go on counting from the checkpoint, with the records and rollouts of the steps before it. If not,
     they count from 0."""
 
+    num_prompts: int = 0
+    """The number of prompts that the steps before had, where they count on; files go on with the next row."""
     has_drafter: bool = True
     """Whether the drafter goes on from the checkpoint too, where one is trained."""
 

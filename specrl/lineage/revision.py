@@ -112,7 +112,12 @@ class Reviser:
         start = self.record.continues
         if step is not None:
             start = Continuation(
-                run=self.run_dir.name, key=old, step=step, stage_dir=Path("stages") / old, counts_on=True
+                run=self.run_dir.name,
+                key=old,
+                step=step,
+                stage_dir=Path("stages") / old,
+                counts_on=True,
+                num_prompts=self._num_prompts(step),
             )
         unmarked = [change for change in relevant if not change.adjustable]
         if start is None or not start.counts_on or not (redone or unmarked):
@@ -134,6 +139,12 @@ class Reviser:
         self.continues = self.record.origin
         self.keys["train"] = self._new_key("train")
         return self._plan("train", "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
+
+    def _num_prompts(self, step: int) -> int:
+        """Return the number of prompts of the steps before `step`, over all changes of their number per step."""
+        start = self.record.continues
+        begun, before = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
+        return before + (step - begun) * self.old.train.prompts_per_step
 
     def _check_steps(self, start: Continuation | None) -> None:
         steps = self.new.train.num_steps

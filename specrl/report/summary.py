@@ -15,6 +15,7 @@ from specrl.artifacts import ExportResult, PrepareResult, SetScore, TrainResult,
 from specrl.config import STAGES, Config
 from specrl.events import read_events
 from specrl.export.card import serve_command
+from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
     CONFIG_FILE,
@@ -170,6 +171,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
         *curve_rows(curve_of(stages)),
         *_best_rows(finished(stages, "train", TrainResult)),
         *rows,
+        *_change_rows(summary),
         *_speculation_rows(summary, finished(stages, "validate", ValidateResult)),
     ]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
@@ -177,6 +179,12 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
     if unfinished:
         rows.append(("not finished", ", ".join(unfinished)))
     return rows
+
+
+def _change_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what was changed while the run went on."""
+    changed = [event for event in summary["events"] if event["kind"] in CHANGES]
+    return [(f"from step {event['step']} on", event["text"]) for event in changed]
 
 
 def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

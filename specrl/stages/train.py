@@ -72,8 +72,10 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     """Load policy, drafter and engine of this rank, and wire up everything that the loop needs."""
-    config = context.config
+    config, begun = context.config, (0, 0)
     if context.continues is not None:
+        if context.continues.counts_on:
+            begun = (context.continues.step, context.continues.num_prompts)
         if ranks.is_first:
             adopt_history(context.stage_dir, context.continues)
         ranks.barrier()
@@ -90,7 +92,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
     with logs.phase("start of the engine"):
         engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)
-    source = PromptSource(config, load_tokenizer(prepared.policy_dir))
+    source = PromptSource(config, load_tokenizer(prepared.policy_dir), begun)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(

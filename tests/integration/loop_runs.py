@@ -105,7 +105,14 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
         other = folder / run.continues / "train-toy"
         step = newest_step(other)
         assert step is not None
-        start = Continuation(run=run.continues, key="train-toy", step=step, stage_dir=other, counts_on=run.counts_on)
+        start = Continuation(
+            run=run.continues,
+            key="train-toy",
+            step=step,
+            stage_dir=other,
+            counts_on=run.counts_on,
+            num_prompts=8 * step,
+        )
     pretrained = folder / ("with-drafter" if config.speculation.draft_method.has_weights else "without")
     return StageContext(
         config=config,

@@ -200,6 +200,16 @@ def test_a_file_is_gone_through_once_per_epoch(
     assert set(drawn).isdisjoint(prompt.text for prompt in prompts.held_out(rows - size))
 
 
+def test_another_number_of_prompts_per_step_leaves_no_row_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", numbered_rows(40))
+    data = {"source": "file", "path": str(path)}
+    before = source(data, train={"prompts_per_step": 4})
+    after = PromptSource(make_config(data, train={"prompts_per_step": 6}), TOKENIZER, begun=(3, 12))
+    drawn = [prompt.text for step in range(3) for prompt in before.batch(step)]
+    drawn += [prompt.text for step in range(3, 7) for prompt in after.batch(step)]
+    assert len(drawn) == len(set(drawn)) == 36
+
+
 def test_a_held_out_row_that_is_also_a_training_row_is_not_trained_on(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", numbered_rows(10))
     held_out = write_jsonl(tmp_path / "held.jsonl", numbered_rows(3))

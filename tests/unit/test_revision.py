@@ -96,6 +96,17 @@ def test_other_settings_make_training_start_over_and_are_refused(override: str, 
     assert revision.record.continues is None
 
 
+def test_the_prompts_of_all_steps_are_counted_over_changes_of_their_number(tmp_path: Path) -> None:
+    record = make_run(tmp_path, STAGES, step=4)
+    start = change(tmp_path, "train.prompts_per_step=32").record.continues
+    assert start is not None
+    assert start.num_prompts == 4 * CONFIG.train.prompts_per_step
+    write_record(tmp_path, record.model_copy(update={"continues": start.model_copy(update={"step": 3})}))
+    again = change(tmp_path, "train.prompts_per_step=8").record.continues
+    assert again is not None
+    assert again.num_prompts == start.num_prompts + CONFIG.train.prompts_per_step
+
+
 def test_other_code_runs_only_what_has_not_finished(tmp_path: Path) -> None:
     make_run(tmp_path, ("prepare", "pretrain", "calibrate"), step=2)
     revision = change(tmp_path, code="edited")
