@@ -71,7 +71,11 @@ _DEFINITIONS = (
         "Time of the step's validations: after the refit and, in the first step, before training; only in steps that "
         "validate, see validate.every.",
     ),
-    Metric("timing/checkpoint_s", "s", "Time that the step waits for its rollouts and its checkpoint to be written."),
+    Metric(
+        "timing/checkpoint_s",
+        "s",
+        "Time that the step waits for its rollouts to be written, and for the copy of what its checkpoint holds.",
+    ),
     Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
     Metric(
         "performance/training_tokens_per_s",

@@ -175,11 +175,6 @@ class Policy:
         return int(parallel_state.get_tensor_model_parallel_rank())
 
     @property
-    def tp_size(self) -> int:
-        """The number of tensor-parallel ranks."""
-        return int(parallel_state.get_tensor_model_parallel_world_size())
-
-    @property
     def pp_rank(self) -> int:
         """The number of this rank's pipeline stage."""
         return int(parallel_state.get_pipeline_model_parallel_rank())
