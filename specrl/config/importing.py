@@ -27,5 +27,6 @@ def import_function(key: str, path: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'{key} = "{path}" cannot be imported: {error}') from error
+    except Exception as error:  # the module is a user's, and may fail in any way while it is imported
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f'{key} = "{path}" cannot be imported: {reason}') from error

@@ -51,7 +51,7 @@ class Plan:
     jobs: tuple[PlannedJob, ...]
     budgets: tuple[Budget, ...]
     algorithms: tuple[str, ...]
-    """The reward and each chosen algorithm, with its options."""
+    """What becomes of long prompts, the reward and each chosen algorithm, with its options."""
     notes: tuple[str, ...]
     """Lines about what will run, but perhaps more slowly than intended."""
 
@@ -86,9 +86,10 @@ def plan(
 
 
 def _algorithms(config: Config) -> tuple[str, ...]:
-    """Return a line for the reward and for each chosen algorithm with its options."""
+    """Return a line for long prompts, for the reward and for each chosen algorithm with its options."""
     chosen = [f"{registry.key} = {algorithm}" for registry, algorithm in config.train.algorithms]
-    return (f"data.reward = {config.data.reward}", *chosen)
+    overlong = f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens"
+    return (overlong, f"data.reward = {config.data.reward}", *chosen)
 
 
 def _job(config: Config, stage: StageName, queue: str | None, options: str) -> PlannedJob:

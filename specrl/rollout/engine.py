@@ -167,13 +167,10 @@ class Engine:
         stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
         running: dict[str, tuple[int, str]] = {}
         responses: dict[int, Response] = {}
-        params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
         if self._drafting is not None:
             self._drafting.begin(recall, learn)
         try:
-            for index, (asked, param) in enumerate(zip(requests, params, strict=True)):
-                name, internal = self._vllm.add(asked.prompt_tokens, param)
-                running[name] = (index, internal)
+            self._add(requests, running)
             while running:
                 finished = self._vllm.step()
                 for request in finished:
@@ -450,6 +447,13 @@ class Engine:
     def shutdown(self) -> None:
         """Free the engine; the default process group stays."""
         self._vllm.stop()
+
+    def _add(self, requests: list[Request], running: dict[str, tuple[int, str]]) -> None:
+        """Hand the requests to vLLM; add the place and vLLM's internal name of each to `running`, by its name."""
+        params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
+        for index, (asked, param) in enumerate(zip(requests, params, strict=True)):
+            name, internal = self._vllm.add(asked.prompt_tokens, param)
+            running[name] = (index, internal)
 
     def _abort(self, internal: Iterable[str]) -> None:
         names = list(internal)

@@ -37,25 +37,25 @@ def reward(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
 
 
-def kind(response: str) -> int:
+def kind(prompt: str, response: str) -> int:
     """A number from 0 to 15 that says what `failing_reward` does with a response."""
-    return zlib.crc32(response.encode()) % 16
+    return zlib.crc32((prompt + response).encode()) % 16
 
 
 def failing_reward(prompt: str, response: str, answer: str) -> float:
     """`reward`, but for some responses it hangs, ends its process, raises or returns what is no number."""
-    match kind(response):
+    match kind(prompt, response):
         case 0:
             time.sleep(1000)
         case 1:
             os._exit(1)
-        case 2:
+        case 2 | 3 | 4:
             raise ValueError("no reward for this")
-        case 3:
+        case 5:
             return float("nan")
     return reward(prompt, response, answer)
 
 
 def mended_reward(prompt: str, response: str, answer: str) -> float:
     """What counts where `failing_reward` fails, and otherwise its reward."""
-    return ON_FAILURE if kind(response) < 4 else reward(prompt, response, answer)
+    return ON_FAILURE if kind(prompt, response) < 6 else reward(prompt, response, answer)

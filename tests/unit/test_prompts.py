@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specrl.config import Config, ConfigError, GeneratorConfig, parse_config
 from specrl.data.check import check_data
-from specrl.data.generators import make_generator
+from specrl.data.generators import ReasoningGym, make_generator
 from specrl.data.prompts import PromptSource
 from specrl.data.worked_sums import WorkedSums, worked_sum
 from specrl.models.tiny import character_tokenizer
@@ -348,6 +348,30 @@ def test_an_overlong_prompt_may_be_an_error_that_names_the_row(tmp_path: Path) -
         make_config({"overlong": "error"})
     with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens = 500: it must be at most \d+"):
         make_config({"max_prompt_tokens": 500})
+
+
+class Unreliable(ReasoningGym):
+    """A generator of reasoning-gym whose data sets fail on most of their items."""
+
+    works: tuple[int, ...] = (3, 60)
+
+    def _dataset(self, seed: int) -> Any:
+        whole, works = super()._dataset(seed), self.works
+
+        class Items:
+            def __getitem__(self, index: int) -> Any:
+                return whole[index] if index in works else whole[index // 0]
+
+        return Items()
+
+
+def test_an_item_that_its_generator_fails_on_is_left_out() -> None:
+    generator = Unreliable("chain_sum", {})
+    whole = list(islice(ReasoningGym("chain_sum", {}).problems(7), 128))
+    assert list(islice(generator.problems(7), 4)) == [whole[index] for index in (3, 60, 67, 124)]
+    generator.works = ()
+    with pytest.raises(ConfigError, match=r"data\.generators: chain_sum fails on every item: integer division"):
+        next(generator.problems(7))
 
 
 def test_overlong_generated_prompts_follow_the_same_rule() -> None:

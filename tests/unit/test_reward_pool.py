@@ -13,10 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specrl.config import DataConfig
+from specrl.config import Config, DataConfig, EngineConfig, Resources
 from specrl.data import reward_pool
 from specrl.data.problems import Prompt
-from specrl.data.reward_pool import RewardError, RewardFailure, RewardPool, Scores, describe, refuse_failure
+from specrl.data.reward_pool import (
+    RewardError,
+    RewardFailure,
+    RewardPool,
+    Scores,
+    describe,
+    refuse_failure,
+    start_rewards,
+)
 
 NAP = str(10_000_000 + os.getpid())
 BODY = """
@@ -159,6 +167,11 @@ def test_a_reward_that_fails_on_every_response_is_refused() -> None:
         refuse_failure(failures, 3, data())
 
 
+def test_only_the_first_rank_of_an_engine_scores() -> None:
+    config = Config(name="x", engine=EngineConfig(tensor_parallel=2), resources=Resources(ranks_per_node=2))
+    assert start_rewards(config, 1) is None
+
+
 def test_a_reward_that_cannot_be_imported_in_the_process_is_one_line() -> None:
     pool = RewardPool(data(reward="no.such.module:score"))
     with pytest.raises(RewardError, match=r'^data\.reward = "no\.such\.module:score" cannot be imported') as error:
@@ -168,7 +181,7 @@ def test_a_reward_that_cannot_be_imported_in_the_process_is_one_line() -> None:
 
 
 RANK = """
-from specrl.config import DataConfig
+from specrl.config import Config, DataConfig, EngineConfig, Resources
 from specrl.data import reward_pool
 from specrl.data.problems import Prompt
 from specrl.data.reward_pool import RewardPool
