@@ -200,7 +200,7 @@ def _write(run_dir: Path, revision: Revision) -> None:
     if not record.code_dir(run_dir).is_dir():
         snapshot_code(run_dir)
     if revision.continued is not None:
-        folder = run_dir / "stages" / record.stage_keys["train"]
-        begin_continuation(folder, revision.continued.in_run(run_dir), revision.events)
+        new, old = (run_dir / "stages" / key for key in (record.stage_keys["train"], revision.previous))
+        begin_continuation(new, old, revision.continued.step, revision.events)
     write_record(run_dir, record)
     write_config(read_run_config(run_dir))

@@ -23,20 +23,22 @@ CHANGES = ("settings", "code")
 """The kinds of events that say what was changed while a run went on."""
 
 
-def begin_continuation(stage_dir: Path, start: Continuation, events: Sequence[tuple[str, str]]) -> None:
-    """Make the folder of a train stage that continues another, with that stage's events and a new one for each change.
+def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Sequence[tuple[str, str]]) -> None:
+    """Make the folder of a train stage that goes on under another key, with the events so far and those of the change.
 
     Args:
-        events: The kind and the text of each event; they happen at the step from which the stage continues.
+        previous: The folder of the run's train stage before the change, which may not have trained yet.
+        step: The step from which the stage goes on.
+        events: The kind and the text of each event of the change.
     """
     stage_dir.mkdir(parents=True, exist_ok=True)
     (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # of a call that was killed
     for name in (EVENTS_FILE, *CARRIED_ON):
-        if (start.stage_dir / name).exists():
+        if (previous / name).exists():
             with atomic_path(stage_dir / name) as temporary:
-                shutil.copyfile(start.stage_dir / name, temporary)
+                shutil.copyfile(previous / name, temporary)
     for kind, text in events:
-        record_event(stage_dir, kind, text, start.step)
+        record_event(stage_dir, kind, text, step)
 
 
 def adopt_history(stage_dir: Path, start: Continuation) -> None:

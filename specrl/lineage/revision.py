@@ -46,6 +46,8 @@ class Revision:
     """Whether jobs will run other code than before."""
     trained: tuple[Change, ...]
     """Those of the changes that training reads."""
+    previous: str
+    """The key of the train stage before the change."""
 
     @property
     def continued(self) -> Continuation | None:
@@ -195,7 +197,12 @@ def revise(
     kept = reviser.keys["train"] == old.stage_keys["train"]
     update = {"stage_keys": reviser.keys, "continues": old.continues if kept else reviser.continues}
     return Revision(
-        record.model_copy(update=update), stages, tuple(changes), new_code, tuple(reviser.relevant("train"))
+        record=record.model_copy(update=update),
+        stages=stages,
+        changes=tuple(changes),
+        new_code=new_code,
+        trained=tuple(reviser.relevant("train")),
+        previous=old.stage_keys["train"],
     )
 
 

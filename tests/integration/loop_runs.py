@@ -176,7 +176,12 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
             shutil.rmtree(newest)
     context.run_dir.mkdir(parents=True, exist_ok=True)
     if context.continues is not None and context.continues.counts_on:
-        begin_continuation(context.stage_dir, context.continues, [("settings", "train.num_steps = 3 -> 5")])
+        begin_continuation(
+            context.stage_dir,
+            context.continues.stage_dir,
+            context.continues.step,
+            [("settings", "train.num_steps = 3 -> 5")],
+        )
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []
     while True:

@@ -155,7 +155,7 @@ def test_a_continuation_has_the_whole_history_and_leaves_the_other_alone(tmp_pat
     record_event(old, "restart", "it was killed", 1)
     start = Continuation(run="run", key="train-0", step=2, stage_dir=old, counts_on=True)
     for _ in range(2):  # a call that was killed is made again
-        begin_continuation(new, start, [("settings", "policy.lr = 1 -> 2")])
+        begin_continuation(new, old, 2, [("settings", "policy.lr = 1 -> 2")])
         adopt_history(new, start)
     assert sorted(path.name for path in (new / "rollouts").iterdir()) == ["step=000000", "step=000001"]
     assert len(list((new / "steps").iterdir())) == 4
