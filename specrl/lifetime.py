@@ -163,6 +163,10 @@ class Lifetime:
         self._seconds.append(now - self._began_at)
         self.step, self._began_at = None, now
 
+    def held_up(self, seconds: float) -> None:
+        """Say that this process was held up for so long, as by a scheduler that suspends jobs: no work takes longer."""
+        self._began_at += seconds
+
     def overdue(self) -> str | None:
         """Return what takes too long and since when, in one line, or None while nothing does."""
         seconds, limit = self._clock() - self._began_at, self._limit_seconds()

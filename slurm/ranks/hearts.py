@@ -55,6 +55,11 @@ class Hearts:
                 return f"rank {rank} has given no sign of life for {now - since:.0f} s"
         return None
 
+    def look_anew(self) -> None:
+        """Count from now on, because this process could not look for a while, and the others may have been held too."""
+        now = self._clock()
+        self._seen = {rank: (text, now) for rank, (text, _) in self._seen.items()}
+
     def report_hang(self, text: str) -> None:
         """Tell all ranks that the job hangs."""
         (self._folder / HANG_FILE).write_text(text)

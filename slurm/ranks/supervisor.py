@@ -72,7 +72,7 @@ class Supervisor:
         """The number of this job's segment, on the first rank."""
         self._end_at: float | None = None
         self._first_step_said = self._stacks_written = False
-        self._beat_at = float("-inf")
+        self._beat_at, self._looked_at = float("-inf"), time.monotonic()
         self._beat_seconds = min(15.0, 60 * self.cluster.hang_minutes / 20)
 
     def run(self) -> int:
@@ -132,6 +132,11 @@ class Supervisor:
     def _look(self, hang_seconds: float) -> None:
         """Look once at everything that is not told by a signal."""
         now = time.monotonic()
+        held_up, self._looked_at = now - self._looked_at, now
+        if held_up > hang_seconds / 2:
+            logger.warning("this rank was held up for %.0f s", held_up)
+            self.hearts.look_anew()
+            self.lifetime.held_up(held_up)
         if now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
             # This one writes the stacks of a process that no Python thread can run in any more.

@@ -47,7 +47,7 @@ def main(context: StageContext) -> None:
             time.sleep(0.1)
     if behaviour in ("fail", "exit"):
         time.sleep(30)  # as a rank that waits for one that is gone
-    if behaviour == "steps" and rank == 0:
+    if behaviour in ("steps", "stuck") and rank == 0:
         walk(context)
     while behaviour == "steps" and rank > 0 and not (context.stage_dir / "result.json").exists():
         time.sleep(0.1)
@@ -84,7 +84,10 @@ class Alone:
 
 
 def walk(context: StageContext) -> None:
-    """Take 40 steps of a quarter second, with a checkpoint when the job is left."""
+    """Take 40 steps of a quarter second, with a checkpoint when the job is left; on the first start, `stuck` never ends
+    its fourth step."""
+    is_first_start = len((context.stage_dir / ".starts-0").read_text().splitlines()) == 1
+    stuck = is_first_start and os.environ[f"DUMMY_{context.stage.upper()}"] == "stuck"
     life, checkpoint = lifetime.current(), context.stage_dir / "checkpoint"
     life.expect_steps()
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
@@ -95,7 +98,7 @@ def walk(context: StageContext) -> None:
             raise LeftJobError(stop)
         with (context.stage_dir / "steps.txt").open("a") as file:
             file.write(f"{step}\n")
-        time.sleep(0.25)
+        time.sleep(100 if step == 3 and stuck else 0.25)
     life.end_steps()
 
 

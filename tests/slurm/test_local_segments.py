@@ -78,6 +78,21 @@ def test_a_rank_that_freezes_ends_the_job_and_the_stage_goes_on(
     assert [event.kind for event in read_events(context.stage_dir)] == ["hang", "restart"]
 
 
+def test_a_step_that_never_ends_is_found_by_the_time_that_steps_take(
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "stuck")
+    monkeypatch.setenv("DUMMY_STEPS", "5")
+    context, job = submit(quick(ranks_per_node=1))
+    assert wait(job, context, nothing)
+    hung, finished = read_segments(context.stage_dir)
+    assert (hung.reason, hung.last_step, finished.reason) == ("hang", 2, "finished")
+    assert 'dummy_stage.py", line' in text(job.log(0))
+    event = read_events(context.stage_dir)[0]
+    assert (event.kind, event.step) == ("hang", 3)
+    assert event.text.startswith("step 3 has taken ")
+
+
 def test_a_stage_that_gets_no_further_is_given_up(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "kill")
     config = make_run("local", ranks_per_node=1)

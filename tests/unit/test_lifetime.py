@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,13 +109,24 @@ def test_a_validation_has_a_history_of_its_own(life: Lifetime, clock: Clock) -> 
         assert life.overdue() == "the validation in step 3 has taken 4001 s, where 400.0 s are usual"
 
 
+def test_time_in_which_a_job_was_suspended_does_not_count(life: Lifetime, clock: Clock, tmp_path: Path) -> None:
+    hearts = [Hearts(tmp_path / "1", rank, 2, clock) for rank in range(2)]
+    hearts[1].beat()
+    assert hearts[0].stopped(60, 300) is None
+    clock.now += 1000
+    hearts[0].look_anew()
+    life.held_up(1000)
+    assert hearts[0].stopped(60, 300) is None
+    assert life.overdue() is None
+
+
 def test_a_stage_without_steps_is_never_overdue(clock: Clock) -> None:
     life = Lifetime(ClusterConfig(), clock)
     clock.now += 10**6
     assert life.overdue() is None
 
 
-def test_a_rank_whose_heart_stops_is_named(tmp_path: Any, clock: Clock) -> None:
+def test_a_rank_whose_heart_stops_is_named(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "1"
     hearts = [Hearts(folder, rank, 3, clock) for rank in range(3)]
     for heart in hearts[:2]:
