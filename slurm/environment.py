@@ -116,9 +116,9 @@ def device_variables(resources: Resources, visible: str | None) -> dict[str, str
     """
     if not resources.gpus_per_rank:
         return {"CUDA_VISIBLE_DEVICES": ""}
-    if not visible:
+    if visible is None:
         return {}
-    count = len(visible.split(","))
+    count = len(visible.split(",")) if visible else 0
     if count == 1:
         return {"LOCAL_RANK": "0"}
     if count < resources.ranks_per_node:

@@ -25,6 +25,7 @@ from specrl.events import Event, read_events
 from specrl.lineage.record import read_record
 from specrl.progress import clock, read_progress, words
 from specrl.report.tables import drawn_table, print_line, print_table
+from specrl.segments import read_segments
 from tasks.run import read_run_config
 
 LOOK_SECONDS = 2.0
@@ -108,14 +109,16 @@ class Watcher:
         """Return the state of a stage; only that of the first unfinished one is asked for."""
         if folder is None or not is_next:
             return StageView(stage, "waits", "")
+        before = earlier_jobs(folder)
         if (folder / RESULT_FILE).exists():
-            return StageView(stage, "finished", clock(json.loads((folder / RESULT_FILE).read_text())["seconds"]))
+            seconds = json.loads((folder / RESULT_FILE).read_text())["seconds"]
+            return StageView(stage, "finished", f"{clock(seconds)}{before}")
         state, is_live = self._job(folder.name)
         progress = read_progress(folder)
         if progress is None:
-            return StageView(stage, state, "", is_live)
+            return StageView(stage, state, before.strip(), is_live)
         ago = clock(max(time.time() - progress.updated_at, 0.0))
-        return StageView(stage, state, f"{words(progress)}  (said {ago} ago)", is_live)
+        return StageView(stage, state, f"{words(progress)}  (said {ago} ago){before}", is_live)
 
     def _job(self, key: str) -> tuple[str, bool]:
         """Return the state of a stage's job in words, and whether there is such a job."""
@@ -140,6 +143,13 @@ def _ask(key: JobKey) -> tuple[str, bool]:
     if state.phase == "pending":
         return f"in the queue ({state.detail}), {where}", True
     return f"{'runs' if state.phase == 'running' else 'ended'}, {where}", state.phase == "running"
+
+
+def earlier_jobs(stage_dir: Path) -> str:
+    """Return in words how the jobs before the last one ended; nothing for a stage of one job."""
+    reasons = [segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1]]
+    counted = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
+    return f"  (job {len(reasons) + 1}; before it: {counted})" if reasons else ""
 
 
 def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:

@@ -73,7 +73,8 @@ def test_any_option_of_sbatch_is_passed_through_by_stage(tmp_path: Path) -> None
     )
     options, _ = script(config)
     assert {"partition=gpu", "gres=gpu:h100:4", "exclusive", "mail-type=END", "comment='a b'"} <= options
-    assert {"nodes=1", "ntasks-per-node=4", "cpus-per-task=2", "mem=32768M", "time=60", "requeue"} <= options
+    memory = f"mem={4 * Resources().memory_gib_per_rank * 1024:.0f}M"
+    assert {"nodes=1", "ntasks-per-node=4", "cpus-per-task=2", memory, "time=60", "requeue"} <= options
     assert not any(option.startswith(("gpus-per-node", "wckey")) for option in options)
     options, _ = script(config, "prepare")
     assert {"partition=cpu", "account=other", "qos=short", "reservation=night", "comment='a b'"} <= options
@@ -165,6 +166,8 @@ def test_a_rank_that_sees_one_gpu_takes_it_as_number_0() -> None:
     assert device_variables(resources, "0,1,2,3") == {}
     assert device_variables(resources, None) == {}
     assert device_variables(Resources(), "0,1") == {"CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(ValueError, match="sees 0 GPUs"):
+        device_variables(resources, "")
     with pytest.raises(ValueError, match=r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES = '0,1'\) on a node with 4 ranks"):
         device_variables(resources, "0,1")
 

@@ -19,6 +19,7 @@ from specrl.context import StageContext
 from specrl.events import record_event
 from specrl.lineage.record import RunRecord
 from specrl.progress import Progress
+from specrl.segments import add_to_segment, begin_segment
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +62,17 @@ def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: 
         write_json(train / "steps" / f"step={step:06d}.json", {"step": step, "metrics": metrics})
     with Progress(train) as progress:
         progress.update(12, 20, message="reward 1.100", unit="step", phase="RL")
+    for reason in ("preempted", "hang", "preempted"):
+        segment = begin_segment(train, "1", "host")
+        add_to_segment(train, segment.number, ended=1.0, reason=reason)
+    begin_segment(train, "1", "host")
     for number in range(7):
         record_event(train, "restart", f"event {number}", step=number)
     assert invoke(["watch", "demo", "--once", "--runs-dir", str(config.runs_dir)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "prepare finished 1:01" in lines
     assert any(line.startswith("train no job 12/20 step RL: reward 1.100") for line in lines)
+    assert any(line.endswith("(job 4; before it: 2 x preempted, 1 x hang)") for line in lines)
     assert "validate waits" in lines
     assert "step 12/20" in lines
     assert "reward 1.100 (mean of 10 steps 0.650)" in lines
