@@ -163,8 +163,8 @@ class FileProblems:
         path, lines = self._paths[0], []
         repeated, conflicting = self._count_repeats()
         if repeated:
-            others = f", {conflicting} of them with another answer" if conflicting else ""
-            lines.append(f"data file {path}: {repeated} training rows repeat the prompt of an earlier one{others}")
+            others = f", with another answer: {conflicting}" if conflicting else ""
+            lines.append(f"data file {path}: training rows that repeat an earlier prompt: {repeated}{others}")
         if len(self._training) < count:
             lines.append(
                 f"data file {path} has {len(self._training)} rows to train on, fewer than train.prompts_per_step = "

@@ -142,7 +142,7 @@ class Rendering:
             return []
         # A chat template writes its special tokens itself.
         special = self._template != CHAT
-        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         return encoded
 
 

@@ -405,7 +405,7 @@ def test_repeated_rows_are_said(tmp_path: Path) -> None:
     content = row("a") + row("a", 2) + row("b") * 3 + row("c") + row("d")
     data = file_data(tmp_path / "rows.jsonl", content)
     [line, _] = source(data, validate={"num_prompts": 1, "exactness_prompts": 1}).check().notes
-    assert line.endswith("3 training rows repeat the prompt of an earlier one, 1 of them with another answer")
+    assert line.endswith("training rows that repeat an earlier prompt: 3, with another answer: 1")
 
 
 @pytest.mark.parametrize("template", ["{prompt:d}", "{prompt!x}", "{prompt.upper}"])

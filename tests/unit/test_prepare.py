@@ -1,0 +1,51 @@
+"""What `prepare` says about the data of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specrl.artifacts import PrepareResult, read_result
+from specrl.config import ConfigError, parse_config
+from specrl.context import StageContext
+from specrl.events import read_events
+from specrl.stages import prepare
+
+SETTINGS = {
+    "model": {"source": "tiny", "max_length": 192},
+    "sampling": {"max_response_tokens": 48},
+    "validate": {"num_prompts": 3, "exactness_prompts": 2},
+    "drafter": {"num_prompts": 4},
+}
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageContext:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"prompt": f"question {number} " + "x" * (500 * (number % 7 == 0)), "answer": 1} for number in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[1], *rows]))
+    data = {"source": "file", "path": str(path), "reward": "exact_match"}
+    config = parse_config({"name": "test", "runs_dir": str(tmp_path), "data": data, **SETTINGS})
+    return StageContext(config, "prepare", "prepare-0", tmp_path / "prepare-0", inputs={}, mlflow_run_id="")
+
+
+def test_prepare_says_what_is_odd_about_the_data(context: StageContext) -> None:
+    prepare.main(context)
+    result = read_result(context.stage_dir, PrepareResult)
+    assert (result.prompts_seen, result.prompts_overlong) == (41, 6)
+    repeated, overlong = read_events(context.stage_dir)
+    assert (repeated.kind, overlong.kind) == ("data", "data")
+    assert repeated.text.endswith("rows.jsonl: training rows that repeat an earlier prompt: 1")
+    assert overlong.text.startswith("6 of the 41 prompts looked at have more than 144 tokens")
+
+
+def test_a_row_that_no_prompt_can_be_made_of_ends_the_run_in_prepare(context: StageContext) -> None:
+    assert context.config.data.path is not None
+    with context.config.data.path.open("a") as file:
+        file.write('{"prompt": "half \\ud800 of a pair", "answer": 1}\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 42: U\+D800 is half of a surrogate pair"):
+        prepare.main(context)
