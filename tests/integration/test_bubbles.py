@@ -158,6 +158,9 @@ def test_the_best_policy_is_written_with_its_drafter(runs: Path) -> None:
     found, last = load_file(killed.policy_dir / "model.safetensors"), policy(runs / "both-long-killed")
     weights = load_file(expected.policy_dir / "model.safetensors")
     assert all(torch.equal(found[key], tensor) for key, tensor in weights.items())
+    kept = whole_state(runs / "both-long-validated" / "train-toy" / "checkpoints" / f"step={expected.step:06d}")
+    names = [key for key in weights if f"master {key}" in kept]
+    assert names and all(torch.equal(weights[key], kept[f"master {key}"].view_as(weights[key])) for key in names)
     assert any(not torch.equal(last[key], tensor) for key, tensor in weights.items()) == (expected.step != 12)
 
 
