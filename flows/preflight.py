@@ -17,7 +17,7 @@ from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import plan
-from specrl.tracking import RUN_ID_FILE
+from specrl.tracking import RUN_ID_FILE, public_address
 
 GIB = 2**30
 ANSWER_SECONDS = 10
@@ -142,15 +142,16 @@ def check_tracking(config: Config) -> list[str]:
     uri = config.tracking.uri
     if uri is None or urlsplit(uri).scheme not in ("http", "https") or (config.run_dir / RUN_ID_FILE).exists():
         return []
+    shown = public_address(uri)
     try:
         with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ANSWER_SECONDS):
             return []
     except urllib.error.HTTPError as error:
         # The server is there. Whether it accepts the credentials is for MLflow to find out.
-        return [] if error.code in (401, 403, 404) else [f"tracking.uri: {_public(uri)} answers with {error.code}"]
+        return [] if error.code in (401, 403, 404) else [f"tracking.uri: {shown} answers with {error.code}"]
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return [f"tracking.uri: no MLflow server at {_public(uri)} ({reason}); without tracking.uri a file is used"]
+        return [f"tracking.uri: no MLflow server at {shown} ({reason}); without tracking.uri a file is used"]
 
 
 def check_cluster(config: Config) -> list[str]:
@@ -172,9 +173,3 @@ CHECKS: tuple[Callable[[Config], list[str]], ...] = (
 def _shape_is_known(config: Config) -> bool:
     source = config.model.source
     return source == "tiny" or source in KNOWN_SHAPES or Path(source).expanduser().is_dir()
-
-
-def _public(uri: str) -> str:
-    """Return the address without the credentials that it may contain."""
-    parts = urlsplit(uri)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -54,12 +54,14 @@ def ui(
 ) -> None:
     """Serve MLflow's pages on this machine.
 
-    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address holds a
-    token, without which other users of the machine see nothing.
+    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address leads to a
+    table of the runs and holds a token, without which other users of the machine see nothing.
     """
-    from specrl.tracking import tracking_uri
+    from specrl.tracking import table_address, tracking_uri
 
-    store = tracking_uri(Config(name="ui", runs_dir=runs_dir))
+    store, table = tracking_uri(Config(name="ui", runs_dir=runs_dir)), ""
+    if (runs_dir / "mlflow.db").is_file():
+        table = table_address(Config(name="ui", runs_dir=runs_dir))
     token = secrets.token_urlsafe()
     environment = {
         **os.environ,
@@ -68,7 +70,7 @@ def ui(
         TOKEN: token,
     }
     command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--app-name", "specrl"]
-    print(f"MLflow is at http://127.0.0.1:{port}/?token={token}; Ctrl-C ends it", flush=True)
+    print(f"MLflow is at http://127.0.0.1:{port}/?token={token}{table} ; Ctrl-C ends it", flush=True)
     code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
     raise typer.Exit(code.returncode)
 

@@ -10,12 +10,18 @@ from specrl.export.card import serve_command
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.summary import result_rows
 
+FIRST = ("accuracy, held out", "reward, training", "acceptance length", "speedup")
+"""The beginnings of the names of the results that come first."""
+
 
 def describe(run_dir: Path) -> str:
     """Return what a run is, what it has reached so far, and where to look further."""
     config = read_config(run_dir)
     lines = [headline(config), ""]
     rows = result_rows(run_dir)
+    shown = [f"{what} {result.partition(' (')[0]}" for what, result in rows if what.startswith(FIRST)]
+    if shown:  # MLflow's page shows three lines until it is asked for more
+        lines += [f"**{'; '.join(shown)}**", ""]
     if rows:
         lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
     lines += ["Stages are the runs nested below this one. Among the artifacts: `summary.json`, `report.html`, `logs/`."]
@@ -33,7 +39,8 @@ def describe(run_dir: Path) -> str:
 
 def headline(config: Config) -> str:
     """Return one sentence about what is trained on what."""
-    source = config.data.path.name if config.data.path is not None else config.data.source
+    path = config.data.path
+    source = path.name if path is not None else ", ".join(generator.name for generator in config.data.generators)
     return (
         f"RL post-training of `{config.model.source}` on `{source}`, {config.train.num_steps} steps of "
         f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "

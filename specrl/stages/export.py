@@ -116,14 +116,22 @@ def register(
     acceptance_length: float | None,
     tracker: Tracker,
 ) -> None:
-    """Register the policy and its drafter as model versions that name each other and what they come from."""
-    name, score = context.config.name, context.input("validate", ValidateResult).accuracy_after
-    tags = {
-        **lineage_tags(context),
-        "specrl.policy_version": str(trained.policy_step),
-        "specrl.policy_dir": str(policy_dir),
-        SCORE_TAG: str(score),
-    }
+    """Register the policy and its drafter as model versions, with what they come from.
+
+    The best policy of the validations goes first, if it is another one: MLflow calls the newest version `latest`.
+    """
+    name, best = context.config.name, trained.best
+    lineage = lineage_tags(context)
+    tags = {**lineage, "specrl.policy_version": str(trained.policy_step), "specrl.policy_dir": str(policy_dir)}
+    if best is None:
+        tags[SCORE_TAG] = str(context.input("validate", ValidateResult).accuracy_after)
+    elif best.step == trained.policy_step:
+        tags[SCORE_TAG] = str(best.value)
+    else:
+        found = {**lineage, "specrl.policy_version": str(best.step), SCORE_TAG: str(best.value)}
+        tracker.register_model_version(f"{name}-policy", best.policy_dir, found, "best-policy")
+        if best.drafter_dir is not None:
+            tracker.register_model_version(f"{name}-drafter", best.drafter_dir, found, "best-drafter")
     tracker.register_model_version(f"{name}-policy", policy_dir, tags)
     if drafter_dir is not None:
         tags |= {"specrl.acceptance_length": f"{acceptance_length:.3f}"}

@@ -9,7 +9,7 @@ nothing. MLflow takes seconds to import, so it is imported when the first of the
 from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
 from specrl.tracking.source import lineage_tags
-from specrl.tracking.store import tracking_uri
+from specrl.tracking.store import public_address, table_address, tracking_uri
 from specrl.tracking.tracker import Silent, Tracker
 
 __all__ = [
@@ -20,9 +20,11 @@ __all__ = [
     "finish_parent_run",
     "lineage_tags",
     "log_files",
+    "public_address",
     "registered_version",
     "stage_run",
     "start_parent_run",
     "sync_run",
+    "table_address",
     "tracking_uri",
 ]

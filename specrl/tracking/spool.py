@@ -80,12 +80,13 @@ class Spool:
         first = next(self.everything(), None)
         return int(time.time() * 1000) if first is None else first.time_ms
 
-    def keep(self, path: Path, without: str = "") -> str:
+    def keep(self, path: Path, name: str = "", without: str = "") -> str:
         """Keep a file or a folder as it is now, by hard links where the file system has them.
 
         Files of this project are replaced and never changed in place, so a link keeps the contents.
 
         Args:
+            name: The name under which it is kept; its own by default.
             without: The files of the folder to leave out, such as `*.safetensors`.
 
         Returns:
@@ -94,14 +95,14 @@ class Spool:
         Raises:
             OSError: The disk is full, or there is no such file.
         """
-        name = f"{FILES_FOLDER}/{uuid.uuid4().hex[:12]}/{path.name}"
-        target = self.folder / name
+        kept = f"{FILES_FOLDER}/{uuid.uuid4().hex[:12]}/{name or path.name}"
+        target = self.folder / kept
         target.parent.mkdir(parents=True)
         if path.is_dir():
             shutil.copytree(path, target, copy_function=_link, ignore=shutil.ignore_patterns(without))
         else:
             _link(str(path), str(target))
-        return name
+        return kept
 
     def new_file(self, name: str) -> Path:
         """Return the path of a new file of this name in the spool, for the caller to write; `relative` names it."""

@@ -9,19 +9,23 @@ import os
 import re
 import time
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from specrl.config import Config, ConfigError
 
 EXPERIMENT_KIND = "mlflow.experimentKind"
 VIEW_NAME = "specrl"
-"""The name of the saved view of the run table, as in `...?viewStateShareKey=specrl`."""
+"""The name of the saved view of the run table."""
+VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
+"""What opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
 SERVER_SECONDS = 5.0
 """The time within which a tracking server must answer before anything starts."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -45,6 +49,12 @@ SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
 def tracking_uri(config: Config) -> str:
     """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder."""
     return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
+
+
+def public_address(uri: str) -> str:
+    """Return the address of a store without the credentials that it may contain."""
+    parts = urlsplit(uri)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else uri
 
 
 def connect(config: Config) -> Any:
@@ -80,14 +90,15 @@ def check_server(config: Config) -> None:
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
+    shown = public_address(uri)
     try:
         with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
-            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri to record in "
-            "a sqlite file in the runs folder"
+            f"tracking.uri = {shown}: no MLflow server answers ({reason}); start it, or unset tracking.uri "
+            "to record in a sqlite file in the runs folder"
         ) from error
 
 
@@ -111,7 +122,7 @@ def experiment_id(client: Any, config: Config) -> str:
 
 
 def _describe(client: Any, experiment: Any) -> None:
-    """Say what the experiment is, where nobody has: MLflow's pages otherwise show it as one of prompts and traces."""
+    """Say that the experiment is of model training, and how its runs are best looked at, unless somebody has."""
     wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
     for name, value in wanted.items():
         if name not in experiment.tags:
@@ -132,9 +143,21 @@ def saved_view() -> dict[str, Any]:
     shown = {
         "selectedColumns": [*metrics, "attributes.`Source`", "attributes.`Version`", "attributes.`Models`"],
         "columnOrder": ["attributes.`Run Name`", *metrics],
-        "columnWidths": dict.fromkeys(metrics, 170),
+        "columnWidths": dict.fromkeys(metrics, 190),
     }
     return {"name": VIEW_NAME, "createdAt": int(time.time() * 1000), "state": json.dumps(shown)}
+
+
+def table_address(config: Config) -> str:
+    """Return the part of an address of MLflow's pages, from its # on, that shows the runs with the columns that matter.
+
+    It is empty where nothing has been recorded yet.
+    """
+    import_mlflow()
+    from mlflow import MlflowClient
+
+    found = MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
+    return "" if found is None else f"#/experiments/{found.experiment_id}/runs{VIEW_QUERY}"
 
 
 def exists(client: Any, run_id: str) -> bool:

@@ -41,8 +41,11 @@ class Tracker(Protocol):
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
         """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
 
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> None:
-        """Upload a directory and register it as a version of the model `name`, only once for each directory name.
+    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
+        """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
+
+        Args:
+            folder: The folder of the run's artifacts; by default the directory's name.
 
         The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells.
         MLflow calls the newest version `latest`. The one with the highest `specrl.score` among its tags is `best`.
@@ -72,7 +75,7 @@ class Silent:
 
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None: ...
 
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> None: ...
+    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None: ...
 
     def flush(self) -> None: ...
 
@@ -144,11 +147,11 @@ class SpoolTracker:
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
         self._append("dataset", source=str(path.absolute()), name=name, context=context)
 
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str]) -> None:
+    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
         def register() -> None:
             size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
             without = WEIGHTS if size > self._max_model_gib * GIB else ""
-            path = self._spool.keep(directory, without)
+            path = self._spool.keep(directory, folder, without)
             self._spool.append("model", path=path, name=name, tags={**tags, "specrl.location": str(directory)})
 
         self._keep(register)

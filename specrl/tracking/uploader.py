@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from pathlib import Path
+from textwrap import shorten
 
 from filelock import FileLock, Timeout
 
 from specrl.config import Config
 from specrl.tracking.sender import Sender
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import connect, tracking_uri
+from specrl.tracking.store import connect, public_address, tracking_uri
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
 """The pause after a failed attempt, which doubles with every further one."""
 LAST_PAUSE_SECONDS = 2.0
 """The longest pause while someone waits for the end."""
+REASON_LENGTH = 200
+"""The number of characters of an error that a warning quotes."""
 LOCK_FILE = ".sending.lock"
 
 
@@ -106,8 +109,8 @@ class Uploader:
             self._failed_at = time.monotonic()
             logger.warning(
                 "MLflow at %s is away (%s): what is logged waits in %s and is sent later; nothing else is affected",
-                tracking_uri(self._config),
-                reason,
+                public_address(tracking_uri(self._config)),
+                shorten(reason, REASON_LENGTH, placeholder=" ..."),
                 self._spool.folder,
             )
 

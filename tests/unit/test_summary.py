@@ -30,6 +30,7 @@ from specrl.artifacts import (
 )
 from specrl.config import STAGES, dump_config, parse_config
 from specrl.events import record_event
+from specrl.report.description import describe
 from specrl.report.html import read_columns, write_report
 from specrl.report.results import StageRecord, find_stages
 from specrl.report.summary import render_summary, write_summary
@@ -206,6 +207,18 @@ def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: 
     assert (last["step"], last["accuracy"], last["pass_at_k"]) == (4, 0.75, 1.0)
     page = write_report(run_dir).read_text()
     assert "Accuracy on held-out prompts" in page
+
+
+def test_a_description_has_the_results_as_a_table_and_leads_to_the_models(tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path, finished=("prepare", "train"))
+    text = describe(run_dir)
+    assert "| reward, training | 0." in text
+    assert "demo-policy" not in text
+    run_dir, _ = make_run(tmp_path)
+    text = describe(run_dir)
+    assert "| accuracy, held out | 30.0% -> 50.0% (128 prompts) |" in text
+    assert "[demo-policy](#/models/demo-policy), [demo-drafter](#/models/demo-drafter)" in text
+    assert "vllm serve" in text
 
 
 def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:
