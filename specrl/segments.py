@@ -86,13 +86,18 @@ def add_to_segment(stage_dir: Path, number: int, **known: object) -> None:
 def end_segment(
     stage_dir: Path, number: int, reason: Reason, last_step: int | None, cluster: ClusterConfig, text: str = ""
 ) -> bool:
-    """Append that a segment has ended, and return whether the stage is to go on in another job.
+    """Say that the latest segment has ended, unless that is known, and return whether the stage is to go on.
 
     Args:
+        number: The segment's number.
         last_step: The last RL step that it completed, if any.
         text: More about the reason, in a few words.
     """
-    add_to_segment(stage_dir, number, ended=time.time(), reason=reason, last_step=last_step)
+    known = read_segments(stage_dir)[-1]
+    if known.number != number:  # another job has taken over meanwhile
+        return False
+    if known.reason is None:
+        add_to_segment(stage_dir, number, ended=time.time(), reason=reason, last_step=last_step)
     segments = read_segments(stage_dir)
     if segments[-1].reason not in AGAIN or segments[-1].gave_up is not None:
         return False

@@ -151,6 +151,7 @@ class FileProblems:
         self._held_out = list({problem.question: problem for problem in self._held_out}.values())
         reserved = {problem.question for problem in self._held_out}
         self._training = [problem for problem in problems if problem.question not in reserved]
+        self._questions = {problem.question for problem in self._training}
         if not self._training:
             raise ConfigError(f"data file {config.path} has no row left to train on beside the held-out ones")
 
@@ -171,6 +172,10 @@ class FileProblems:
                 f"{count}: a step asks some prompts more than once"
             )
         return lines
+
+    def trains_on(self, question: str) -> bool:
+        """Return whether a training row asks this question."""
+        return question in self._questions
 
     def _count_repeats(self) -> tuple[int, int]:
         """Return how many training rows repeat the prompt of an earlier one, and how many of these its answer not."""

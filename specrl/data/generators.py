@@ -172,6 +172,10 @@ class GeneratorMixture:
         """Return nothing: what generators give is known only as it is drawn."""
         return []
 
+    def trains_on(self, question: str) -> bool:
+        """Return False: what generators give is known only as it is drawn."""
+        return False
+
     def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
         """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them."""
         seen: set[str] = set()

@@ -112,6 +112,10 @@ class ProblemSource(Protocol):
         """Return a line for each thing about the problems that a user may not expect, where a step asks `count`."""
         ...
 
+    def trains_on(self, question: str) -> bool:
+        """Return whether this question is known to be among those that are trained on."""
+        ...
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed for numbers and names; being made by SHA-256, the seeds of similar inputs are unrelated."""

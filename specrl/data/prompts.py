@@ -92,11 +92,10 @@ class PromptSource:
         """
         self.batch(0)
         self.held_out(self._config.validate_.num_prompts)
-        for name in self._config.validate_.held_out_sets:
-            self.validation(name)
+        seen = [line for name in self._config.validate_.held_out_sets for line in self._trained_on(name)]
         self.pretraining(self._config.drafter.num_prompts)
         counts, data = self._rendering.counts, self._config.data
-        lines = self._problems.notes(self._config.train.prompts_per_step)
+        lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
         if counts.overlong:
             done = "dropped" if data.overlong == "drop" else "truncated"
             lines.append(
@@ -106,6 +105,14 @@ class PromptSource:
         if counts.unusable:
             lines.append(f"{counts.unusable} of the {counts.seen} generated problems make no prompt and were left out")
         return PromptReport(counts.seen, counts.overlong, counts.longest, lines)
+
+    def _trained_on(self, name: str) -> list[str]:
+        """Return a line if problems of a held-out set are trained on, as those of a file of its own may be."""
+        questions = [prompt.metadata["question"] for prompt in self.validation(name)]
+        count = sum(self._problems.trains_on(question) for question in questions)
+        if not count:
+            return []
+        return [f"validate.sets.{name}: {count} of its {len(questions)} problems are trained on too"]
 
     def _prompts(self, stream: str, problems: list[Problem]) -> list[Prompt]:
         occurrences: Counter[str] = Counter()

@@ -6,6 +6,7 @@ A reward that hangs, raises, ends its process or returns what is no number costs
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -207,12 +208,12 @@ class _Worker:
         """Start the process, and let it answer one response after another."""
         try:
             self._running()
-        except (OSError, RewardError) as error:
+        except Exception as error:  # the rank's main thread shall raise it, when it asks for a reward
             self._pool.error = error
         while (job := self._pool.jobs.get()) is not None:
             try:
                 result = self._pool.error or self._reward(job)
-            except Exception as error:  # whatever it is, the rank's main thread waits for an answer and shall raise it
+            except Exception as error:  # the rank's main thread waits for an answer and shall raise it
                 self._pool.error = result = error
             job.results.put((job.number, result))
         self._kill()
@@ -221,7 +222,8 @@ class _Worker:
         """End the process and what it has started; a process that has ended already is taken off the kernel's list."""
         process = self._process
         if process is not None and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _reward(self, job: _Job) -> float | RewardFailure:
@@ -267,12 +269,11 @@ class _Worker:
 
     def _running(self) -> Connection:
         """Return the connection to the process, which is started anew where it has ended."""
-        for _ in range(TRIES):
+        for attempt in range(1 + TRIES):
             if self._connection is not None and self._process is not None and self._process.poll() is None:
                 return self._connection
-            if self._pool.closed:
-                break
-            self._start()
+            if attempt < TRIES and not self._pool.closed:
+                self._start()
         raise RewardError(f"data.reward = {self._pool.config.reward!r}: its process cannot be started, see the log")
 
     def _start(self) -> None:
@@ -292,6 +293,8 @@ class _Worker:
                 pass_fds=[remote.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it, and it ends with all it has started
             )
+        if self._pool.closed:  # perhaps before there was a process to end
+            self._kill()
         try:
             self._connection.send(sys.path)
             self._connection.send(os.getpid())

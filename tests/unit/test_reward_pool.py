@@ -167,6 +167,17 @@ def test_a_reward_that_fails_on_every_response_is_refused() -> None:
         refuse_failure(failures, 3, data())
 
 
+def test_a_pool_is_closed_at_once_whatever_it_is_doing() -> None:
+    before = len(workers())
+    RewardPool(data()).close()
+    busy = RewardPool(data(reward_timeout_s=1000))
+    scoring = busy.begin(busy.config)
+    for number in range(40):
+        scoring.submit(number, Prompt(number, "", [], ""), "wait")
+    busy.close()
+    assert len(workers()) == before
+
+
 def test_only_the_first_rank_of_an_engine_scores() -> None:
     config = Config(name="x", engine=EngineConfig(tensor_parallel=2), resources=Resources(ranks_per_node=2))
     assert start_rewards(config, 1) is None

@@ -29,6 +29,7 @@ def test_what_is_known_first_of_a_segment_stays(tmp_path: Path) -> None:
     assert end_segment(tmp_path, 1, "failed", None, LIMITS)  # whoever comes later only hears what is to happen
     (segment,) = read_segments(tmp_path)
     assert (segment.reason, segment.first_step, segment.last_step, segment.job_id) == ("walltime", 3, 5, "7")
+    assert len((tmp_path / SEGMENTS_FILE).read_text().splitlines()) == 3
 
 
 def test_a_line_that_was_cut_short_costs_nothing_else(tmp_path: Path) -> None:

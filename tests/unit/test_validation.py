@@ -138,6 +138,17 @@ def test_problems_of_a_set_are_never_trained_on() -> None:
     assert trained.isdisjoint(prompt.text for prompt in source.validation("own"))
 
 
+def test_a_set_whose_problems_are_trained_on_is_said_to_be_one(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(20)), ("other", range(15, 30))):
+        rows = [{"prompt": f"question {number}", "answer": number} for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": "file", "path": str(tmp_path / "train.jsonl"), "reward": "exact_match"}
+    sizes = {"validate": {"num_prompts": 2}, "train": {"prompts_per_step": 4}}
+    config = config_with({"other": {"path": str(tmp_path / "other.jsonl")}, "held-out": {}}, data=data, **sizes)
+    notes = PromptSource(config, TOKENIZER).check().notes  # the last two of the twenty rows are held out
+    assert notes == ["validate.sets.other: 3 of its 15 problems are trained on too"]
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
