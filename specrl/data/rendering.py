@@ -14,6 +14,10 @@ from specrl.data.problems import Misfit, Problem
 
 CHAT = "chat"
 """The value of `data.template` that stands for the tokenizer's chat template."""
+TOKENS_PER_BYTE = 3
+"""The most tokens of a byte: each stands for at least one, and NFC makes at most three times as many of them."""
+MOST_SPECIAL = 16
+"""The most tokens that a tokenizer adds to a text."""
 CHUNK = 1000
 """The prompts that the tokenizer gets at once."""
 LONGEST_TOKEN = 64
@@ -48,6 +52,9 @@ class Rendering:
         self._template, self._rule, self.limit = config.data.template, config.data.overlong, config.max_prompt_tokens
         self._tokenizer = tokenizer
         self.counts = Counts()
+        normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else ...
+        self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")
+        """Whether the tokenizer makes few tokens of few bytes, so that short texts need not be tokenized to fit."""
         check_template(self._template)
         if self._template == CHAT and not tokenizer.chat_template:
             raise ConfigError(
@@ -77,11 +84,20 @@ class Rendering:
 
     def _fit_chunk(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
         texts = [self._renderable(problem) for problem in problems]
-        tokens = iter(self._encode([text for text in texts if isinstance(text, str)]))
-        return [
-            text if isinstance(text, Misfit) else self._judge(problem, len(next(tokens)))
-            for problem, text in zip(problems, texts, strict=True)
-        ]
+        long = [index for index, text in enumerate(texts) if isinstance(text, str) and not self._surely_fits(text)]
+        lengths = {
+            index: len(tokens)
+            for index, tokens in zip(long, self._encode([str(texts[index]) for index in long]), strict=True)
+        }
+        fitted: list[Problem | Misfit] = []
+        for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
+            known = self._judge(problem, lengths[index]) if index in lengths else problem
+            fitted.append(text if isinstance(text, Misfit) else known)
+        return fitted
+
+    def _surely_fits(self, text: str) -> bool:
+        """Return whether a text is so short that no tokenizer of this kind makes too many tokens of it."""
+        return self._bounded and TOKENS_PER_BYTE * len(text.encode()) + MOST_SPECIAL <= self.limit
 
     def _renderable(self, problem: Problem) -> str | Misfit:
         """Return the text of a problem's prompt, or why there is none."""
