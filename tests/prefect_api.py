@@ -11,7 +11,7 @@ from typing import Any
 from flows.server import PASSWORD
 
 
-def request(url: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+def request(url: str, body: dict[str, Any]) -> urllib.request.Request:
     password = base64.b64encode(os.environ[PASSWORD].encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {password}"}
-    return urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    return urllib.request.Request(url, json.dumps(body).encode(), headers)
