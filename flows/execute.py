@@ -16,7 +16,7 @@ from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
 from specrl.lineage.record import read_record
-from specrl.report.description import describe
+from specrl.report.description import describe, headline
 from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
@@ -54,7 +54,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             _begin(config, origin)
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
-        start_parent_run(config, describe(config.run_dir))
+        start_parent_run(config, headline(config))
         server.wait()
         try:
             _run_flow(config.run_dir)

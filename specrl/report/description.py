@@ -10,16 +10,20 @@ from specrl.export.card import serve_command
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.summary import result_rows
 
-FIRST = ("accuracy, held out", "reward, training", "acceptance length", "speedup")
-"""The beginnings of the names of the results that come first."""
+FIRST = ("accuracy, held out", "reward, training", "acceptance length")
+"""The names of the results that come first, beside the speedups."""
 
 
 def describe(run_dir: Path) -> str:
     """Return what a run is, what it has reached so far, and where to look further."""
     config = read_config(run_dir)
     lines = [headline(config), ""]
-    rows = result_rows(run_dir)
-    shown = [f"{what} {result.partition(' (')[0]}" for what, result in rows if what.startswith(FIRST)]
+    try:
+        rows = result_rows(run_dir)
+    except ValueError as error:  # results of another version of specrl, which must not hide why a run has ended
+        return "\n".join([*lines, str(error)])
+    short = {what: result.partition(" (")[0] for what, result in rows if what in FIRST or what.startswith("speedup")}
+    shown = [f"{what} {result}" for what, result in short.items()]
     if shown:  # MLflow's page shows three lines until it is asked for more
         lines += [f"**{'; '.join(shown)}**", ""]
     if rows:

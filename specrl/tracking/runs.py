@@ -43,7 +43,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
     probably wrong.
 
     Args:
-        description: What the run's page shows first, in Markdown.
+        description: What the page of a new run shows first, in Markdown.
 
     Raises:
         ConfigError: The tracking server of a new run does not answer.
@@ -54,7 +54,8 @@ def start_parent_run(config: Config, description: str = "") -> str:
         check_server(config)
     write_source(config.run_dir, source_tags(config))
     tracker = SpoolTracker(Spool(config.run_dir), None)
-    tracker.start(config.name, {**read_source(config.run_dir), NOTE_TAG: description})
+    note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
+    tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
     for context, file in (("training", config.data.path), ("validation", config.data.validation_path)):
         if file is not None and file.is_file():
