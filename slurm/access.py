@@ -1,7 +1,7 @@
 """Who may read and write a run's folder.
 
-A job loads submitit's pickles from it and imports the code snapshot in it, so that whoever can write there can run
-commands as its owner. New folders are therefore private, and a folder that somebody else can write to is refused.
+A job imports the code snapshot in it, so that whoever can write there can run commands as its owner. New folders are
+therefore private, and a folder that somebody else can write to is refused.
 """
 
 from __future__ import annotations

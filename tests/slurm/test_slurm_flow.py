@@ -112,7 +112,6 @@ def test_a_job_is_found_and_completes_though_the_flow_died_right_after_submittin
     context, job = submit(config)
     job_key = JobKey(config, context.key)
     job_key.record_path.unlink()
-    (job_key.folder / f"{job.job_id}_submitted.pkl").unlink()  # submitit writes it after sbatch
     again = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
