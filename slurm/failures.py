@@ -6,6 +6,7 @@ import json
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from slurm.backend import Failure, Job, State
 from specrl.artifacts import write_json
@@ -20,7 +21,9 @@ LOG_TAIL_BYTES = 4096
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error that a rank of the job with this folder raised."""
-    write_json(_error_path(folder, rank), {"time": time.time(), "trace": "".join(traceback.format_exception(error))})
+    trace = "".join(traceback.format_exception(error))
+    known = {"time": time.time(), "trace": trace, "of_connection": is_of_connection(error)}
+    write_json(_error_path(folder, rank), known)
 
 
 def clear_error(folder: Path, rank: int) -> None:
@@ -28,12 +31,26 @@ def clear_error(folder: Path, rank: int) -> None:
     _error_path(folder, rank).unlink(missing_ok=True)
 
 
+def is_of_connection(error: BaseException) -> bool:
+    """Return whether an error says that another rank does not answer any more, and so follows from something else."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
+
+
+def has_cause(folder: Path, ranks: int) -> bool:
+    """Return whether a rank left an error that does not follow from the end of another rank."""
+    return any(not error["of_connection"] for _, error in _errors(folder, ranks))
+
+
 def first_error(folder: Path, ranks: int) -> Failure | None:
-    """Return the earliest error that a rank left, from which later ones mostly follow, or None."""
+    """Return the earliest error that a rank left, or None; those of lost connections follow from others."""
+    found = min(_errors(folder, ranks), key=lambda item: (item[1]["of_connection"], item[1]["time"]), default=None)
+    return None if found is None else Failure(found[0], exception=last_error(found[1]["trace"]))
+
+
+def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:
     paths = {rank: _error_path(folder, rank) for rank in range(ranks)}
-    found = [(json.loads(path.read_text()), rank) for rank, path in paths.items() if path.exists()]
-    first = min(found, key=lambda item: float(item[0]["time"]), default=None)
-    return None if first is None else Failure(first[1], exception=last_error(first[0]["trace"]))
+    return [(rank, json.loads(path.read_text())) for rank, path in paths.items() if path.exists()]
 
 
 def _error_path(folder: Path, rank: int) -> Path:

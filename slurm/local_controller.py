@@ -25,8 +25,9 @@ from specrl.context import StageContext
 from specrl.processes import start_ticks
 from specrl.segments import Reason, begin_segment, end_segment, last_recorded_step, read_segments
 
-KILLED = (-signal.SIGKILL, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL)
-"""The exit codes of ranks that a signal ended: a rank hears signals only once it has been set up."""
+KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL)
+"""The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two
+last signals only once it has been set up."""
 END_AT = "SPECRL_END_AT"
 """The variable in which the ranks find the Unix time at which the controller will end them."""
 

@@ -66,8 +66,9 @@ REASONS: dict[str, Reason] = {
     "REQUEUED": "requeued",
 }
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)}
-"""The words of srun for a rank that a signal ended: a rank hears signals only once it has been set up."""
+KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
+"""The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
+two last signals only once it has been set up."""
 COMMAND_SECONDS = 30
 """How long one of Slurm's commands may take before Slurm counts as silent."""
 RANK_COMMAND_SECONDS = 5

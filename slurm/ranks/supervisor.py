@@ -21,7 +21,7 @@ import traceback
 from typing import NoReturn
 
 from slurm.backend import Backend, StageRequest
-from slurm.failures import clear_error, write_error
+from slurm.failures import clear_error, has_cause, is_of_connection, write_error
 from slurm.ranks.hearts import Hearts
 from specrl import lifetime
 from specrl.config import Resources
@@ -46,6 +46,8 @@ EXIT_SECONDS = 10
 """How many seconds before its end a job is left at the latest, so that it can be queued again."""
 GRACE_SECONDS = 20
 """How many seconds a job is taken to have left after a signal, where the scheduler does not say."""
+CAUSE_SECONDS = 2
+"""How long a rank that has lost the connection to another one waits for that one's error to become visible."""
 AGAIN_CODE, STOPPED_CODE = 144, 143
 """The exit codes of a first rank that leaves a job so that the stage goes on in another one, and because it is stopped
 in the middle of something. They are not 0, which would leave the other ranks waiting."""
@@ -63,11 +65,11 @@ class Supervisor:
 
     def __init__(self, request: StageRequest, backend: Backend) -> None:
         self.request, self.backend = request, backend
-        self.rank = int(os.environ["RANK"])
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cluster, self.stage_dir = request.key.cluster, request.context.stage_dir
         self.lifetime = Lifetime(self.cluster)
         attempt = "-".join([os.environ["MASTER_PORT"], os.environ.get(ATTEMPT, "0")])
-        self.hearts = Hearts(request.key.folder / "hearts" / attempt, self.rank, int(os.environ["WORLD_SIZE"]))
+        self.hearts = Hearts(request.key.folder / "hearts" / attempt, self.rank, self.world_size)
         self.segment: int | None = None
         """The number of this job's segment, on the first rank."""
         self._end_at: float | None = None
@@ -90,11 +92,26 @@ class Supervisor:
             return self._leave(left.stop) if self.rank == 0 else 0
         except Exception as error:
             traceback.print_exc()
-            write_error(self.request.key.folder, self.rank, error)
-            self._end("failed")
-            return 1
-        self._end("finished")
+            return self._raised(error)
+        if self.rank == 0:
+            self._end("finished")
         return 0
+
+    def _raised(self, error: Exception) -> int:
+        """Leave the error for the flow, and return this rank's exit code.
+
+        A connection that is lost says nothing about the stage: another rank raised an error, or it was killed, or its
+        node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on.
+        """
+        folder = self.request.key.folder
+        write_error(folder, self.rank, error)
+        if is_of_connection(error):
+            time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
+            if self.rank < 2 and not has_cause(folder, self.world_size):
+                return self._leave(Stop("killed", "the connection to another rank was lost"))
+        if self.rank == 0:
+            self._end("failed")
+        return 1
 
     def _begin(self) -> None:
         """Begin this job's segment, and end the one before if its job could not.
@@ -224,12 +241,7 @@ class Supervisor:
         return 1 if stop.reason in AGAIN else 0
 
     def _end(self, reason: Reason, text: str = "") -> bool:
-        """Append that the segment has ended, and return whether the stage is to go on in another job.
-
-        Only the first rank says so, or for one that hangs the second.
-        """
-        if self.rank != 0 and reason != "hang":
-            return False
+        """Say that the segment has ended, and return whether the stage is to go on in another job."""
         number = self.segment if self.rank == 0 else read_segments(self.stage_dir)[-1].number
         if number is None:  # it could not even begin
             return False

@@ -2,8 +2,8 @@
 
 `DUMMY_PREPARE=3` takes 3 s, and goes on from where it was when it is started again; `fail` raises in the last rank,
 `exit` ends that rank without a word, `kill` kills it each time, `join` joins the ranks. `steps` takes steps, as
-training does. On the first start, `block` has the first rank wait in a collective for one that is asleep, and `freeze`
-stops the last rank, as a machine that hangs would.
+training does. On the first start, `block` has the first rank wait in a collective for one that is asleep, is killed
+(`lose`) or raises an error (`raise`), and `freeze` stops the last rank, as a machine that hangs would.
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ def main(context: StageContext) -> None:
 
 def misbehave(context: StageContext, behaviour: str, rank: int, world_size: int) -> None:
     is_first_start = len((context.stage_dir / f".starts-{rank}").read_text().splitlines()) == 1
-    if behaviour == "block" and is_first_start:
+    if behaviour in ("block", "lose", "raise") and is_first_start:
         from specrl.distributed import join
 
         ranks = join()
+        if rank > 0 and behaviour == "lose":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank > 0 and behaviour == "raise":
+            raise ValueError("the stage went wrong")
         time.sleep(100 * rank)
         ranks.gather(0)
     while behaviour == "kill" and all(segment.reason for segment in read_segments(context.stage_dir)):

@@ -65,6 +65,25 @@ def test_a_signal_is_heard_while_the_main_thread_sits_in_a_collective(
     assert reasons(context) == ["walltime", "finished"]
 
 
+def test_a_rank_that_is_killed_is_no_failure_of_the_rank_that_waits_for_it(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "lose")
+    context, job = submit(make_run("local"))
+    assert wait(job, context, nothing)
+    assert reasons(context) == ["killed", "finished"]
+
+
+def test_an_error_is_named_and_not_the_lost_connection_that_follows(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUMMY_PREPARE", "raise")
+    context, job = submit(make_run("local"))
+    with pytest.raises(JobError, match=r"ValueError: the stage went wrong \(rank 1\)"):
+        wait(job, context, nothing)
+    assert reasons(context) == ["failed"]
+
+
 def test_a_rank_that_freezes_ends_the_job_and_the_stage_goes_on(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
