@@ -38,8 +38,8 @@ def reward(prompt: str, response: str, answer: str) -> float:
 
 
 def kind(prompt: str, response: str) -> int:
-    """A number from 0 to 15 that says what `failing_reward` does with a response."""
-    return zlib.crc32((prompt + response).encode()) % 16
+    """A number from 0 to 23 that says what `failing_reward` does with a response."""
+    return zlib.crc32((prompt + response).encode()) % 24
 
 
 def failing_reward(prompt: str, response: str, answer: str) -> float:
@@ -49,13 +49,13 @@ def failing_reward(prompt: str, response: str, answer: str) -> float:
             time.sleep(1000)
         case 1:
             os._exit(1)
-        case 2 | 3 | 4:
+        case 2 | 3 | 4 | 5:
             raise ValueError("no reward for this")
-        case 5:
+        case 6 | 7:
             return float("nan")
     return reward(prompt, response, answer)
 
 
 def mended_reward(prompt: str, response: str, answer: str) -> float:
     """What counts where `failing_reward` fails, and otherwise its reward."""
-    return ON_FAILURE if kind(prompt, response) < 6 else reward(prompt, response, answer)
+    return ON_FAILURE if kind(prompt, response) < 8 else reward(prompt, response, answer)

@@ -55,7 +55,7 @@ RUNS = [
         settings={"sampling": {"temperature": 1.3, "top_p": 0.5, "top_k": 5}, "train": {"num_steps": 1}},
     ),
 ]
-FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 0.3}
+FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 2.0}
 MENDED = {"reward": "tests.integration.loop_plan:mended_reward"}
 RUNS += [
     LoopRun("failing-reward", settings={"data": {**FAILING, "reward_on_failure": ON_FAILURE}}),

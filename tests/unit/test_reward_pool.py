@@ -74,7 +74,7 @@ def module_of_rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def data(**settings: object) -> DataConfig:
-    values = {"reward": "strange_rewards:score", "reward_timeout_s": 1.0, "reward_on_failure": -1.0, **settings}
+    values = {"reward": "strange_rewards:score", "reward_timeout_s": 3.0, "reward_on_failure": -1.0, **settings}
     return DataConfig.model_validate(values)
 
 
@@ -106,7 +106,7 @@ def test_each_failure_costs_its_own_response_alone_and_is_named(
     bad = {
         "raise": "raised ValueError: cannot judge this",
         "leave": "raised SystemExit: 3",
-        "hang": "took longer than data.reward_timeout_s = 1",
+        "hang": "took longer than data.reward_timeout_s = 3",
         "die": r"ended its process 2 times (exit code 3)",
         "crash": r"ended its process 2 times (signal 11, Segmentation fault)",
         "none": "returned None, which is not a finite number",
