@@ -147,3 +147,11 @@ def test_the_same_fp8_in_both_engines_agrees_where_fp8_in_one_does_not(run_dir: 
         assert errors["bf16", "bf16", seed] < errors["fp8", "fp8", seed] < errors["fp8", "bf16", seed]
         assert errors["fp8", "fp8", seed] - 1 < 0.2 * (errors["fp8", "bf16", seed] - 1)
     assert "FP8 both < FP8 generation only: error 2 of 2, bulk 2 of 2, KL 2 of 2" in page
+
+
+def test_checkpoints_are_measured_and_nothing_is_left_of_them(run_dir: Path) -> None:
+    rows, page = bench(run_dir, "checkpoints", "--repeats", "2", "--work-seconds", "0.1")
+    assert [row["size"] > 3 * 4 * 10**5 for row in rows] == [True, True]  # three numbers of 4 bytes per parameter
+    assert all(row["blocking_s"] > 0 < row["load_s"] for row in rows)
+    assert "A step of this run takes 1.0 s (median)" in page
+    assert not (run_dir / "bench" / "checkpoints").exists()
