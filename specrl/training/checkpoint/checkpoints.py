@@ -108,7 +108,8 @@ class Checkpoints:
                 self.newest = step
                 return replace(restored, damaged=tuple(damaged))
             damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
-            logger.warning(damaged[-1])
+            if self._ranks.is_first:
+                logger.warning(damaged[-1])
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} is whole ({'; '.join(damaged)}): put one back from a copy, or "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ def stored_name(kind: str, piece: Piece) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, with a checksum of its own."""
-    data = {"format": FORMAT, **asdict(manifest)}
-    data["files"] = [_packed(file) for file in manifest.files]
+    data = {"format": FORMAT, **vars(manifest), "files": [_packed(file) for file in manifest.files]}
     write_json(folder / MANIFEST_FILE, {**data, "crc32": _checksum(data)})
 
 
