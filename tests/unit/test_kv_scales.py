@@ -117,7 +117,8 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             refit=SimpleNamespace(restore_guard=lambda _: None, guard_state=dict, drafter_state=lambda: None),
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
             continues=None,
-            validation=SimpleNamespace(restore=lambda _: None),
+            validation=SimpleNamespace(restore=lambda _: None, best=lambda: None, measured=[]),
+            early_stop=SimpleNamespace(restore=lambda _: None, metric=None),
             lifetime=SimpleNamespace(saved=lambda _: None),
         )
 
