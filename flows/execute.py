@@ -22,6 +22,9 @@ from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.run import begin
 
+LOG_BYTES = 32 * 2**20
+"""The size up to which MLflow gets a job's log; larger ones stay in the run's folder alone."""
+
 
 def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False) -> None:
     """Run all stages of a configuration.
@@ -75,7 +78,8 @@ def finish(config: Config, status: Status) -> None:
     run_dir = config.run_dir
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
     for log in sorted((run_dir / "jobs").glob("*/*.out")):
-        files.setdefault(f"logs/{log.parent.name}", []).append(log)
+        if log.stat().st_size <= LOG_BYTES:
+            files.setdefault(f"logs/{log.parent.name}", []).append(log)
     finish_parent_run(config, status, describe(run_dir), files)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import shlex
@@ -34,7 +33,7 @@ def source_tags(config: Config) -> dict[str, str]:
     tags = {
         "mlflow.source.name": command,
         "mlflow.source.type": "LOCAL" if config.cluster.backend == "local" else "JOB",
-        "mlflow.user": getpass.getuser(),
+        "mlflow.user": os.environ.get("USER") or str(os.getuid()),
         "specrl.host": os.uname().nodename,
         **{f"specrl.data.{name}": value for name, value in data_digests(config).items()},
         **({"specrl.origin": record.origin.words} if record is not None and record.origin is not None else {}),
