@@ -168,6 +168,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
         rows = [("training", f"{steps} of {config.train.num_steps} steps")]
     rows = [
         *_accuracy_rows(summary),
+        *_set_rows(finished(stages, "validate", ValidateResult)),
         *curve_rows(curve_of(stages)),
         *_best_rows(finished(stages, "train", TrainResult)),
         *rows,
@@ -194,6 +195,20 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
     return [*rows, *_exactness_rows(validation.get("exactness"))]
+
+
+def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
+    """Return the accuracy on each of the held-out sets after the first, before and after training."""
+    if validation is None:
+        return []
+    pairs = zip(validation.before[1:], validation.after[1:], strict=True)
+    return [
+        (
+            f"accuracy, {after.set}",
+            f"{before.accuracy:.1%} -> {after.accuracy:.1%} ({_count(after.num_prompts, 'prompt')})",
+        )
+        for before, after in pairs
+    ]
 
 
 def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:

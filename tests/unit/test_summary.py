@@ -23,6 +23,7 @@ from specrl.artifacts import (
     SpeedPair,
     TrainResult,
     ValidateResult,
+    read_result,
     write_json,
     write_result,
     write_scores,
@@ -219,6 +220,21 @@ def test_a_description_has_the_results_as_a_table_and_leads_to_the_models(tmp_pa
     assert "| accuracy, held out | 30.0% -> 50.0% (128 prompts) |" in text
     assert "[demo-policy](#/models/demo-policy), [demo-drafter](#/models/demo-drafter)" in text
     assert "vllm serve" in text
+
+
+def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    lengths = np.ones((2, 1), np.int64)
+    found = [
+        score_set(8, name, SetResponses(np.array([[1.0], [reward]]), lengths, lengths < 0), [1], 1.0, 2.0)
+        for name, reward in (("first", 0.0), ("second", 0.0), ("second", 1.0))
+    ]
+    result = read_result(stages["validate"].stage_dir, ValidateResult)
+    sets = {"before": found[:2], "after": [found[0], found[2]]}
+    write_result(stages["validate"].stage_dir, result.model_copy(update=sets))
+    text = shown(run_dir)
+    assert "50.0% -> 100.0% (2 prompts)" in text
+    assert "accuracy, second" in text and "accuracy, first" not in text
 
 
 def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:
