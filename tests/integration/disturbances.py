@@ -77,11 +77,10 @@ class Disturbed:
         self.running(number)
         slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
 
-    def freeze_a_rank(self, number: int, when: str) -> None:
-        """As a machine that does not answer any more, once a file of this pattern lies in the stage's folder."""
+    def freeze_a_rank(self, number: int) -> None:
+        """As a machine that does not answer any more, while steps are taken."""
         self.running(number)
-        wait_until(lambda: list(self.run_dir.glob(f"stages/{self.stage}-*/{when}")))
-        last = max(int(psutil.Process(rank).environ()["SLURM_PROCID"]) for rank in ranks_of(self.run_dir))
-        for rank in ranks_of(self.run_dir):
-            if int(psutil.Process(rank).environ()["SLURM_PROCID"]) == last:
-                os.kill(rank, signal.SIGSTOP)
+        wait_until(lambda: self.segments()[-1].first_step is not None)
+        places = {int(psutil.Process(rank).environ()["SLURM_PROCID"]): rank for rank in ranks_of(self.run_dir)}
+        wait_until(lambda: list(self.run_dir.glob(f"jobs/{self.stage}-*/hearts/*/rank-{max(places)}")))
+        os.kill(places[max(places)], signal.SIGSTOP)

@@ -47,7 +47,7 @@ def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: p
     disturbed.queue_again(2)
     disturbed.lose_a_node(3)
     disturbed.preempt(4)
-    disturbed.freeze_a_rank(5, "steps.txt")
+    disturbed.freeze_a_rank(5)
     flow.join()
     assert outcome == [True]  # one job all the time
     assert disturbed.reasons() == REASONS
