@@ -209,5 +209,6 @@ def revise(
 def _reaches(stage: StageName, change: Change) -> bool:
     if stage != "prepare" and change.key.startswith(SOURCE_KEYS):
         return False
-    sections = SECTIONS[stage]
-    return change.section in (*sections, "validate") if stage == "train" else change.section in sections
+    if stage == "train" and change.section == "validate":
+        return change.adjustable  # the settings of validation during training
+    return change.section in SECTIONS[stage]

@@ -43,7 +43,7 @@ def test_summary_holds_the_contract(undisturbed: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
     assert set(summary) == {
         *("run", "mlflow_run_id", "stages", "validation", "speculation"),
-        *("train", "mismatch", "precision", "refit", "export", "events", "segments", "best"),
+        *("train", "mismatch", "precision", "refit", "export", "events", "segments", "best", "data"),
     }
     curve = summary["validation"]["curve"]
     assert [(score["step"], score["set"]) for score in curve] == [(step, "held-out") for step in (0, 2, 3)]

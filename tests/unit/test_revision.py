@@ -84,6 +84,13 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(
         assert revision.record.continues is None
 
 
+def test_a_setting_of_the_last_stages_may_change_along_with_one_of_training(tmp_path: Path) -> None:
+    make_run(tmp_path, STAGES, step=4)
+    revision = change(tmp_path, "policy.lr=1e-6", "validate.speed_batches=[1]", "resources.minutes=3")
+    assert actions(revision) == ALL | AFTER_TRAIN
+    assert revision.events == [("settings", "policy.lr = 1e-05 -> 1e-06")]
+
+
 @pytest.mark.parametrize("override", ["model.dtype='float32'", "seed=3", "drafter.epochs=1", "precision.max_kl=0.1"])
 def test_other_settings_make_training_start_over_and_are_refused(override: str, tmp_path: Path) -> None:
     make_run(tmp_path, STAGES, step=4)
