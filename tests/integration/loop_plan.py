@@ -25,6 +25,9 @@ class LoopRun:
     """A finished run from whose last checkpoint it goes on."""
     counts_on: bool = True
     """Whether its steps go on counting from there, or from 0."""
+    outage: tuple[int, int] = (0, 0)
+    """MLflow's database is locked from the end of the first of these steps to the end of the second; such a run is the
+    only one that MLflow records."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 

@@ -11,9 +11,11 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch
 import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
 
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
-from specrl.config import DrafterConfig, parse_config
+from specrl.config import Config, DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.lineage.history import begin_continuation
@@ -39,7 +41,7 @@ from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
-from specrl.tracking import Silent
+from specrl.tracking import RUN_ID_FILE, Silent, stage_run, start_parent_run
 from specrl.training.drafter.trainer import Drafter
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.integration.loop_plan import LoopRun
@@ -120,7 +122,7 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
         key="train-toy",
         stage_dir=config.run_dir / "train-toy",
         inputs={"prepare": folder / "prepare", "pretrain": pretrained, "calibrate": folder / "calibrate"},
-        mlflow_run_id="",
+        mlflow_run_id=parent_run(config) if any(run.outage) else "",
         continues=start,
     )
 
@@ -130,14 +132,15 @@ def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     ranks = join()
-    with Progress(context.stage_dir, enabled=False) as progress:
-        trainer = train.build(context, ranks, Silent())
+    tracked = stage_run(context, ranks) if context.mlflow_run_id else nullcontext(Silent())
+    with tracked as tracker, Progress(context.stage_dir, enabled=False) as progress:
+        trainer = train.build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         if context.continues is not None:
             trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
         last = trainer.run(first_step, progress)
-        finish(context, trainer, last, Silent(), seconds=0.0)
+        finish(context, trainer, last, tracker, seconds=0.0)
     leave()
 
 
@@ -187,11 +190,43 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     while True:
         processes = start(context, run.ranks)
         kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
+        if any(run.outage):
+            lock_database(context, *run.outage)
         codes = wait(processes)
         if not any(codes):  # also when the rank to be killed was through before
             return {"kills": killed, "num_starts": len(killed) + 1}
         assert kill is not None and -signal.SIGKILL in codes, f"{run.name} failed: {codes}"
         killed.append(kill)
+
+
+def parent_run(config: Config) -> str:
+    """Create the run in MLflow, in a process of its own: no connection to a database may outlive a fork."""
+    if (process := os.fork()) == 0:
+        code = 1
+        try:
+            start_parent_run(config)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(process, 0)[1] == 0, "MLflow has no run"
+    return (config.run_dir / RUN_ID_FILE).read_text().strip()
+
+
+def lock_database(context: StageContext, first: int, last: int) -> None:
+    """Lock MLflow's database from the end of one step to the end of another, which must come all the same."""
+    database = sqlite3.connect(context.config.runs_dir / "mlflow.db", timeout=RUN_SECONDS)
+    wait_for_step(context, first)
+    database.execute("BEGIN EXCLUSIVE")
+    wait_for_step(context, last)
+    database.rollback()
+    database.close()
+
+
+def wait_for_step(context: StageContext, step: int) -> None:
+    deadline = time.monotonic() + RUN_SECONDS / 4
+    while not (context.stage_dir / "steps" / f"step={step:06d}.json").exists():
+        assert time.monotonic() < deadline, f"step {step} does not end"
+        time.sleep(0.01)
 
 
 def kill_one(context: StageContext, processes: list[int], generator: random.Random) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.dataset
 import pytest
 import torch
+from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from specrl.artifacts import TrainResult, read_curve, read_result
@@ -47,6 +48,7 @@ RUNS = [
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("extended", continues="none", settings={"speculation": {"adaptive": False}, "train": {"num_steps": 5}}),
     LoopRun("forked", ranks=1, continues="none", counts_on=False, settings={"seed": 6, "train": {"num_steps": 1}}),
+    LoopRun("tracked", ranks=1, outage=(1, 5), settings={"train": {"num_steps": 8}}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
     LoopRun(
@@ -120,6 +122,16 @@ def test_rollouts_and_policy_are_those_of_a_run_without_bubbles_and_validation(
     weights = policy(runs / plain)
     assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
     assert [record["step"] for record in steps(runs / name)] == list(range(num_steps))
+
+
+def test_an_outage_of_mlflow_in_the_middle_of_a_run_leaves_no_gap(runs: Path) -> None:
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    stage = client.get_run((runs / "tracked" / "train-toy" / "mlflow_run_id").read_text().strip())
+    assert stage.info.status == "FINISHED"
+    rewards = [record["metrics"]["reward/mean"] for record in steps(runs / "tracked")]
+    history = client.get_metric_history(stage.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == list(enumerate(rewards))
+    assert len(client.list_artifacts(stage.info.run_id, "gantt")) == len(rewards) == 8
 
 
 def scores(run_dir: Path) -> list[dict[str, Any]]:
