@@ -159,7 +159,7 @@ def test_speculation_ends_when_the_last_good_version_does_not_help(engine: Engin
     engine.set_k(0)
     plain = [response.tokens for response in engine.generate(REQUESTS).responses]
     engine.set_k(3)
-    guard._last_good = {"model": doubled_ids(trainer.weights), "updates": 3}
+    guard._last_good = doubled_ids(trainer.weights)
     trainer.weights = doubled_ids(trainer.weights)
     engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
     report = guard.check(2)
