@@ -97,7 +97,7 @@ class Reviser:
         self.keys[stage] = self._new_key(stage)
         if not finished:
             return self._plan(stage, "runs", "not finished yet")
-        because = [*(str(change) for change in relevant), *(f"{name} is redone" for name in redone)]
+        because = [*(str(change) for change in relevant), *(f"{name} changes" for name in redone)]
         return self._plan(stage, "is redone", "; ".join(because))
 
     def relevant(self, stage: StageName) -> list[Change]:
