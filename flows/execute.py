@@ -15,9 +15,11 @@ from slurm.access import restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
+from specrl.events import EVENTS_FILE
 from specrl.lineage.record import read_record
 from specrl.report.description import describe, headline
 from specrl.report.summary import SUMMARY_FILE, render_summary
+from specrl.segments import SEGMENTS_FILE
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.run import begin
@@ -72,7 +74,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
 
 
 def finish(config: Config, status: Status) -> None:
-    """End the run in MLflow, with its results and the logs of its jobs."""
+    """End the run in MLflow, with its results, the logs of its jobs, and the events and segments of its stages."""
     from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
 
     run_dir = config.run_dir
@@ -80,6 +82,9 @@ def finish(config: Config, status: Status) -> None:
     for log in sorted((run_dir / "jobs").glob("*/*.out")):
         if log.stat().st_size <= LOG_BYTES:
             files.setdefault(f"logs/{log.parent.name}", []).append(log)
+    for name in (EVENTS_FILE, SEGMENTS_FILE):
+        for path in sorted((run_dir / "stages").glob(f"*/{name}")):
+            files.setdefault(f"stages/{path.parent.name}", []).append(path)
     finish_parent_run(config, status, describe(run_dir), files)
 
 

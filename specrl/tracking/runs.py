@@ -33,6 +33,8 @@ NOTE_TAG = "mlflow.note.content"
 
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
+STOP_PATIENCE_SECONDS = 3.0
+"""How long a flow that is interrupted waits for the store."""
 
 
 def start_parent_run(config: Config, description: str = "") -> str:
@@ -85,7 +87,11 @@ def finish_parent_run(config: Config, status: Status, description: str = "", fil
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
     _log_files(tracker, files or {})
     tracker.end(status)
-    unsent = send(config, [config.run_dir, *stage_folders(config.run_dir)], FLOW_PATIENCE_SECONDS)
+    folders = [config.run_dir, *stage_folders(config.run_dir)]
+    if status == "KILLED":  # somebody waits for the end
+        unsent = send(config, folders, STOP_PATIENCE_SECONDS, limit_s=STOP_PATIENCE_SECONDS)
+    else:
+        unsent = send(config, folders, FLOW_PATIENCE_SECONDS)
     if unsent:
         names = ", ".join(folder.name for folder in unsent)
         logger.warning("MLflow is still away; what %s logged waits on disk: specrl sync %s", names, config.name)

@@ -122,16 +122,16 @@ class Uploader:
             self._failed_at = None
 
 
-def send(config: Config, folders: list[Path], patience_s: float) -> list[Path]:
+def send(config: Config, folders: list[Path], patience_s: float, limit_s: float | None = None) -> list[Path]:
     """Send the spools of a run and its stages, and return the folders of which something could not be sent.
 
     Args:
         folders: The folders of the run and of its stages, in the order in which their spools are sent.
         patience_s: For how long a store that is away is tried again.
+        limit_s: How long a store that answers may take for one spool; by default as long as it needs.
     """
-    waiting = [spool for folder in folders if (spool := Spool(folder)).has_waiting()]
-    unsent: list[Path] = []
-    for spool in waiting:
-        if not Uploader(config, spool).close(0 if unsent else patience_s):
-            unsent.append(spool.owner)
-    return unsent
+    waiting = [folder for folder in folders if Spool(folder).has_waiting()]
+    for number, folder in enumerate(waiting):
+        if not Uploader(config, Spool(folder)).close(patience_s, limit_s):
+            return waiting[number:]  # the others would wait for the same store
+    return []

@@ -365,7 +365,7 @@ def log_step(tracker: Tracker, folder: Path, step: int) -> None:
     model = folder / f"drafter-{step}"
     model.mkdir()
     (model / "weights").write_text(str(step))
-    tracker.register_model_version(f"{folder.parent.name}-drafter", model, {"specrl.score": str(-step)})
+    tracker.register_model_version(f"{folder.parents[1].name}-drafter", model, {"specrl.score": str(-step)})
     tracker.flush()
 
 
