@@ -54,7 +54,10 @@ RUNS = [
     LoopRun(
         "truncated",
         ranks=1,
-        settings={"sampling": {"temperature": 1.3, "top_p": 0.5, "top_k": 5}, "train": {"num_steps": 1}},
+        settings={
+            "sampling": {"temperature": 1.3, "top_p": 0.5, "top_k": 5},
+            "train": {"num_steps": 1, "drop_zero_signal_groups": False},
+        },
     ),
 ]
 FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 2.0}
