@@ -16,10 +16,10 @@ from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config
 from specrl.events import EVENTS_FILE
+from specrl.lifetime.segments import SEGMENTS_FILE
 from specrl.lineage.record import read_record
 from specrl.report.description import describe, headline
 from specrl.report.summary import SUMMARY_FILE, render_summary
-from specrl.segments import SEGMENTS_FILE
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.run import begin

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, cast
 from specrl.artifacts import RESULT_FILE, digest, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
-from specrl.segments import Reason, Segment
+from specrl.lifetime.segments import Reason, Segment
 
 Phase = Literal["pending", "running", "ended"]
 Cause = Literal["time limit", "memory", "cancelled", "preempted", "node lost"]

@@ -11,7 +11,7 @@ from typing import Any
 from slurm.backend import Failure, Job, State
 from specrl.artifacts import write_json
 from specrl.context import StageContext
-from specrl.segments import read_segments
+from specrl.lifetime.segments import read_segments
 
 MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""

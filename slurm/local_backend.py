@@ -22,8 +22,8 @@ from slurm.environment import LOOPBACK
 from slurm.failures import first_error
 from slurm.local_controller import END_AT, lock_path, outcome_path
 from specrl.config import ClusterConfig, Config, Resources, StageName
+from specrl.lifetime.segments import Reason, Segment
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
-from specrl.segments import Reason, Segment
 
 START_SECONDS = 60
 """The longest time that a controller may take to start Python and write its record."""

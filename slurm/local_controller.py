@@ -22,8 +22,8 @@ from slurm.backend import CONTEXT_FILE, Record
 from slurm.ranks.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL
 from specrl.artifacts import write_json
 from specrl.context import StageContext
+from specrl.lifetime.segments import Reason, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import start_ticks
-from specrl.segments import Reason, begin_segment, end_segment, last_recorded_step, read_segments
 
 KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL)
 """The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two

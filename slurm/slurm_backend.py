@@ -38,7 +38,7 @@ from slurm.failures import first_error
 from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.segments import Reason, Segment
+from specrl.lifetime.segments import Reason, Segment
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE
 from specrl.context import StageContext
+from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.progress import ProgressState, read_progress
-from specrl.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""

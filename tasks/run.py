@@ -16,10 +16,10 @@ from specrl.artifacts import RESULT_FILE, point_to, write_text
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
+from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.progress import ProgressState
 from specrl.report.results import CONFIG_FILE
-from specrl.segments import end_segment, last_recorded_step, read_segments
 from specrl.tracking import RUN_ID_FILE
 
 

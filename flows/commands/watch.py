@@ -22,10 +22,10 @@ from slurm.submit import find_now
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.events import Event, read_events
+from specrl.lifetime.segments import read_segments
 from specrl.lineage.record import read_record
 from specrl.progress import clock, read_progress, words
 from specrl.report.tables import drawn_table, print_line, print_table
-from specrl.segments import read_segments
 from tasks.run import read_run_config
 
 LOOK_SECONDS = 2.0

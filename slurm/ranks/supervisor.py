@@ -27,7 +27,7 @@ from specrl import lifetime
 from specrl.config import Resources
 from specrl.events import record_event
 from specrl.lifetime import LeftJobError, Lifetime, Stop
-from specrl.segments import (
+from specrl.lifetime.segments import (
     AGAIN,
     Reason,
     add_to_segment,

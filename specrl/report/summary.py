@@ -15,6 +15,7 @@ from specrl.artifacts import ExportResult, PrepareResult, SetScore, TrainResult,
 from specrl.config import STAGES, Config
 from specrl.events import read_events
 from specrl.export.card import serve_command
+from specrl.lifetime.segments import segment_counts
 from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
@@ -28,7 +29,6 @@ from specrl.report.results import (
     seconds_of,
 )
 from specrl.report.tables import print_line, print_table
-from specrl.segments import segment_counts
 from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"

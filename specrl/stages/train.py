@@ -14,6 +14,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.reward_pool import start_rewards
 from specrl.distributed import Ranks, join, leave
+from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step
 from specrl.loop import Trainer
 from specrl.models.sources import load_tokenizer
@@ -27,7 +28,6 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
-from specrl.segments import TRAIN_PROGRESS
 from specrl.stages.train_results import finish
 from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker, stage_run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from specrl.segments import Segment, read_segments
+from specrl.lifetime.segments import Segment, read_segments
 
 SECONDS = 600
 """Within which each thing happens, on the slowest machine."""

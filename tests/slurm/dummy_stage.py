@@ -18,8 +18,8 @@ from specrl import lifetime
 from specrl.artifacts import Artifact, write_result, write_text
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError
+from specrl.lifetime.segments import read_segments
 from specrl.progress import Progress, read_progress
-from specrl.segments import read_segments
 
 
 class DummyResult(Artifact):

@@ -17,7 +17,7 @@ from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.events import read_events
-from specrl.segments import read_segments
+from specrl.lifetime.segments import read_segments
 from tasks.run import forget_stop
 from tests.slurm.test_local_jobs import nothing, submit
 

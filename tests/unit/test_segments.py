@@ -8,7 +8,7 @@ import pytest
 
 from specrl.config import ClusterConfig
 from specrl.events import read_events, record_event
-from specrl.segments import SEGMENTS_FILE, Reason, add_to_segment, begin_segment, end_segment, read_segments
+from specrl.lifetime.segments import SEGMENTS_FILE, Reason, add_to_segment, begin_segment, end_segment, read_segments
 
 LIMITS = ClusterConfig(max_attempts=2)
 

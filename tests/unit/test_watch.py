@@ -17,9 +17,9 @@ from specrl.artifacts import write_json
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.events import record_event
+from specrl.lifetime.segments import add_to_segment, begin_segment
 from specrl.lineage.record import RunRecord
 from specrl.progress import Progress
-from specrl.segments import add_to_segment, begin_segment
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]

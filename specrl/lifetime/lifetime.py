@@ -16,7 +16,7 @@ from statistics import median
 from typing import Protocol, TypeVar
 
 from specrl.config import ClusterConfig
-from specrl.segments import Reason
+from specrl.lifetime.segments import Reason
 
 T = TypeVar("T")
 
