@@ -90,6 +90,15 @@ def only_flow(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def holder_of(run_dir: Path) -> tuple[int, str] | None:
+    """Return the process id and the host of the flow that holds, or last held, the run; None if there was none."""
+    path = run_dir / HOLDER_FILE
+    if not path.exists():
+        return None
+    _, process, _, host = path.read_text().split()
+    return int(process), host
+
+
 def is_worked_on(run_dir: Path) -> bool:
     """Return whether a flow holds the run."""
     return is_locked(run_dir / LOCK_FILE)

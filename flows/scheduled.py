@@ -1,18 +1,26 @@
-"""The flow behind `specrl serve`, which runs a configuration under a new name at each scheduled time."""
+"""The flow behind `specrl serve` and `deploy`, which runs a configuration under a new name at each scheduled time."""
 
 from __future__ import annotations
 
 import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import flow, runtime
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State, WorkPool
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow
+from prefect.settings import PREFECT_API_URL
+from prefect.types.entrypoint import EntrypointType
 
 from flows.execute import execute
 from flows.own_code import resume_with_own_code
-from specrl.config import Config, parse_config
+from flows.server import ServerError
+from specrl.config import Config, ConfigError, dump_config, parse_config
 from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
 
@@ -56,3 +64,50 @@ def config_at(config: str, time: datetime) -> Config:
     """
     data = json.loads(config)
     return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})
+
+
+def register_schedule(config: Config, cron: str, pool: str) -> str:
+    """Register a schedule under the configuration's name, in place of an earlier one, and return the server's address.
+
+    Args:
+        cron: The schedule, as five cron fields in UTC.
+        pool: The name of the work pool.
+
+    Raises:
+        ConfigError: No server is configured, or it has no such pool.
+        ServerError: The server does not answer, or refuses.
+    """
+    url: str | None = PREFECT_API_URL.value()
+    if not url:
+        raise ConfigError("deploy needs a Prefect server: set PREFECT_API_URL; without one, use specrl serve")
+    try:
+        with get_client(sync_client=True) as client:
+            found = _read_pool(client, pool)
+        deployment = RunnerDeployment.from_flow(
+            scheduled,
+            name=config.name,
+            cron=cron,
+            parameters={"config": dump_config(config)},
+            concurrency_limit=1,  # one run has the allocation to itself
+            work_pool_name=pool,
+            # A worker imports the flow as this process does; files of the user's own lie in this folder.
+            job_variables={"working_dir": str(Path.cwd())} if found.type == "process" else {},
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+        deployment.apply()
+    except PrefectHTTPStatusError as error:
+        raise ServerError(f"Prefect's server at {url} refuses: {str(error).splitlines()[0]}") from error
+    except httpx.HTTPError as error:
+        raise ServerError(f"no Prefect server answers at {url} ({error or type(error).__name__})") from error
+    return url
+
+
+def _read_pool(client: SyncPrefectClient, name: str) -> WorkPool:
+    try:
+        return client.read_work_pool(name)
+    except ObjectNotFound as error:
+        known = ", ".join(pool.name for pool in client.read_work_pools()) or "none"
+        raise ConfigError(
+            f"--pool {name}: the Prefect server has no such work pool; it has: {known}; "
+            f"prefect work-pool create {name} --type process makes one"
+        ) from error

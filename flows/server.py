@@ -29,14 +29,18 @@ QUIET = {
     "DO_NOT_TRACK": "true",
 }
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
-
-
 PASSWORD = "PREFECT_API_AUTH_STRING"
 """The variable from which Prefect's clients read the user and password that the server asks for."""
 
 
 class ServerError(RuntimeError):
-    """Prefect's server did not start. The message is one line that names its log."""
+    """Prefect's server did not start, ended, or does not answer. The message is one line."""
+
+
+def quieten() -> None:
+    """Silence Prefect in this process and its children. Call this before Prefect is imported."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
 
 
 class PrefectServer:
@@ -54,8 +58,7 @@ class PrefectServer:
     """
 
     def __init__(self, runs_dir: Path) -> None:
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
+        quieten()
         os.environ.setdefault("PREFECT_HOME", str(runs_dir.absolute() / ".prefect"))
         self.home = Path(os.environ["PREFECT_HOME"])
         # Two servers that create the same database at the same time would break it.

@@ -1,49 +1,104 @@
-"""`specrl serve`: run a configuration on a schedule."""
+"""`specrl serve` and `specrl deploy`: run a configuration on a schedule.
+
+`python -m flows.commands.serve PARENT` is the process that `specrl serve` starts: it waits for the scheduled times and
+starts a flow at each. Signals to `specrl serve` reach neither it nor its flows unless they are passed on.
+"""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Annotated
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
 
+import psutil
 import typer
-from cronsim import CronSim, CronSimError
 from rich.console import Console
 
 from flows.commands.options import Cluster, ConfigPath, Overrides, load
+from flows.folder import holder_of, is_worked_on, list_runs
 from flows.preflight import check
-from flows.server import PrefectServer
+from flows.server import PrefectServer, ServerError, quieten
+from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.registry import backends_of
+from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
+from specrl.processes import end_with_parent
+from specrl.report.tables import print_line
+from tasks.run import read_run_config
+
+LOOK_SECONDS = 0.2
+"""The pause between two looks at signals and processes."""
+END_SECONDS = 30
+"""How long a flow may take to end after a signal, before it is killed."""
+Cron = Annotated[
+    str, typer.Option(metavar="FIELDS", help='The schedule, as five cron fields in UTC, such as "0 2 * * *".')
+]
 
 
 def register(app: typer.Typer) -> None:
     app.command("serve")(serve)
+    app.command("deploy")(deploy)
 
 
-def serve(
+def serve(config_path: ConfigPath, cron: Cron, cluster: Cluster = None, overrides: Overrides = None) -> None:
+    """Run a configuration on a schedule.
+
+    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C,
+    which cancels the jobs of a run that is at work. SIGTERM ends the command, too, and leaves such jobs running.
+    """
+    config = _checked(config_path, cron, cluster, overrides)
+    console = Console(soft_wrap=True)
+    with PrefectServer(config.runs_dir) as server:
+        server.wait()
+        print_line(console, f"{config.name} runs at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it")
+        with _noted_signals() as noted, _started_runner(config, cron) as runner:
+            while not noted:
+                if runner.poll() is not None:
+                    raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
+                time.sleep(LOOK_SECONDS)
+            for line in _end_flows(runner, config.runs_dir, noted):
+                print_line(console, line)
+
+
+def deploy(
     config_path: ConfigPath,
-    cron: Annotated[
-        str,
-        typer.Option(metavar="FIELDS", help='The schedule, as five cron fields in UTC, such as "0 2 * * *".'),
-    ],
+    cron: Cron,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool whose workers run it.")],
     cluster: Cluster = None,
     overrides: Overrides = None,
 ) -> None:
-    """Run a configuration on a schedule.
+    """Register a schedule with an existing Prefect server.
 
-    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C.
+    The server is that of PREFECT_API_URL or of Prefect's profile. Each scheduled time starts a new run, named
+    NAME-YYYYMMDD-HHMM, on a worker of the pool. The worker needs this environment and this file system.
+    """
+    config = _checked(config_path, cron, cluster, overrides)
+    from flows.scheduled import register_schedule  # imports Prefect, which reads its environment once
+
+    url = register_schedule(config, cron, pool)
+    print_line(Console(soft_wrap=True), f"{config.name} runs at {cron} (UTC) on workers of pool {pool}, says {url}")
+
+
+def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[str] | None) -> Config:
+    """Return the configuration when it and the schedule can run.
+
+    Raises:
+        ConfigError: One of them cannot.
     """
     check_cron(cron)
     config = load(config_path, cluster, overrides)
     for backend in backends_of(config):
         backend.connect()
     check(config)
-    with PrefectServer(config.runs_dir) as server:
-        server.wait()
-        Console(soft_wrap=True).print(
-            f"{config.name} runs at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it", markup=False
-        )
-        _serve(config, cron)
+    return config
 
 
 def check_cron(cron: str) -> None:
@@ -53,25 +108,129 @@ def check_cron(cron: str) -> None:
         ConfigError: `cron` is not a schedule of five cron fields.
     """
     allowed = 'five cron fields (minute hour day month weekday), such as "0 2 * * *"'
-    try:
-        # Not Prefect's own check: importing Prefect fixes its settings, and its server has not set them yet.
-        CronSim(cron, datetime.now(UTC))
-    except CronSimError as error:
-        raise ConfigError(f"--cron {cron!r}: {str(error).lower()}; allowed: {allowed}") from error
-    if len(cron.split()) != 5:  # CronSim also accepts a sixth field, of seconds.
+    if len(cron.split()) != 5:  # Prefect also accepts names such as @daily, and a sixth field, of seconds
         raise ConfigError(f"--cron {cron!r}: {len(cron.split())} fields; allowed: {allowed}")
+    quieten()
+    from prefect.client.schemas.schedules import CronSchedule
+
+    try:
+        CronSchedule(cron=cron)
+    except ValueError as error:
+        raise ConfigError(f"--cron {cron!r}: Prefect cannot read it; allowed: {allowed}") from error
 
 
-def _serve(config: Config, cron: str) -> None:
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Yield a list to which SIGINT and SIGTERM are appended as they come, in place of what they would do."""
+    noted: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _started_runner(config: Config, cron: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield the process that starts scheduled runs, in a session of its own; at the end it and its flows are gone."""
+    runner = subprocess.Popen(
+        [sys.executable, "-m", "flows.commands.serve", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert runner.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its own lines say why
+            runner.stdin.write(json.dumps({"name": config.name, "cron": cron, "config": dump_config(config)}))
+            runner.stdin.close()
+        yield runner
+    finally:
+        flows = _flows_of(runner)
+        runner.kill()
+        for process in flows:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        runner.wait()
+
+
+def _flows_of(runner: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the processes of the runner's session beside itself. Local jobs have sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process for process in psutil.Process(runner.pid).children(recursive=True) if _is_flow(process, runner)]
+    return []
+
+
+def _is_flow(process: psutil.Process, runner: subprocess.Popen[str]) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process.pid) == runner.pid
+    return False
+
+
+def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal.Signals]) -> Iterator[str]:
+    """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
+
+    SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
+    """
+    own = {process.pid for process in _flows_of(runner)}
+    held = [run_dir for run_dir in list_runs(runs_dir) if _is_held_by(run_dir, own)]
+    if not held:
+        yield "no run was at work"
+    for run_dir in held:
+        jobs = _jobs(run_dir)
+        holder = holder_of(run_dir)
+        assert holder is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(holder[0], noted[0])
+        deadline = time.monotonic() + END_SECONDS
+        while is_worked_on(run_dir) and len(noted) == 1 and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        became = "was cancelled" if noted[0] == signal.SIGINT and not is_worked_on(run_dir) else "goes on"
+        words = ", ".join(f"{job.backend} job {job.job_id} {became}" for job in jobs) or "no job of it was running"
+        yield f"run {run_dir.name}: {words}; specrl resume {run_dir} continues the run"
+
+
+def _is_held_by(run_dir: Path, processes: set[int]) -> bool:
+    holder = holder_of(run_dir)
+    return holder is not None and holder == (holder[0], os.uname().nodename) and holder[0] in processes
+
+
+def _jobs(run_dir: Path) -> list[Job]:
+    """Return the jobs of a run that are pending or running, as far as the scheduler says at the moment."""
+    config = read_run_config(run_dir)
+    found = []
+    for folder in sorted((run_dir / "jobs").glob("*/")):
+        with contextlib.suppress(JobError, SilentSchedulerError):
+            found.append(find_now(JobKey(config, folder.name)))
+    return [job for job in found if job is not None]
+
+
+def _run_schedule(parent: int, schedule: dict[str, Any]) -> None:
+    """Start a flow at each scheduled time, until this process or its parent ends.
+
+    Args:
+        parent: The process id of the parent.
+        schedule: The name, the cron fields and the configuration as JSON.
+    """
+    end_with_parent(parent, signal.SIGTERM)
     from prefect.types.entrypoint import EntrypointType
 
-    from flows.scheduled import scheduled  # imports Prefect, which reads its environment once
+    from flows.scheduled import scheduled
 
     scheduled.serve(
-        name=config.name,
-        cron=cron,
-        parameters={"config": dump_config(config)},
+        name=schedule["name"],
+        cron=schedule["cron"],
+        parameters={"config": schedule["config"]},
         limit=1,  # one run has the machine, or the allocation, to itself
         print_starting_message=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
+
+
+if __name__ == "__main__":
+    _run_schedule(int(sys.argv[1]), json.load(sys.stdin))
