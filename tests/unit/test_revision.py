@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.artifacts import write_json
+from specrl.artifacts import PrepareResult, read_result, write_json
 from specrl.config import STAGES, ConfigError, StageName, change_config, dump_config, parse_config
 from specrl.events import read_events, record_event
 from specrl.keys import run_keys
@@ -182,6 +182,14 @@ def test_the_readme_lists_every_setting_that_may_change() -> None:
         for name in names.split(",")
     ]
     assert listed[: len(adjustable_keys())] == adjustable_keys()
+
+
+def test_what_only_other_code_knew_of_a_result_is_left_out(tmp_path: Path) -> None:
+    write_json(tmp_path / "result.json", {"policy_dir": "policy", "seconds": 1.0, "of_other_code": 2})
+    assert read_result(tmp_path, PrepareResult).policy_dir == Path("policy")
+    write_json(tmp_path / "result.json", {"seconds": 1.0})
+    with pytest.raises(ValueError, match="is not a PrepareResult of this version"):
+        read_result(tmp_path, PrepareResult)
 
 
 def test_a_record_of_another_version_is_one_line(tmp_path: Path) -> None:
