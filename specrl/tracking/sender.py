@@ -209,7 +209,8 @@ class Sender:
         found = self._client.search_model_versions(f"run_id = '{run_id}'")
         numbers = [str(version.version) for version in found if (version.name, version.source) == (name, source)]
         if not numbers:
-            created = self._client.create_model_version(name, source, run_id=run_id, tags=dict(entry.values["tags"]))
+            tags = dict(entry.values["tags"])
+            created = self._client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0)
             numbers = [str(created.version)]
         self._set_best(name, numbers[0], entry.values["tags"])
         versions = self._spool.folder / VERSIONS_FILE
