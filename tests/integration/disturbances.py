@@ -54,6 +54,11 @@ class Disturbed:
         wait_until(lambda: len(self.segments()) == number)
         return self.segments()[-1].job_id
 
+    def takes_steps(self, number: int) -> None:
+        """Wait until the segment with this number takes steps."""
+        self.running(number)
+        wait_until(lambda: self.segments()[-1].first_step is not None)
+
     def cut_short(self, seconds: int) -> None:
         """Take most of its time from the first job, before its first rank asks when it ends."""
         running = ("squeue", "-h", "-t", "running", "-o", "%i %j")
@@ -79,8 +84,7 @@ class Disturbed:
 
     def freeze_a_rank(self, number: int) -> None:
         """As a machine that does not answer any more, while steps are taken."""
-        self.running(number)
-        wait_until(lambda: self.segments()[-1].first_step is not None)
+        self.takes_steps(number)
         places = {int(psutil.Process(rank).environ()["SLURM_PROCID"]): rank for rank in ranks_of(self.run_dir)}
         wait_until(lambda: list(self.run_dir.glob(f"jobs/{self.stage}-*/hearts/*/rank-{max(places)}")))
         os.kill(places[max(places)], signal.SIGSTOP)

@@ -14,8 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from flows.cli import EXIT_STOPPED
 from slurm.devcluster import DevCluster
 from specrl.config import STAGES
+from tasks.run import ask_to_stop
 from tests.integration.disturbances import Disturbed, ranks_of
 from tests.integration.pipeline_runs import (
     assert_same_result,
@@ -105,13 +107,20 @@ def test_a_finished_run_runs_nothing_again(undisturbed: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in undisturbed.glob("stages/*/result.json")} == before
 
 
-def test_a_killed_rank_costs_no_more_than_its_step(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_stop_and_a_killed_rank_cost_no_more_than_their_step(undisturbed: Path, tmp_path: Path) -> None:
     run_dir = copy_without_train(undisturbed, tmp_path)
+    train = Disturbed(run_dir, "train")
     process = specrl("resume", str(run_dir))
-    wait_for(run_dir, "stages/train-*/checkpoints/step=000001/manifest.json")
+    train.takes_steps(1)
+    ask_to_stop(run_dir)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == EXIT_STOPPED, output
+    assert "run smoke was stopped in train after step" in output
+    process = specrl("resume", str(run_dir))
+    train.takes_steps(2)
     os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
     finish(process)
-    assert Disturbed(run_dir, "train").reasons() == ["killed", "finished"]
+    assert train.reasons() == ["stopped", "killed", "finished"]
     assert_same_result(undisturbed, run_dir)
 
 
@@ -167,20 +176,45 @@ def test_a_run_starts_from_another_runs_checkpoint(undisturbed: Path, tmp_path: 
 
 
 @pytest.mark.slurm
-def test_slurm_runs_one_job_per_stage_though_the_flow_is_killed_twice(
+def test_slurm_runs_one_job_per_stage_whatever_ends_it_and_though_the_flow_is_killed_twice(
     undisturbed: Path, devcluster: DevCluster, tmp_path: Path
 ) -> None:
-    two_nodes = ["--set", "stage_resources.train={nodes=2, ranks_per_node=1, cpus_per_rank=1}"]
-    process = run_smoke(tmp_path, "--cluster", "slurm", *two_nodes)
+    """In the order of what happens to the job of `train`: it gets too little time, is queued again by hand, loses a
+    node, is preempted without grace, and has a rank that hangs. Meanwhile the flow is killed."""
+    two_nodes = "stage_resources.train={nodes=2, ranks_per_node=1, cpus_per_rank=1}"
+    cluster = ["cluster.partition=spot", "cluster.hang_minutes=0.25"]
+    settings = [word for setting in (two_nodes, *cluster) for word in ("--set", setting)]
+    process = run_smoke(tmp_path, "--cluster", "slurm", *settings)
     run_dir = tmp_path / "smoke"
     wait_for(run_dir, "stages/pretrain-*/progress.json")
     kill(process)
     process = specrl("resume", str(run_dir))
-    wait_for(run_dir, "stages/train-*/steps/step=000000.json")
+    train = Disturbed(run_dir, "train")
+    train.cut_short(seconds=20)
+    train.queue_again(2)
+    train.lose_a_node(3)
     kill(process)
-    finish(specrl("resume", str(run_dir)))
+    process = specrl("resume", str(run_dir))
+    train.preempt(4)
+    train.freeze_a_rank(5)
+    finish(process)
+    reasons = ["walltime", "requeued", "node lost", "preempted", "hang", "finished"]
+    assert train.reasons() == reasons
+    assert json.loads((run_dir / "summary.json").read_text())["segments"]["train"] == {"number": 6, "reasons": reasons}
     assert jobs_per_stage() == dict.fromkeys(STAGES, 1)
+    assert rewards_in_mlflow(run_dir) == [0, 1, 2]
     assert_same_result(undisturbed, run_dir)
+
+
+def rewards_in_mlflow(run_dir: Path) -> list[int]:
+    """The steps whose reward the one MLflow run of `train` has."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    parent = client.get_run((run_dir / "mlflow_run_id").read_text().strip())
+    children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    (train,) = (child for child in children if child.info.run_name == "train")
+    return sorted({metric.step for metric in client.get_metric_history(train.info.run_id, "reward/mean")})
 
 
 def copy_without_train(source: Path, target: Path) -> Path:
