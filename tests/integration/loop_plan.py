@@ -17,6 +17,8 @@ class LoopRun:
     ranks: int = 2
     kills: int = 0
     """Ranks killed at random times, one per start."""
+    leaves: bool = False
+    """Whether the ranks leave after each step, as where a job has no time for another one."""
     resumes: str = ""
     """An earlier run of which it redoes the last step, from the checkpoint before, maybe with other ranks."""
     damaged: bool = False

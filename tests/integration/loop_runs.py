@@ -28,10 +28,12 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 import torch
 import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
 
+from specrl import lifetime
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.config import Config, DrafterConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
+from specrl.lifetime import LeftJobError
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, newest_step
 from specrl.models.families import LLAMA
@@ -51,6 +53,8 @@ END_LOGIT = -0.5
 KV_SCALE = 0.5
 """Of queries, keys and values, as calibrated."""
 KILL_WITHIN_SECONDS = 1.0
+AGAIN_CODE = 144
+"""With which ranks exit that are to be started again."""
 GRACE_SECONDS = 5.0
 RUN_SECONDS = 600.0
 
@@ -127,8 +131,10 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
     )
 
 
-def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
+def work(context: StageContext, rank: int, world_size: int, port: int, leaves: bool) -> None:
     """One rank, from the newest checkpoint to the end."""
+    if leaves and rank == 0:
+        lifetime.current().leave_by = time.time()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     ranks = join()
@@ -144,7 +150,7 @@ def work(context: StageContext, rank: int, world_size: int, port: int) -> None:
     leave()
 
 
-def start(context: StageContext, world_size: int) -> list[int]:
+def start(context: StageContext, world_size: int, leaves: bool = False) -> list[int]:
     """Fork the ranks; their process ids."""
     port = free_port()
     for path in context.run_dir.glob("ready-*"):
@@ -154,8 +160,10 @@ def start(context: StageContext, world_size: int) -> list[int]:
         if (process := os.fork()) == 0:
             code = 1
             try:
-                work(context, rank, world_size, port)
+                work(context, rank, world_size, port, leaves)
                 code = 0
+            except LeftJobError:
+                code = AGAIN_CODE
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -187,14 +195,18 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
         )
     generator = random.Random(run.name)
     killed: list[dict[str, float]] = []
+    num_left = 0
     while True:
-        processes = start(context, run.ranks)
+        processes = start(context, run.ranks, run.leaves)
         kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
         if any(run.outage):
             lock_database(context, *run.outage)
         codes = wait(processes)
         if not any(codes):  # also when the rank to be killed was through before
-            return {"kills": killed, "num_starts": len(killed) + 1}
+            return {"kills": killed, "num_starts": len(killed) + num_left + 1}
+        if set(codes) == {AGAIN_CODE}:
+            num_left += 1
+            continue
         assert kill is not None and -signal.SIGKILL in codes, f"{run.name} failed: {codes}"
         killed.append(kill)
 

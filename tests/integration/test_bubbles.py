@@ -49,6 +49,7 @@ RUNS = [
     LoopRun("extended", continues="none", settings={"speculation": {"adaptive": False}, "train": {"num_steps": 5}}),
     LoopRun("forked", ranks=1, continues="none", counts_on=False, settings={"seed": 6, "train": {"num_steps": 1}}),
     LoopRun("tracked", ranks=1, outage=(1, 5), settings={"train": {"num_steps": 8}}),
+    LoopRun("left", leaves=True, settings={**BOTH, "train": {"checkpoint_every": 3}}),
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
     LoopRun(
@@ -112,7 +113,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "plain", "num_steps"),
     [
-        *((name, "none", 3) for name in ("pregenerate", "other-seeds", "train_drafter", "both")),
+        *((name, "none", 3) for name in ("pregenerate", "other-seeds", "train_drafter", "both", "left")),
         ("both-long-killed", "none-long", 12),
     ],
 )
@@ -283,6 +284,10 @@ def test_a_policy_that_moved_twice_is_the_one_that_never_did(runs: Path) -> None
         distance += float((found - tensor.view_as(found)).square().sum())
         difference += float((found - moved[f"master {name}"]).square().sum())
     assert 0 < difference < 1e-8 * distance
+
+
+def test_a_job_that_has_time_for_one_step_leaves_after_it_with_a_checkpoint(runs: Path) -> None:
+    assert json.loads((runs / "left" / "outcome.json").read_text())["num_starts"] == 3
 
 
 def test_twenty_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:
