@@ -25,7 +25,7 @@ from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import start_ticks
 
-KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL)
+KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL, 128 + PREEMPTION_SIGNAL)
 """The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two
 last signals only once it has been set up."""
 END_AT = "SPECRL_END_AT"

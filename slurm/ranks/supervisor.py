@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from slurm.backend import Backend, StageRequest
+from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, write_error
 from slurm.ranks.hearts import Hearts
 from specrl import lifetime
@@ -191,8 +191,8 @@ class Supervisor:
             self.lifetime.ask_to_leave(Stop(reason, name))
             return
         place = self.backend.place(self.request)
-        if place.is_ending:
-            logger.warning("%s: the scheduler ends this job", name)
+        if place.is_ending or (number == PREEMPTION_SIGNAL and self._is_alone_in_ending(place)):
+            logger.warning("%s: the job ends", name)
             end_process(128 + number)
         now, warned = time.time(), number == WALLTIME_SIGNAL
         guess = now + (warning_seconds(self.request.resources) if warned else GRACE_SECONDS)
@@ -200,6 +200,16 @@ class Supervisor:
         is_limit = warned and (self._end_at is None or end_at >= self._end_at)
         stop = Stop("walltime" if is_limit else "preempted", f"{name}, {end_at - now:.0f} s before the end of the job")
         self._wish(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
+
+    def _is_alone_in_ending(self, place: JobPlace) -> bool:
+        """Return whether SIGTERM is for this process and not for its job.
+
+        A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
+        them has died, and how that one ended says what becomes of the stage. A rank with steps leaves all the same.
+        """
+        if self.lifetime.has_steps or place.end_at is None or self._end_at is None:
+            return False
+        return place.end_at >= self._end_at
 
     def _wish(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""
