@@ -47,6 +47,8 @@ class State:
     """Whether the scheduler reports that the job failed. A job that ended without failing has left its result."""
     cause: Cause | None = None
     """Why the job failed, where the scheduler reports it."""
+    suspended: bool = False
+    """Whether the scheduler has suspended the job, whose time limit then does not come nearer."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,11 @@ class Job(Protocol):
         """
 
     def cancel(self) -> None:
-        """End the job. Return when the scheduler has been told to; for a local job, when it has ended."""
+        """End the job. Return when the scheduler has been told to; for a local job, when it has ended.
+
+        Raises:
+            SilentSchedulerError: The scheduler could not be told; the message says how to end the job by hand.
+        """
 
     def log(self, rank: int) -> Path:
         """Return the file to which a rank prints. It may not exist yet."""

@@ -65,6 +65,8 @@ REASONS: dict[str, Reason] = {
     "BOOT_FAIL": "node lost",
     "REQUEUED": "requeued",
 }
+OVER = ("Invalid job id", "already completing or completed")
+"""The words of scancel about a job that has ended."""
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
 """The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
@@ -102,12 +104,17 @@ class SlurmJob:
         if word in PENDING:
             return State("pending", f"{word}, {reason}")
         if word in RUNNING:
-            return State("running", word)
+            return State("running", word, suspended=word == "SUSPENDED")
         return State("ended", word, failed=word not in SUCCEEDED, cause=CAUSES.get(word))
 
     def cancel(self) -> None:
-        with contextlib.suppress(SilentSchedulerError):
+        try:
             _ask("scancel", self.job_id)
+        except SilentSchedulerError as error:
+            if not any(words in str(error) for words in OVER):
+                raise SilentSchedulerError(
+                    f"slurm job {self.job_id} could not be cancelled: {error}; run scancel {self.job_id}"
+                ) from error
 
     def log(self, rank: int) -> Path:
         return submitit_jobs.log_path(self.folder, self.job_id, rank)
@@ -283,5 +290,6 @@ def _ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     except subprocess.TimeoutExpired as error:
         raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
     if done.returncode:
-        raise SilentSchedulerError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+        said = done.stderr.strip().removeprefix(f"{command[0]}: error: ")
+        raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
     return done.stdout

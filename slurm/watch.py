@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from specrl.artifacts import RESULT_FILE
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.progress import ProgressState, read_progress
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
@@ -75,6 +78,7 @@ class _Watch:
         self.job, self.context, self.clock = job, context, clock
         self.cluster = context.config.cluster_of(context.stage)
         self.state = State("pending", "SUBMITTED")
+        # The time in which the job is suspended is added to `since`, as its limits do not count it.
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
@@ -93,7 +97,8 @@ class _Watch:
         self._ask(now)
         if self.result_at is not None:
             if self.state.phase != "ended" and now - self.result_at > LEAVE_SECONDS:
-                self.job.cancel()  # a rank hangs on its way out and would keep the allocation
+                said = self._cancel()  # a rank hangs on its way out and would keep the allocation
+                logger.warning("%s did not end after its result, and %s", self._name(), said)
                 return True
             return self.state.phase == "ended"
         if self.state.phase == "ended":
@@ -155,6 +160,8 @@ class _Watch:
                     f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
                 ) from error
             return
+        if self.state.suspended:
+            self.since += now - self.answered_at
         self.answered_at = now
         num_segments = len(self._segments())
         if state.phase != self.state.phase or num_segments != self.num_segments:
@@ -166,16 +173,23 @@ class _Watch:
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
         if self.state.phase == "pending" and (self.context.run_dir / STOP_FILE).exists():
-            self.job.cancel()
-            raise StoppedError(stopped_line(self.context))
+            said = self._cancel()
+            raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
-            self.job.cancel()
-            limit = f"cluster.queue_minutes = {self.cluster.queue_minutes}"
-            raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and was cancelled")
+            said, limit = self._cancel(), f"cluster.queue_minutes = {self.cluster.queue_minutes}"
+            raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and {said}")
         allowed = self.context.config.resources_of(self.context.stage)
         if self.state.phase == "running" and minutes > allowed.minutes + OVERTIME_MINUTES:
+            said = self._cancel()
+            raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
+
+    def _cancel(self) -> str:
+        """Cancel the job, and return what became of that as the end of a sentence."""
+        try:
             self.job.cancel()
-            raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and was cancelled")
+        except SilentSchedulerError as error:
+            return f"was not cancelled: {error}"
+        return "was cancelled"
 
     def _name(self) -> str:
         return f"{self.context.stage} (job {self.job.job_id})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from slurm.backend import STOP_FILE, Job, JobKey, Record, State, StoppedError
+from slurm.backend import STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
@@ -177,17 +177,20 @@ def _work(run: Run, context: StageContext, entry: str) -> None:
         raise StoppedError(stopped_line(context))
     except KeyboardInterrupt:
         if (job := find(JobKey(run.config, context.key))) is not None:
-            _cancel(job, context.stage_dir, run.config)
-            run.reporter.note(f"{context.stage}: cancelled {job.backend} job {job.job_id}")
+            run.reporter.note(f"{context.stage}: {_cancel(job, context.stage_dir, run.config)}")
         raise
 
 
-def _cancel(job: Job, stage_dir: Path, config: Config) -> None:
-    """Cancel a job, and note in its stage's segments that this is why it ended."""
-    job.cancel()
+def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
+    """Cancel a job, note in its stage's segments that this is why it ended, and return what became of it in a line."""
+    try:
+        job.cancel()
+    except SilentSchedulerError as error:
+        return str(error)
     segments = read_segments(stage_dir)
     if segments and segments[-1].job_id == job.job_id:
         end_segment(stage_dir, segments[-1].number, "cancelled", last_recorded_step(stage_dir), config.cluster)
+    return f"cancelled {job.backend} job {job.job_id}"
 
 
 def stop_asked(run_dir: Path) -> bool:
@@ -195,16 +198,23 @@ def stop_asked(run_dir: Path) -> bool:
     return (run_dir / STOP_FILE).exists()
 
 
-def ask_to_stop(run_dir: Path) -> list[Job]:
-    """Ask a run to stop, and return the jobs that still leave; those that only wait in the queue are cancelled."""
+def ask_to_stop(run_dir: Path) -> list[str]:
+    """Ask a run to stop, and cancel its jobs that only wait in the queue.
+
+    Returns:
+        A line about each job that still leaves, or that could not be cancelled.
+    """
     write_text(run_dir / STOP_FILE, "")
-    leaving = []
+    lines = []
     for job in live_jobs(read_run_config(run_dir)).values():
-        if job.state().phase == "pending":
-            job.cancel()
-        else:
-            leaving.append(job)
-    return leaving
+        try:
+            if job.state().phase == "pending":
+                job.cancel()
+            else:
+                lines.append(f"{job.backend} job {job.job_id} leaves after the step that runs")
+        except SilentSchedulerError as error:
+            lines.append(str(error))
+    return lines
 
 
 def forget_stop(run_dir: Path) -> None:
@@ -221,12 +231,11 @@ def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel every pending or running job of a run.
+    """Cancel every pending or running job of a run, as far as their schedulers can be told to.
 
     Args:
-        say: Called with a line about each job.
+        say: Called with a line about what became of each job.
     """
     config = read_run_config(run_dir)
     for key, job in live_jobs(config).items():
-        _cancel(job, run_dir / "stages" / key, config)
-        say(f"cancelled {job.backend} job {job.job_id}")
+        say(_cancel(job, run_dir / "stages" / key, config))

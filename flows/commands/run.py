@@ -123,6 +123,6 @@ def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     run_dir = find_run(name, runs_dir)
     for backend in backends_of(read_run_config(run_dir)):
         backend.connect()
-    for job in ask_to_stop(run_dir):
-        print(f"{job.backend} job {job.job_id} leaves after the step that runs")
+    for line in ask_to_stop(run_dir):
+        print(line)
     print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")

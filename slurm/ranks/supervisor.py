@@ -68,8 +68,9 @@ class Supervisor:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cluster, self.stage_dir = request.key.cluster, request.context.stage_dir
         self.lifetime = Lifetime(self.cluster)
-        attempt = "-".join([os.environ["MASTER_PORT"], os.environ.get(ATTEMPT, "0")])
-        self.hearts = Hearts(request.key.folder / "hearts" / attempt, self.rank, self.world_size)
+        self.attempt = int(os.environ.get(ATTEMPT, "0"))
+        hearts = request.key.folder / "hearts" / f"{os.environ['MASTER_PORT']}-{self.attempt}"
+        self.hearts = Hearts(hearts, self.rank, self.world_size)
         self.segment: int | None = None
         """The number of this job's segment, on the first rank."""
         self._end_at: float | None = None
@@ -114,26 +115,60 @@ class Supervisor:
         return 1
 
     def _begin(self) -> None:
-        """Begin this job's segment, and end the one before if its job could not.
+        """Begin this job's segment.
 
         Raises:
+            LeftJobError: The second rank took this one for lost, and has ended the job.
             ValueError: The scheduler has queued the job again although the stage does not get any further.
         """
         place = self.backend.place(self.request)
         self._end_at = place.end_at
         if place.end_at is not None:
             self.lifetime.leave_by = place.end_at - self._exit_seconds()
+        if self._is_begun(place.job_id):
+            raise LeftJobError(Stop("killed", "the second rank has ended the job"))
+        gave_up = self._end_earlier(place.job_id)
+        if gave_up is not None:
+            raise ValueError(gave_up)
         before = read_segments(self.stage_dir)
-        if before and before[-1].reason is None:
-            reason = self.backend.why_ended(before[-1])
-            end_segment(self.stage_dir, before[-1].number, reason, last_recorded_step(self.stage_dir), self.cluster)
-            before = read_segments(self.stage_dir)
-            if before[-1].gave_up is not None and before[-1].job_id == place.job_id:
-                raise ValueError(before[-1].gave_up)
-        self.segment = begin_segment(self.stage_dir, place.job_id, os.uname().nodename).number
+        self.segment = begin_segment(self.stage_dir, place.job_id, os.uname().nodename, self.attempt).number
         if before:
             text = f"job {self.segment} goes on; the one before: {before[-1].reason}"
             record_event(self.stage_dir, "restart", text)
+
+    def _is_begun(self, job_id: str) -> bool:
+        """Return whether the latest segment is this job's, and not that of an earlier job or of its earlier attempt."""
+        segments = read_segments(self.stage_dir)
+        return bool(segments) and (segments[-1].job_id, segments[-1].attempt) == (job_id, self.attempt)
+
+    def _end_earlier(self, job_id: str) -> str | None:
+        """End the latest segment if its job could not.
+
+        Returns:
+            Why the stage is given up, where the scheduler has nonetheless queued the job with this id again.
+        """
+        segments = read_segments(self.stage_dir)
+        if not segments or segments[-1].reason is not None:
+            return None
+        reason, step = self.backend.why_ended(segments[-1]), last_recorded_step(self.stage_dir)
+        end_segment(self.stage_dir, segments[-1].number, reason, step, self.cluster)
+        ended = read_segments(self.stage_dir)[-1]
+        return ended.gave_up if ended.job_id == job_id else None
+
+    def _segment_of_first(self) -> int | None:
+        """Return the number of this job's segment on another rank, which begins it where the first rank has not.
+
+        Otherwise a job whose first rank never comes up would count nowhere, and be queued again without end.
+
+        Returns:
+            None for a job that the scheduler has queued again although the stage is given up.
+        """
+        job_id = self.backend.place(self.request).job_id
+        if self._is_begun(job_id):
+            return read_segments(self.stage_dir)[-1].number
+        if self._end_earlier(job_id) is not None:
+            return None
+        return begin_segment(self.stage_dir, job_id, "", self.attempt).number
 
     def _watch(self, wake_up: socket.socket) -> None:
         """Listen until the process ends."""
@@ -252,7 +287,7 @@ class Supervisor:
 
     def _end(self, reason: Reason, text: str = "") -> bool:
         """Say that the segment has ended, and return whether the stage is to go on in another job."""
-        number = self.segment if self.rank == 0 else read_segments(self.stage_dir)[-1].number
+        number = self.segment if self.rank == 0 else self._segment_of_first()
         if number is None:  # it could not even begin
             return False
         return end_segment(self.stage_dir, number, reason, self.lifetime.last_step, self.cluster, text)

@@ -45,6 +45,8 @@ class Segment:
     started: float
     mark: str
     """A digest of what the stage had completed when the job began."""
+    attempt: int = 0
+    """How many times the scheduler had started the job of this id before."""
     ended: float | None = None
     reason: Reason | None = None
     """Why it ended; None while it runs, and where nobody has said so yet."""
@@ -70,10 +72,15 @@ def segment_counts(stage_dir: Path) -> dict[str, Any]:
     return {"number": len(segments), "reasons": [segment.reason for segment in segments]}
 
 
-def begin_segment(stage_dir: Path, job_id: str, host: str) -> Segment:
-    """Append the segment of the job that begins now, and return it."""
+def begin_segment(stage_dir: Path, job_id: str, host: str, attempt: int = 0) -> Segment:
+    """Append the segment of the job that begins now, and return it.
+
+    Args:
+        host: The host of the job's first rank.
+        attempt: How many times the scheduler has started the job of this id before.
+    """
     number = max((segment.number for segment in read_segments(stage_dir)), default=0) + 1
-    segment = Segment(number, job_id, host, time.time(), progress_mark(stage_dir))
+    segment = Segment(number, job_id, host, time.time(), progress_mark(stage_dir), attempt)
     append_line(stage_dir / SEGMENTS_FILE, json.dumps(_without_none(asdict(segment))))
     return segment
 

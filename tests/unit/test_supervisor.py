@@ -1,0 +1,78 @@
+"""How a rank ends a job whose first rank never came up."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm.backend import StageRequest
+from slurm.local_backend import LocalBackend
+from slurm.local_controller import END_AT
+from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
+from specrl.config import parse_config
+from specrl.context import StageContext
+from specrl.lifetime import LeftJobError, Stop
+from specrl.lifetime.segments import begin_segment, read_segments
+
+LOST = Stop("killed", "the connection to another rank was lost")
+
+
+class Job:
+    """A job of two ranks on this machine, each of which is asked what it does."""
+
+    def __init__(self, runs_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        config = parse_config(
+            {
+                "name": "demo",
+                "runs_dir": str(runs_dir),
+                "model": {"source": "tiny"},
+                "cluster": {"max_attempts": 2},
+            }
+        )
+        self.patch, self.stage_dir = patch, config.run_dir / "stages" / "prepare-0"
+        self.stage_dir.mkdir(parents=True)
+        self.request = StageRequest(StageContext(config, "prepare", "prepare-0", self.stage_dir, {}, ""), "no:where")
+
+    def rank(self, rank: int, job_id: str, attempt: int = 0) -> Supervisor:
+        known = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 29500, ATTEMPT: attempt, END_AT: time.time() + 600}
+        for name, value in {**known, "SUBMITIT_LOCAL_JOB_ID": job_id}.items():
+            self.patch.setenv(name, str(value))
+        return Supervisor(self.request, LocalBackend())
+
+    def ended(self) -> list[tuple[str, int, str | None]]:
+        return [(segment.job_id, segment.attempt, segment.reason) for segment in read_segments(self.stage_dir)]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(tmp_path, monkeypatch)
+
+
+def test_jobs_whose_first_rank_never_comes_up_are_counted(job: Job) -> None:
+    assert job.rank(1, "7")._leave(LOST) == AGAIN_CODE
+    assert job.rank(1, "7", attempt=1)._leave(LOST) == 1
+    assert job.ended() == [("7", 0, "killed"), ("7", 1, "killed")]
+    assert "cluster.max_attempts = 2 reached" in str(read_segments(job.stage_dir)[-1].gave_up)
+
+
+def test_the_job_before_is_ended_by_the_second_rank_where_it_could_not_say_so_itself(job: Job) -> None:
+    begin_segment(job.stage_dir, "6", "host")
+    assert job.rank(1, "7")._leave(LOST) == 1
+    assert job.ended() == [("6", 0, "killed"), ("7", 0, "killed")]
+
+
+def test_the_second_rank_ends_the_segment_that_the_first_has_begun(job: Job) -> None:
+    job.rank(0, "7")._begin()
+    assert job.rank(1, "7")._leave(LOST) == AGAIN_CODE
+    assert job.ended() == [("7", 0, "killed")]
+
+
+def test_a_first_rank_that_comes_up_too_late_begins_nothing(job: Job) -> None:
+    first = job.rank(0, "7")
+    assert job.rank(1, "7")._leave(LOST) == AGAIN_CODE
+    with pytest.raises(LeftJobError) as left:
+        first._begin()
+    assert first._leave(left.value.stop) == 1
+    assert job.ended() == [("7", 0, "killed")]
