@@ -109,6 +109,18 @@ def finished_stages(run_dir: Path) -> list[str]:
     return sorted({path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob("*/result.json")})
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a folder, without following links; each file counts once."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    seen: dict[tuple[int, int], int] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            state = Path(folder, name).lstat()
+            seen[state.st_dev, state.st_ino] = state.st_size
+    return sum(seen.values())
+
+
 def model_of(run_dir: Path) -> str:
     """Return the value of `model.source` in a run's configuration."""
     return str(json.loads((run_dir / CONFIG_FILE).read_text())["model"]["source"])

@@ -28,7 +28,7 @@ from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
-from specrl.training.checkpoint.load import Restored, load
+from specrl.training.checkpoint.load import Restored, load_newest
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
@@ -101,10 +101,12 @@ class Trainer:
     def start_from(self, start: Continuation) -> Restored | None:
         """Load policy, optimizer and drafter from the checkpoint of another stage.
 
+        Where steps count on and it is damaged, the newest whole one before it serves.
+
         Returns:
             What else it held, if the steps go on counting from it; None if they count from 0.
         """
-        found = load(start.checkpoint_dir, self.policy, self.drafter if start.has_drafter else None)
+        found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
         self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew

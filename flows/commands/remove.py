@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +14,16 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run, list_runs, only_flow
+from flows.folder import LOCK_FILE, find_run, only_flow, size_of
 from slurm.registry import backends_of
 from slurm.submit import live_jobs
 from specrl.artifacts import RESULT_FILE
-from specrl.config import ConfigError, StageName
-from specrl.lineage.record import read_record
+from specrl.config import ConfigError
+from specrl.lineage.record import Continuation, read_record
 from specrl.report.results import CONFIG_FILE
 from specrl.report.tables import print_line, print_table
 from tasks.run import read_run_config
 
-STARTING: tuple[StageName, ...] = ("prepare", "pretrain", "train")
-"""The stages that may start from a checkpoint of another run."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -54,20 +54,20 @@ def rm(
         parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
         targets = _parts(run_dir, parts) if parts else _everything(run_dir)
         if not targets:
-            print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)}")
+            print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)} to remove")
             return
-        if "checkpoints" in parts or not parts:
-            _check_forks(run_dir)
         _show(console, run_dir, targets)
         if "checkpoints" in parts or not parts:
             _warn(console, run_dir, whole=not parts)
         if not yes:
             _ask(run_dir.name)
         freed = sum(size_of(target) for target in targets)
-        for target in targets:
-            remove(target)
-        if not parts:
-            run_dir.rmdir()
+        with _in_one_line():
+            for target in targets if parts else [*targets, run_dir / LOCK_FILE]:
+                remove(target)
+    if not parts:
+        with _in_one_line():
+            run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
     print_line(console, f"removed {in_words(freed)}")
 
 
@@ -87,15 +87,46 @@ def _check_jobs(run_dir: Path) -> None:
 
 
 def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
-    """Return the folders of these names in the folders of the stages."""
-    stages = sorted(path for path in (run_dir / "stages").glob("*") if path.is_dir() and not path.is_symlink())
+    """Return the folders of these names in the folders of the train stages.
+
+    Of checkpoints, the one from which training has yet to go on is left out.
+    """
+    stages = sorted(path for path in (run_dir / "stages").glob("train-*") if path.is_dir() and not path.is_symlink())
     found = [stage / part for part in parts for stage in stages]
+    start = _start(run_dir) if "checkpoints" in parts else None
+    if start is not None:
+        needed = start.in_run(run_dir).checkpoint_dir
+        found = [path for folder in found for path in _without(needed, folder)]
     return [path for path in found if os.path.lexists(path)]
 
 
+def _without(needed: Path, folder: Path) -> list[Path]:
+    """Return the folder or, where `needed` lies in it, everything else in it."""
+    if folder != needed.parent or not needed.is_dir():
+        return [folder]
+    return sorted(path for path in folder.iterdir() if path != needed)
+
+
+def _start(run_dir: Path) -> Continuation | None:
+    """Return the checkpoint of this run that training continues, or None where it has finished or continues none."""
+    record = read_record(run_dir)
+    if record is None or record.continues is None or not record.continues.counts_on or _has_trained(run_dir):
+        return None
+    return record.continues
+
+
+def _has_trained(run_dir: Path) -> bool:
+    record = read_record(run_dir)
+    return record is not None and (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists()
+
+
 def _everything(run_dir: Path) -> list[Path]:
-    """Return all that lies in the folder; what makes it a run comes last, so that a kill leaves one to remove again."""
-    return sorted(run_dir.iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name))
+    """Return all that lies in the folder but the lock, which is held until the rest is gone.
+
+    What makes it a run comes last, so that a kill leaves one to remove again.
+    """
+    found = (path for path in run_dir.iterdir() if path.name != LOCK_FILE)
+    return sorted(found, key=lambda path: (path.name == CONFIG_FILE, path.name))
 
 
 def _show(console: Console, run_dir: Path, targets: list[Path]) -> None:
@@ -112,29 +143,14 @@ def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
             "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
         )
         return
-    record = read_record(run_dir)
-    if record is not None and not (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists():
-        print_line(console, "training has not finished: without its checkpoints it starts over")
-
-
-def _check_forks(run_dir: Path) -> None:
-    """Refuse to remove checkpoints from which another run of the same folder has yet to start.
-
-    Raises:
-        ConfigError: There is such a run.
-    """
-    for other in list_runs(run_dir.parent):
-        record = None if other == run_dir else read_record(other)
-        if record is None:
-            continue
-        for stage in STARTING:
-            start, result = record.start_of(stage), other / "stages" / record.stage_keys[stage] / RESULT_FILE
-            if start is None or result.exists():
-                continue
-            if start.in_run(other).stage_dir.resolve().is_relative_to(run_dir.resolve()):
-                raise ConfigError(
-                    f"run {other.name} starts from a checkpoint of run {run_dir.name}; let it finish first"
-                )
+    start = _start(run_dir)
+    if _has_trained(run_dir):
+        line = "training has finished: without its checkpoints, a change or more steps make it start over (--restart)"
+    elif start is not None and start.in_run(run_dir).checkpoint_dir.is_dir():
+        line = f"training has not finished: it goes on from step {start.step} of {start.key}, whose checkpoint stays"
+    else:
+        line = "training has not finished: without its checkpoints it starts over"
+    print_line(console, line)
 
 
 def _ask(name: str) -> None:
@@ -149,24 +165,27 @@ def _ask(name: str) -> None:
     typer.confirm("Remove this?", abort=True)
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder, without following links; each file counts once."""
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    seen: dict[tuple[int, int], int] = {}
-    for folder, _, names in os.walk(path):
-        for name in names:
-            state = Path(folder, name).lstat()
-            seen[state.st_dev, state.st_ino] = state.st_size
-    return sum(seen.values())
-
-
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with everything in it. What a link points to stays."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Say in one line what cannot be removed, and why.
+
+    Raises:
+        ConfigError: There is such a file or folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be removed ({error.strerror}); what is left of the run can be removed by hand"
+        ) from error
 
 
 def in_words(size: float) -> str:

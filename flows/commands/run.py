@@ -80,7 +80,10 @@ def resume(
         bool, typer.Option("--new-code", help="Go on with the present code, in place of the run's own copy.")
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Let training start over where a change makes that necessary.")
+        bool,
+        typer.Option(
+            "--restart", help="Let training start over where a change, or a lost checkpoint, makes that necessary."
+        ),
     ] = False,
     cancel: Annotated[
         bool, typer.Option("--cancel", help="Cancel jobs that are at work on a stage that changes.")
@@ -106,7 +109,7 @@ def resume(
         words = [word for override in changed for word in ("--set", override)]
         given = [flag for flag, is_given in flags.items() if is_given]
         continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
-    if changed or new_code or dry_run:
+    if changed or new_code or restart or dry_run:
         change_run(run_dir, Wishes(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
     if not dry_run:
         execute(read_run_config(run_dir), resumed=True)

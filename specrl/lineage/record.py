@@ -48,6 +48,12 @@ class Continuation(Artifact):
         return self.stage_dir / "checkpoints" / f"step={self.step:06d}"
 
     @property
+    def checkpoint_dirs(self) -> list[Path]:
+        """The folder of the checkpoint and, where steps count on from it, of the earlier ones, the newest first."""
+        earlier = [step for step in saved_steps(self.stage_dir) if step < self.step] if self.counts_on else []
+        return [self.model_copy(update={"step": step}).checkpoint_dir for step in (self.step, *reversed(earlier))]
+
+    @property
     def words(self) -> str:
         """The run, the key and the step, in one line for people."""
         return f"step {self.step} of {self.key} of run {self.run}"
@@ -121,6 +127,28 @@ def code_of(run_dir: Path) -> str | None:
 def newest_step(stage_dir: Path) -> int | None:
     """Return the number of steps behind the newest complete checkpoint of a train stage, or None without any."""
     return max(saved_steps(stage_dir), default=None)
+
+
+def newest_whole_step(stage_dir: Path, last: int | None = None) -> int | None:
+    """Return the number of steps behind the newest checkpoint that seems whole, or None without any.
+
+    Args:
+        stage_dir: The folder of a train stage.
+        last: The largest number of steps to look at; None for all.
+    """
+    for step in reversed(saved_steps(stage_dir)):
+        if (last is None or step <= last) and _seems_whole(stage_dir / "checkpoints" / f"step={step:06d}"):
+            return step
+    return None
+
+
+def _seems_whole(checkpoint_dir: Path) -> bool:
+    """Return whether the files of a checkpoint have the sizes in its manifest; their contents are not read."""
+    try:
+        files = json.loads((checkpoint_dir / MANIFEST).read_text())["files"]
+        return all((checkpoint_dir / file["name"]).stat().st_size == file["size"] for file in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def saved_steps(stage_dir: Path) -> list[int]:

@@ -16,7 +16,7 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.keys import INPUTS, SECTIONS, stage_key
 from specrl.lineage.changes import Change
-from specrl.lineage.record import Continuation, RunRecord, newest_step
+from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
 Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "runs"]
 SOURCE_KEYS = ("model.source", "model.tiny")
@@ -89,8 +89,11 @@ class Reviser:
         if finished and before_train:
             relevant = [change for change in relevant if not change.adjustable]
         redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.stage_keys[name]]
-        if not redone and not relevant and (finished or not self.new_code):
+        lost = stage == "train" and not finished and self._start_is_lost()
+        if not redone and not relevant and not lost and (finished or not self.new_code):
             self.keys[stage] = self.record.stage_keys[stage]
+            if stage == "train":
+                self.continues = self.record.continues
             return self._plan(stage, "stays" if finished else "goes on", "finished" if finished else "not finished yet")
         if stage == "train":
             return self._plan_train(redone, relevant)
@@ -109,25 +112,14 @@ class Reviser:
         return found if before != after else [change for change in found if change.is_file]
 
     def _plan_train(self, redone: list[StageName], relevant: list[Change]) -> StagePlan:
-        old = self.record.stage_keys["train"]
-        step = newest_step(self.folder("train"))
-        start = self.record.continues
-        if step is not None:
-            start = Continuation(
-                run=self.run_dir.name,
-                key=old,
-                step=step,
-                stage_dir=Path("stages") / old,
-                counts_on=True,
-                num_prompts=self._num_prompts(step),
-            )
+        start = self._newest_checkpoint()
+        if start is None:
+            return self._plan_first_step()
         unmarked = [change for change in relevant if not change.adjustable]
-        if start is None or not start.counts_on or not (redone or unmarked):
+        if not (redone or unmarked):
             self._check_steps(start)
             self.continues = start
             self.keys["train"] = self._new_key("train")
-            if start is None or not start.counts_on:
-                return self._plan("train", "runs", "no checkpoint yet")
             return self._plan("train", "continues", f"from step {start.step} of {start.key}")
         because = "; ".join(
             [*(f"{change.key} changes" for change in unmarked), *(f"{name} is redone" for name in redone)]
@@ -142,15 +134,69 @@ class Reviser:
         self.keys["train"] = self._new_key("train")
         return self._plan("train", "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
 
+    def _plan_first_step(self) -> StagePlan:
+        """Plan training that has no checkpoint of this run to go on from."""
+        made = self._steps_made()
+        if made and not self.restart:
+            raise ConfigError(
+                f"train of {self.run_dir.name} has made {made} steps, but has no checkpoint left and would start over: "
+                "add --restart"
+            )
+        self.continues = self.record.origin
+        self.keys["train"] = self._new_key("train")
+        if made:
+            return self._plan("train", "starts over", f"no checkpoint is left of its {made} steps")
+        return self._plan("train", "runs", "no checkpoint yet")
+
+    def _newest_checkpoint(self) -> Continuation | None:
+        """Return this run's checkpoint from which training can go on, or None without any.
+
+        It is the newest whole one of the train stage or, where it has none, of the stage that it continues.
+        """
+        old, step = self.record.stage_keys["train"], newest_whole_step(self.folder("train"))
+        if step is not None:
+            return Continuation(
+                run=self.run_dir.name,
+                key=old,
+                step=step,
+                stage_dir=Path("stages") / old,
+                counts_on=True,
+                num_prompts=self._num_prompts(step),
+            )
+        start = self.record.continues
+        if start is None or not start.counts_on:
+            return None
+        step = newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
+        if step is None:
+            return None
+        if step == start.step:
+            return start
+        num_prompts = start.num_prompts * step // start.step  # its steps are taken to have had equally many
+        return start.model_copy(update={"step": step, "num_prompts": num_prompts})
+
+    def _start_is_lost(self) -> bool:
+        """Return whether training has yet to go on from a checkpoint of this run that is damaged or gone."""
+        start = self.record.continues
+        if start is None or not start.counts_on or newest_whole_step(self.folder("train")) is not None:
+            return False
+        return newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step) != start.step
+
+    def _steps_made(self) -> int:
+        """Return the number of steps that training has made, with checkpoints or without."""
+        records = (self.folder("train") / "steps").glob("step=*.json")
+        start = self.record.continues
+        before = start.step if start is not None and start.counts_on else 0
+        return max([before, *(int(path.stem.partition("=")[2]) + 1 for path in records)])
+
     def _num_prompts(self, step: int) -> int:
         """Return the number of prompts of the steps before `step`, over all changes of their number per step."""
         start = self.record.continues
         begun, before = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
         return before + (step - begun) * self.old.train.prompts_per_step
 
-    def _check_steps(self, start: Continuation | None) -> None:
+    def _check_steps(self, start: Continuation) -> None:
         steps = self.new.train.num_steps
-        if start is not None and start.counts_on and steps < start.step:
+        if steps < start.step:
             raise ConfigError(
                 f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or more"
             )
@@ -194,8 +240,7 @@ def revise(
     """
     reviser = Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
     stages = tuple(reviser.plan(stage) for stage in STAGES)
-    kept = reviser.keys["train"] == old.stage_keys["train"]
-    update = {"stage_keys": reviser.keys, "continues": old.continues if kept else reviser.continues}
+    update = {"stage_keys": reviser.keys, "continues": reviser.continues}
     return Revision(
         record=record.model_copy(update=update),
         stages=stages,

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from specrl.distributed import Ranks
+from specrl.lineage.record import Continuation
 from specrl.rollout.bubbles.share import BubbleShare
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SpeculationStats
@@ -28,7 +29,7 @@ from specrl.rollout.refit.drafter_guard import AcceptanceWatch
 from specrl.timeline import PREGENERATION, SPOT_TRAINING
 from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.load import load, load_newest
 from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
 from specrl.training.checkpoint.pieces import Piece, Shard, cut
 from specrl.training.megatron.shards import bands, tensor_shapes
@@ -174,6 +175,20 @@ def test_without_a_whole_checkpoint_nothing_begins_anew_by_itself(tmp_path: Path
     with pytest.raises(CheckpointError, match="is damaged: drafter"):
         load(tmp_path / "step=000002", ToyPolicy(), None)
     assert len(list(tmp_path.glob("step=*"))) == 2
+
+
+def test_a_start_from_a_damaged_checkpoint_takes_the_newest_whole_one_before_it(tmp_path: Path) -> None:
+    save_steps(tmp_path / "checkpoints", Retention(4), 1, 2, 3, 4)
+    for step in (2, 3):
+        flip(tmp_path / "checkpoints" / f"step=00000{step}" / "policy-00000.safetensors")
+    start = Continuation(run="run", key="train-0", step=3, stage_dir=tmp_path, counts_on=True)
+    policy = ToyPolicy()
+    found = load_newest(start.checkpoint_dirs, policy, None)
+    assert (found.step, float(policy.state["master"][0])) == (1, 1.0)
+    assert ["step=000003" in found.damaged[0], "step=000002" in found.damaged[1]] == [True, True]
+    once = start.model_copy(update={"counts_on": False})
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint to start from .*step=000003.*--restart"):
+        load_newest(once.checkpoint_dirs, policy, None)
 
 
 def test_a_number_changed_in_the_manifest_is_damage(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
-"""`specrl rm` removes what it says, and nothing that a link points to, a job works on or another run needs."""
+"""`specrl rm` removes what it says, and nothing that a link points to, a job works on or the run itself needs."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from flows.cli import invoke
-from flows.folder import only_flow, write_config
+from flows.commands import remove as commands
+from flows.commands.remove import remove
+from flows.folder import is_worked_on, only_flow, write_config
 from slurm.submit import attach_or_submit, live_jobs
+from specrl.artifacts import write_text
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lineage.record import Continuation, RunRecord, write_record
@@ -49,7 +51,7 @@ def test_parts_of_a_run_are_removed_and_the_rest_stays(tmp_path: Path, capsys: p
     assert [path.name for path in train.iterdir()] == ["steps"]
     capsys.readouterr()
     assert rm(config, "--rollouts", "--checkpoints", "--yes") == 0
-    assert capsys.readouterr().out == "run demo has no checkpoints and no rollouts\n"
+    assert capsys.readouterr().out == "run demo has no checkpoints and no rollouts to remove\n"
 
 
 def test_a_whole_run_is_removed_but_nothing_that_it_points_to(
@@ -97,13 +99,58 @@ def test_a_run_that_is_worked_on_stays(
     assert rm(config, "--yes") == 0
 
 
-def test_checkpoints_that_another_run_has_yet_to_read_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_later_stages_read_of_pretraining_stays(tmp_path: Path) -> None:
     config, record = make_run(tmp_path)
-    fork, started = make_run(tmp_path, "fork")
-    train = config.run_dir / "stages" / record.stage_keys["train"]
-    start = Continuation(run="demo", key=record.stage_keys["train"], step=2, stage_dir=train, counts_on=False)
-    write_record(fork.run_dir, started.model_copy(update={"continues": start}))
-    assert rm(config, "--checkpoints", "--yes") == 2
-    assert "run fork starts from a checkpoint of run demo" in capsys.readouterr().err
-    (fork.run_dir / "stages" / started.stage_keys["train"] / "result.json").write_text(json.dumps({}))
+    answers = config.run_dir / "stages" / record.stage_keys["pretrain"] / "rollouts" / "step=000000" / "file"
+    write_text(answers, "answers")
+    assert rm(config, "--rollouts", "--yes") == 0
+    assert answers.is_file()
+
+
+def test_the_checkpoint_that_training_has_yet_to_go_on_from_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = make_run(tmp_path)
+    old = config.run_dir / "stages" / "train-before"
+    for step in (2, 4):
+        write_text(old / "checkpoints" / f"step={step:06d}" / "file", "x" * 1000)
+    start = Continuation(run="demo", key=old.name, step=2, stage_dir=Path("stages") / old.name, counts_on=True)
+    write_record(config.run_dir, record.model_copy(update={"continues": start}))
     assert rm(config, "--checkpoints", "--yes") == 0
+    output = capsys.readouterr().out
+    assert "it goes on from step 2 of train-before, whose checkpoint stays" in output
+    assert "step=000002" not in output
+    assert [path.name for path in config.run_dir.glob("stages/*/checkpoints/*")] == ["step=000002"]
+    write_text(config.run_dir / "stages" / record.stage_keys["train"] / "result.json", "{}")
+    assert rm(config, "--checkpoints", "--yes") == 0
+    assert "a change or more steps make it start over (--restart)" in capsys.readouterr().out
+    assert not list(config.run_dir.glob("stages/*/checkpoints"))
+
+
+def test_a_run_is_held_until_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = make_run(tmp_path)
+    held: dict[str, bool] = {}
+
+    def watched(path: Path) -> None:
+        held[path.name] = is_worked_on(config.run_dir)
+        remove(path)
+
+    monkeypatch.setattr(commands, "remove", watched)
+    assert rm(config, "--yes") == 0
+    assert set(held) > {"stages", "config.json"}
+    assert list(held)[-1] == ".flow.lock"
+    assert all(held.values())
+
+
+def test_what_cannot_be_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = make_run(tmp_path)
+
+    def leave_one(path: Path) -> None:
+        if path.name != "stages":
+            remove(path)
+
+    monkeypatch.setattr(commands, "remove", leave_one)
+    assert rm(config, "--yes") == 2
+    assert "cannot be removed (Directory not empty)" in capsys.readouterr().err

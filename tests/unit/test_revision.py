@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl.artifacts import PrepareResult, read_result, write_json
+from specrl.artifacts import PrepareResult, read_result, write_json, write_text
 from specrl.config import STAGES, ConfigError, StageName, change_config, dump_config, parse_config
 from specrl.events import read_events, record_event
 from specrl.keys import run_keys
@@ -30,8 +30,16 @@ def make_run(folder: Path, finished: tuple[StageName, ...], step: int | None) ->
         write_json(folder / "stages" / record.stage_keys[stage] / "result.json", {})
     if step is not None:
         checkpoint = folder / "stages" / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}"
-        write_json(checkpoint / "manifest.json", {})
+        write_json(checkpoint / "manifest.json", {"files": []})
     return record
+
+
+def add_checkpoint(stage_dir: Path, step: int, *, size: int = 4) -> Path:
+    """A checkpoint of one file with 4 bytes, whose manifest says how many it should have."""
+    folder = stage_dir / "checkpoints" / f"step={step:06d}"
+    write_text(folder / "policy", "1234")
+    write_json(folder / "manifest.json", {"files": [{"name": "policy", "size": size}]})
+    return folder
 
 
 def change(folder: Path, *overrides: str, code: str = "code", restart: bool = False) -> Revision:
@@ -131,6 +139,71 @@ def test_a_drafter_that_nobody_pretrained_makes_training_start_over(tmp_path: Pa
     assert actions(change(tmp_path, "speculation.method='ngram'"))["train"] == "continues"
     with pytest.raises(ConfigError, match=r"speculation.method changes"):
         change(tmp_path, "speculation.method='mtp'")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    record = make_run(tmp_path, STAGES, step=None)
+    train = tmp_path / "stages" / record.stage_keys["train"]
+    add_checkpoint(train, 2)
+    add_checkpoint(train, 3, size=5)
+    (add_checkpoint(train, 4) / "policy").unlink()
+    start = change(tmp_path, "train.num_steps=6").record.continues
+    assert start is not None
+    assert (start.step, start.num_prompts) == (2, 2 * CONFIG.train.prompts_per_step)
+
+
+def continue_step_4(folder: Path) -> tuple[RunRecord, Path]:
+    """A run whose training is to go on from step 4 of another stage, and has not got so far as a checkpoint."""
+    record = make_run(folder, ("prepare", "pretrain", "calibrate"), step=None)
+    record = record.model_copy(update={"stage_keys": {**record.stage_keys, "train": "train-after"}})
+    old = Path("stages") / "train-before"
+    start = Continuation(run="run", key=old.name, step=4, stage_dir=old, counts_on=True, num_prompts=64)
+    write_record(folder, record.model_copy(update={"continues": start}))
+    return record, folder / old
+
+
+def test_a_stuck_continuation_goes_on_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+    record, old = continue_step_4(tmp_path)
+    add_checkpoint(old, 4)
+    assert actions(change(tmp_path))["train"] == "goes on"
+    add_checkpoint(old, 3)
+    (old / "checkpoints" / "step=000004" / "policy").unlink()
+    for overrides in ([], ["policy.lr=1e-6"]):
+        revision = change(tmp_path, *overrides)
+        assert actions(revision)["train"] == "continues"
+        start = revision.record.continues
+        assert start is not None
+        assert (start.key, start.step, start.num_prompts) == ("train-before", 3, 48)
+        assert revision.record.stage_keys["train"] != record.stage_keys["train"]
+
+
+def test_training_whose_checkpoints_are_gone_starts_over_only_when_told_to(tmp_path: Path) -> None:
+    record, _ = continue_step_4(tmp_path)
+    for overrides in ([], ["train.num_steps=6"]):
+        with pytest.raises(ConfigError, match=r"4 steps, but has no checkpoint left and would start over: .*--restart"):
+            change(tmp_path, *overrides)
+    revision = change(tmp_path, restart=True)
+    assert actions(revision)["train"] == "starts over"
+    assert revision.record.continues is None
+    assert revision.record.stage_keys["train"] != record.stage_keys["train"]
+
+    write_record(tmp_path, record)  # as if it had begun at the first step, and finished
+    train = tmp_path / "stages" / record.stage_keys["train"]
+    write_json(train / "result.json", {})
+    write_json(train / "steps" / "step=000003.json", {})
+    assert actions(change(tmp_path))["train"] == "stays"
+    with pytest.raises(ConfigError, match=r"has made 4 steps, but has no checkpoint left"):
+        change(tmp_path, "train.num_steps=6")
+    assert actions(change(tmp_path, "train.num_steps=6", restart=True))["train"] == "starts over"
+
+
+def test_a_fork_whose_checkpoints_are_gone_starts_over_from_its_origin(tmp_path: Path) -> None:
+    continue_step_4(tmp_path)
+    origin = Continuation(run="other", key="train-0", step=9, stage_dir=Path("origin"), counts_on=False)
+    present = read_record(tmp_path)
+    assert present is not None
+    write_record(tmp_path, present.model_copy(update={"origin": origin}))
+    assert change(tmp_path, "train.num_steps=6", restart=True).record.continues == origin
 
 
 def test_steps_that_are_made_cannot_be_taken_back(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +85,25 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
     if damage is not None:
         raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
     return load_verified(folder, policy, drafter)
+
+
+def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
+    """Do what `load` does, with the first of several checkpoints that is whole (collective).
+
+    Raises:
+        CheckpointError: None is whole, or the first whole one was written with a policy of another shape.
+        ValueError: Its drafter has another draft vocabulary.
+    """
+    damaged: list[str] = []
+    for folder in policy.ranks.gather(list(folders))[0]:
+        damage = find_damage(folder, policy.ranks)
+        if damage is None:
+            return replace(load_verified(folder, policy, drafter), damaged=tuple(damaged))
+        damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
+    raise CheckpointError(
+        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or remove the "
+        "folder and let training start over: specrl resume RUN --restart"
+    )
 
 
 def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
