@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specrl.artifacts import append_line, read_lines
+from specrl.artifacts import append_line, read_lines, write_text
 
 EVENTS_FILE = "events.jsonl"
 
@@ -34,3 +35,11 @@ def record_event(stage_dir: Path, kind: str, text: str, step: int | None = None)
 def read_events(stage_dir: Path) -> list[Event]:
     """Return the events of a stage in their order."""
     return [Event(**data) for data in read_lines(stage_dir / EVENTS_FILE)]
+
+
+def drop_events(stage_dir: Path, kinds: Collection[str], first_step: int) -> None:
+    """Remove the events of some kinds that happened in a step from `first_step` on, because it is run again."""
+    events = read_events(stage_dir)
+    kept = [event for event in events if event.kind not in kinds or event.step is None or event.step < first_step]
+    if len(kept) < len(events):
+        write_text(stage_dir / EVENTS_FILE, "".join(json.dumps(asdict(event)) + "\n" for event in kept))

@@ -91,7 +91,8 @@ class Trainer:
                 for damage in found.damaged:
                     record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
         self.recorder.drop_from(first_step)
-        self.validation.restore(first_step)
+        # Without a checkpoint the policy before training is validated again too: if it is the best, it gets one.
+        self.validation.restore(first_step if found is not None else -1)
         if (best := self.validation.best()) is not None:
             self.checkpoints.mark_best(best[0])
         self.early_stop.restore(self.validation.measured + self.recorder.measured(self.early_stop.metric))
@@ -131,6 +132,7 @@ class Trainer:
             return step
         self.lifetime.begin_steps(step, *recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
         while not self.is_last(step):
+            self.lifetime.saved(self.checkpoints.seconds)
             validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
             if (stop := self.lifetime.at_boundary(self.ranks, step, validates=validates)) is not None:
                 self.leave(step, stop)
@@ -175,15 +177,15 @@ class Trainer:
             with timer("refit"):
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
             parts = StepParts(generated, policy_metrics, drafter_metrics, mismatch, refit)
-            self.early_stop.observe(step + 1, parts.metrics(timer.seconds))
+            others = self.generator.metrics() | controller_metrics(self.engine.controller)
+            self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
-                others = self.generator.metrics() | controller_metrics(self.engine.controller)
                 record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
+                self.recorder.report(record, generated)
                 self.store(record, generated.rollouts, is_best=is_best)
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
         self.recorder.finish(record, timer, num_steps, progress)
-        self.recorder.report_failures(step, generated)
 
     def update_policy(self, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
         """Train the policy on the step's rollouts; return its metrics and the features that the drafter learns from."""
@@ -228,12 +230,14 @@ class Trainer:
 
         One is due every `train.checkpoint_every` steps, after the last step, and for the best policy so far.
 
-        The record goes before the checkpoint, with the times measured so far: after the checkpoint nobody runs this
-        step again, so a kill before the record is finished would leave the step without any.
+        The record goes to disk and to MLflow before the checkpoint, with the times measured so far: after the
+        checkpoint nobody runs this step again, so a kill before the record is finished would leave the step without
+        any.
         """
         version = record.step + 1
         self.recorder.write_rollouts(record.step, rollouts)
         if version % self.config.train.checkpoint_every == 0 or self.is_last(version) or is_best:
+            self.recorder.log_record(record)
             self.recorder.write(record)
             self.save(version)
         else:
@@ -244,7 +248,6 @@ class Trainer:
         scales = self.engine.precision.kv_scales
         state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
         self.checkpoints.save(step, self.refit.drafter_state(), state, self.generator.state())
-        self.lifetime.saved(self.checkpoints.seconds)
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards."""

@@ -14,7 +14,7 @@ from specrl.algorithms.advantages import zero_signal_fraction
 from specrl.artifacts import write_json, write_text
 from specrl.data.reward_pool import describe
 from specrl.distributed import Ranks
-from specrl.events import record_event
+from specrl.events import drop_events, record_event
 from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
@@ -23,10 +23,16 @@ from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, timeline_from
-from specrl.tracking import Tracker
+from specrl.tracking import LoggedSteps, Tracker
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
 """The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
+
+LATE = ("timing/step_s", "timing/checkpoint_s")
+"""The metrics of a step that are known only after its checkpoint has begun."""
+
+OF_STEPS = frozenset({"drafter", "reward"})
+"""The kinds of the events that a step records each time it is run."""
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s"})
 """Results of an update that are no metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
@@ -127,13 +133,19 @@ class StepRecorder:
     def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:
         self.rollouts_dir, self.steps_dir = rollouts_dir, steps_dir
         self._ranks, self._tracker = ranks, tracker
+        self._earlier = LoggedSteps(steps_dir.parent / "logged_steps.json")
+        """The steps that an earlier start of the stage has logged. They are exact when they are run again."""
+        self._logged: int | None = None
+        """The last step whose metrics this start has logged."""
 
     def drop_from(self, first_step: int) -> None:
-        """Remove what incomplete steps from `first_step` on have left (collective)."""
+        """Remove what incomplete steps from `first_step` on have left; MLflow keeps their metrics (collective)."""
         if self._ranks.is_first:
+            self._earlier.extend(int(path.stem.partition("=")[2]) for path in self.steps_dir.glob("step=*.json"))
             for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
                 if int(path.stem.partition("=")[2]) >= first_step:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+            drop_events(self.steps_dir.parent, OF_STEPS, first_step)
         self._ranks.barrier()
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -152,6 +164,22 @@ class StepRecorder:
         self._tracker.log_metrics(metrics, step)
         self._tracker.flush()
 
+    def log_record(self, record: StepRecord) -> None:
+        """Log a step's metrics without the late ones, unless that was done. A step with a record has been logged."""
+        if record.step != self._logged and record.step > self._earlier.last:
+            self.log(record.step, {name: value for name, value in record.metrics.items() if name not in LATE})
+        self._logged = record.step
+
+    def report(self, record: StepRecord, generated: StepRollouts) -> None:
+        """Record what went wrong in a step as events of the stage on the first rank."""
+        if not self._ranks.is_first:
+            return
+        for event in record.events:
+            record_event(self.steps_dir.parent, "drafter", event, record.step)
+        if generated.failures:
+            text = describe(generated.failures, len(generated.rollouts))
+            record_event(self.steps_dir.parent, "reward", text, record.step)
+
     def finish(self, record: StepRecord, timer: Timer, num_steps: int, progress: Progress) -> None:
         """Complete the record with the times of the whole step on all ranks, write it and log it (collective)."""
         spans = self._ranks.gather(timer.spans)
@@ -160,21 +188,15 @@ class StepRecorder:
             for rank, own in zip(record.ranks, spans, strict=True)
         ]
         record = replace(record, metrics=record.metrics | timing_metrics(timer.seconds), ranks=ranks)
+        self.log_record(record)
         self.write(record)
         if self._ranks.is_first:
             self._tracker.log_artifact(self._picture(record.step), "gantt")
-            for event in record.events:
-                record_event(self.steps_dir.parent, "drafter", event, record.step)
-        self.log(record.step, record.metrics)
+        if record.step > self._earlier.last:
+            self.log(record.step, {name: record.metrics[name] for name in LATE})
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
         message = "; ".join([text.format(**record.metrics), *record.events])
         progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")
-
-    def report_failures(self, step: int, generated: StepRollouts) -> None:
-        """Record the step's failed rewards, if there are any, as an event of the stage on the first rank."""
-        if generated.failures and self._ranks.is_first:
-            text = describe(generated.failures, len(generated.rollouts))
-            record_event(self.steps_dir.parent, "reward", text, step)
 
     def measured(self, metric: str | None) -> list[tuple[int, dict[str, float]]]:
         """Return the values of a metric in all records, each with the number of RL steps done then (collective)."""

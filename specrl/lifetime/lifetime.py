@@ -55,7 +55,7 @@ class Together(Protocol):
 class Lifetime:
     """What this rank knows of the end of its job, and how long its steps take.
 
-    The stage calls `expect_steps`, `begin_steps`, `at_boundary`, `saved` and `end_steps`, in this order; a thread calls
+    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; a thread calls
     the others at any time.
     """
 

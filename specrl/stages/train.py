@@ -16,6 +16,7 @@ from specrl.data.reward_pool import start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step
+from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
 from specrl.models.sources import load_tokenizer
 from specrl.precision import native
@@ -66,6 +67,8 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
     changes = changes_by_step(context.stage_dir)
     words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
     tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
+    if newest_step(context.stage_dir) is not None:  # an earlier job has logged them
+        return
     for step, texts in changes.items():
         tracker.log_metrics({"settings/changes": len(texts)}, step)
 

@@ -18,6 +18,7 @@ from specrl.rollout.drafts.curve import write_curve
 from specrl.step_record import StepRecord, mean_of, read_steps, step_seconds_median, timing_share, total_stats
 from specrl.tracking import Tracker
 from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.drafters import save_policy
 
 BEST_FOLDER, CURVE_PICTURE = "best", "validation.svg"
@@ -71,19 +72,34 @@ def write_best(context: StageContext, trainer: Trainer, last: int) -> BestPolicy
     The trainer holds that policy afterwards.
     """
     folder, metric = context.stage_dir / BEST_FOLDER, context.config.best_metric
-    kept = trainer.ranks.gather(kept_checkpoints(context.stage_dir))[0]
-    best = trainer.validation.best(among={*kept, last})
+    best = load_best(context.stage_dir, trainer, last)
     if best is None or metric is None:
         return None
     step, value = best
-    if step != last:
-        scales = load(kept[step], trainer.policy, trainer.drafter).state["kv_scales"]
-        trainer.engine.precision.restore(KvScales(**scales) if scales else None)
     if trainer.ranks.is_first:
         shutil.rmtree(folder, ignore_errors=True)
     trainer.ranks.barrier()
     policy_dir, drafter_dir = write_policy(trainer, folder, step)
     return BestPolicy(step=step, metric=metric, value=value, policy_dir=policy_dir, drafter_dir=drafter_dir)
+
+
+def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float] | None:
+    """Load the best policy that the trainer holds or a whole checkpoint has; return its step and value (collective).
+
+    A damaged checkpoint is left out, and an event tells of it.
+    """
+    kept = trainer.ranks.gather(kept_checkpoints(stage_dir))[0]
+    while (best := trainer.validation.best(among={*kept, last})) is not None and best[0] != last:
+        try:
+            scales = load(kept[best[0]], trainer.policy, trainer.drafter).state["kv_scales"]
+        except CheckpointError as error:
+            del kept[best[0]]
+            if trainer.ranks.is_first:
+                record_event(stage_dir, "checkpoint", f"the best policy so far is lost: {error}", best[0])
+            continue
+        trainer.engine.precision.restore(KvScales(**scales) if scales else None)
+        break
+    return best
 
 
 def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tracker) -> None:

@@ -6,6 +6,7 @@ MLflow is away, and what it misses arrives later. In a job, rank 0 logs and the 
 nothing. MLflow takes seconds to import, so it is imported when the first of these functions is called.
 """
 
+from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
 from specrl.tracking.source import lineage_tags
@@ -15,6 +16,7 @@ from specrl.tracking.tracker import Silent, Tracker
 __all__ = [
     "RUN_ID_FILE",
     "SCORE_TAG",
+    "LoggedSteps",
     "Silent",
     "Tracker",
     "finish_parent_run",

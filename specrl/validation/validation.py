@@ -11,7 +11,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
-from specrl.tracking import Tracker
+from specrl.tracking import LoggedSteps, Tracker
 from specrl.validation.answering import answer, held_out_sets
 from specrl.validation.stopping import best_of
 
@@ -44,13 +44,17 @@ class Validation:
         self._sets = held_out_sets(config, source) if self._every else []
         self.curve: list[SetScore] = []
         """The scores of all versions that have been validated."""
+        self._earlier = LoggedSteps(stage_dir / "logged_scores.json")
+        """The versions whose scores an earlier start of the stage has logged."""
 
     def restore(self, step: int) -> None:
         """Read the scores of earlier starts of the stage; forget those of policies after `step`, which is run again."""
-        curve = []
+        curve, folder = [], self._stage_dir / CURVE_FOLDER
         if self._ranks.is_first:
-            for path in (self._stage_dir / CURVE_FOLDER).glob("step=*.json"):
-                if int(path.stem.partition("=")[2]) > step:
+            paths = {int(path.stem.partition("=")[2]): path for path in folder.glob("step=*.json")}
+            self._earlier.extend(paths)
+            for version, path in paths.items():
+                if version > step:
                     path.unlink()
             curve = read_curve(self._stage_dir)
         self.curve = self._ranks.gather(curve)[0]
@@ -75,12 +79,13 @@ class Validation:
             answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets
         ]
         self._engine.reset_prefix_cache()
+        if step > self._earlier.last:
+            for score in scores:
+                self._tracker.log_metrics(score.metrics(), step)
+            self._tracker.flush()
         if self._ranks.is_first:
             write_scores(self._stage_dir, step, scores)
         self.curve += scores
-        for score in scores:
-            self._tracker.log_metrics(score.metrics(), step)
-        self._tracker.flush()
         best = self.best()
         return best is not None and best[0] == step
 

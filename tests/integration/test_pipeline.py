@@ -207,14 +207,14 @@ def test_slurm_runs_one_job_per_stage_whatever_ends_it_and_though_the_flow_is_ki
 
 
 def rewards_in_mlflow(run_dir: Path) -> list[int]:
-    """The steps whose reward the one MLflow run of `train` has."""
+    """The step of each reward that the one MLflow run of `train` has."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     parent = client.get_run((run_dir / "mlflow_run_id").read_text().strip())
     children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     (train,) = (child for child in children if child.info.run_name == "train")
-    return sorted({metric.step for metric in client.get_metric_history(train.info.run_id, "reward/mean")})
+    return sorted(metric.step for metric in client.get_metric_history(train.info.run_id, "reward/mean"))
 
 
 def copy_without_train(source: Path, target: Path) -> Path:

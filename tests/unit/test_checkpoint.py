@@ -131,6 +131,13 @@ def test_a_checkpoint_is_the_state_when_it_was_taken_and_only_safetensors_and_js
     assert Checkpoints(tmp_path / "none", ToyPolicy(), Retention(1)).restore(None) is None
 
 
+def test_the_next_start_knows_how_long_the_last_checkpoint_took(tmp_path: Path) -> None:
+    policy = ToyPolicy()
+    assert Checkpoints(tmp_path, policy, Retention(1)).seconds == 0
+    save_steps(tmp_path, Retention(1), 1)
+    assert Checkpoints(tmp_path, policy, Retention(1)).seconds > 0
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
@@ -141,6 +148,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
@@ -149,6 +166,8 @@ def flip(path: Path) -> None:
         ("policy-00000.safetensors", Path.unlink, "policy-00000.safetensors is missing"),
         ("manifest.json", Path.unlink, "manifest.json is missing"),
         ("manifest.json", truncate, "manifest.json is damaged"),
+        ("manifest.json", make_folder, "manifest.json cannot be read (Is a directory)"),
+        ("policy-00000.safetensors", make_loop, "policy-00000.safetensors cannot be read ("),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(

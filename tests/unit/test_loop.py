@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,12 +12,114 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed import Ranks
+from specrl.events import read_events, record_event
 from specrl.loop import Trainer
+from specrl.progress import Progress
 from specrl.rollout.drafts.acceptance import SourceCounts
-from specrl.stages.train_results import precision_report
+from specrl.stages.train_results import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from tests.unit.test_checkpoint import ToyPolicy, flip
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+LATE = {"timing/step_s": 1.0, "timing/checkpoint_s": 0.25}
+REPORTED: dict[str, float] = {"reward/mean": 0.5, "spec/acceptance_length": 2.0}
+
+
+class Collecting(Silent):
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        self.logged.append((step, dict(metrics)))
+
+
+def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, events: Sequence[str] = ()) -> StepRecord:
+    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
+    timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
+    return StepRecord(step, {**metrics, **LATE}, 0, [], [], {}, timelines, list(events))
+
+
+def run_steps(stage_dir: Path, steps: range, first_step: int, progress: Progress) -> list[tuple[int, list[str]]]:
+    """A start of the stage that goes on from `first_step`; the steps and the names that it logs."""
+    tracker = Collecting()
+    recorder = StepRecorder(ALONE, tracker, stage_dir / "rollouts", stage_dir / "steps")
+    recorder.drop_from(first_step)
+    for step in steps:
+        record, timer = record_of(step, REPORTED, ["collapsed"]), Timer()
+        recorder.report(record, cast(Any, SimpleNamespace(failures=[])))
+        if step % 2:
+            recorder.log_record(record)  # as a step with a checkpoint does
+            recorder.write(record)
+        recorder.finish(record, timer, 4, progress)
+    return [(step, sorted(metrics)) for step, metrics in tracker.logged]
+
+
+def test_what_is_run_again_is_not_logged_again(tmp_path: Path) -> None:
+    both = [sorted(REPORTED), sorted(LATE)]
+    with Progress(tmp_path, enabled=False) as progress:
+        assert run_steps(tmp_path, range(3), 0, progress) == [(step, part) for step in range(3) for part in both]
+        record_event(tmp_path, "restart", "killed", 2)
+        assert run_steps(tmp_path, range(1, 2), 1, progress) == []
+        assert run_steps(tmp_path, range(1, 4), 1, progress) == [(3, part) for part in both]
+    events = [(event.kind, event.step) for event in read_events(tmp_path)]
+    assert events == [("drafter", 0), ("restart", 2), ("drafter", 1), ("drafter", 2), ("drafter", 3)]
+
+
+def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> None:
+    said: list[float] = []
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(num_steps=2)),
+        recorder=SimpleNamespace(log=lambda *_: None, steps_dir=Path("none")),
+        refit_engine=lambda version: SimpleNamespace(timing=dict),
+        is_last=lambda version: version == 2,
+        ranks=ALONE,
+        validation=SimpleNamespace(is_due=lambda *_, last: False),
+        checkpoints=SimpleNamespace(seconds=7.0, wait=lambda: None),
+        lifetime=SimpleNamespace(
+            begin_steps=lambda *_: None,
+            saved=said.append,
+            at_boundary=lambda *_, validates: said.append(-1.0),
+            end_steps=lambda: None,
+        ),
+    )
+    trainer.step = lambda step, _: setattr(trainer.checkpoints, "seconds", 9.0)
+    assert Trainer.run(cast(Any, trainer), 0, cast(Any, None)) == 2
+    assert said == [7.0, -1.0, 9.0, -1.0]
+
+
+def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", ToyPolicy(), Retention(3))
+    for step in (1, 2, 3):
+        checkpoints.save(step, None, {"kv_scales": None}, {})
+        checkpoints.wait()
+    values = {1: 0.5, 2: 0.9, 3: 0.7}
+    scores = SimpleNamespace(
+        best=lambda among: max(
+            ((step, values[step]) for step in among if step in values), key=lambda b: b[1], default=None
+        )
+    )
+
+    def best_of(last: int) -> tuple[int, float] | None:
+        trainer = SimpleNamespace(
+            ranks=ALONE,
+            validation=scores,
+            policy=ToyPolicy(),
+            drafter=None,
+            engine=SimpleNamespace(precision=SimpleNamespace(restore=lambda _: None)),
+        )
+        return load_best(tmp_path, cast(Any, trainer), last)
+
+    flip(tmp_path / "checkpoints" / "step=000002" / "policy-00000.safetensors")
+    assert best_of(4) == (3, 0.7)
+    (event,) = read_events(tmp_path)
+    assert (event.kind, event.step) == ("checkpoint", 2) and "wrong checksum" in event.text
+    for step in (1, 3):
+        flip(tmp_path / "checkpoints" / f"step=00000{step}" / "policy-00000.safetensors")
+    assert best_of(4) is None
+    assert best_of(1) == (1, 0.5)  # the trainer holds it
 
 
 @pytest.mark.parametrize(
@@ -24,9 +127,9 @@ from specrl.tracking import Silent
 )
 def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, is_best: bool, is_due: bool) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
-    ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
     found: list[int] = []
+    tracker = Collecting()
+    recorder = StepRecorder(ALONE, tracker, tmp_path / "rollouts", tmp_path / "steps")
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2)),
         is_last=lambda version: version == 3,
@@ -34,10 +137,9 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
         checkpoints=SimpleNamespace(check=lambda: None),
         save=lambda _: found.extend(item.step for item in read_steps(recorder.steps_dir)),
     )
-    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
-    record = StepRecord(step, {"timing/step_s": 1.0}, 0, [], [], {}, [RankTimeline(bubble, rank_spans(bubble, []))])
-    Trainer.store(cast(Any, trainer), record, [], is_best=is_best)
+    Trainer.store(cast(Any, trainer), record_of(step), [], is_best=is_best)
     assert found == ([step] if is_due else [])
+    assert tracker.logged == ([(step, {"reward/mean": 0.5})] if is_due else [])
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

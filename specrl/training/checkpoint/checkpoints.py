@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from specrl.training.checkpoint.host_copy import HostCopy
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainedDrafter, TrainedPolicy, load_verified
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
 
+SECONDS_FILE = ".seconds.json"
+"""The file beside the checkpoints that holds how long the last one took. It is no progress of the stage."""
 DAMAGED = "damaged-"
 """The prefix of the folder of a checkpoint that was found damaged."""
 NICENESS = 10
@@ -68,7 +71,7 @@ class _Report:
 
 
 class Checkpoints:
-    """Writes and restores the checkpoints of one folder. All methods are collective over the ranks."""
+    """Writes and restores the checkpoints of one folder. All methods but `mark_best` are collective over the ranks."""
 
     def __init__(self, directory: Path, policy: TrainedPolicy, retention: Retention) -> None:
         """Allocate the host memory for a copy of the state; remove what an interrupted start has left half-written."""
@@ -76,8 +79,10 @@ class Checkpoints:
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
         self._copy = HostCopy(policy.shards())
         self._pieces = self._ranks.gather(self._copy.pieces)
-        self.seconds = 0.0
-        """How long the last checkpoint took, from its copy to the last byte on disk; known on the first rank."""
+        seconds = directory / SECONDS_FILE
+        self.seconds = float(json.loads(seconds.read_text())["seconds"]) if seconds.exists() else 0.0
+        """How long the writing of the last complete checkpoint took, after its copy, of an earlier start of the stage
+        too; known on the first rank. It is 0 before the first."""
         self._writing: Future[None] | None = None
         self._reported = threading.Event()
         """Whether this rank's part of the last checkpoint has been written, or could not be."""
@@ -214,6 +219,8 @@ class Checkpoints:
             ) from error
         size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
         self.seconds = time.monotonic() - started
+        with suppress(OSError):  # the next start would only measure it again
+            write_json(self.directory / SECONDS_FILE, {"seconds": self.seconds})
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 
     def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:

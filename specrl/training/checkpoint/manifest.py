@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of another version.
+        CheckpointError: It is missing, unreadable, damaged, or of another version.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -85,6 +85,8 @@ def read_manifest(folder: Path) -> Manifest:
         checksum = data.pop("crc32")
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST_FILE} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST_FILE} cannot be read ({error.strerror or error})") from error
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} is damaged") from error
     if checksum != _checksum(data):
@@ -110,13 +112,22 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     except CheckpointError as error:
         return str(error)
     for file, blocks in _deal(manifest.files, ranks):
-        path = folder / file.name
-        if not path.is_file():
-            return f"{file.name} is missing"
-        if (size := path.stat().st_size) != file.size:
-            return f"{file.name} has {size} bytes instead of {file.size}"
-        if (block := wrong_block(path, file.crc32, blocks)) is not None:
-            return f"{file.name} has the wrong checksum in block {block}"
+        try:
+            damage = _damage_of(folder / file.name, file, blocks)
+        except FileNotFoundError:
+            damage = f"{file.name} is missing"
+        except OSError as error:  # of a disk or a file system that fails
+            damage = f"{file.name} cannot be read ({error.strerror or error})"
+        if damage is not None:
+            return damage
+    return None
+
+
+def _damage_of(path: Path, file: StoredFile, blocks: Sequence[int]) -> str | None:
+    if (size := path.stat().st_size) != file.size:
+        return f"{file.name} has {size} bytes instead of {file.size}"
+    if (block := wrong_block(path, file.crc32, blocks)) is not None:
+        return f"{file.name} has the wrong checksum in block {block}"
     return None
 
 
