@@ -130,6 +130,16 @@ def test_what_is_unfinished_at_the_end_is_kept_and_nothing_follows_the_last_step
     assert not activity.work(lambda: False) and activity.texts == []
 
 
+def test_the_last_good_drafter_is_the_one_that_a_checkpoint_restored() -> None:
+    state = {"fc": torch.zeros(2)}
+    drafter = SimpleNamespace(state_dict=lambda: state, named_weights=dict, load_state_dict=state.update)
+    guard = DrafterGuard(cast(Engine, SimpleNamespace(speculates=True)), cast(Any, drafter), [], ALONE)
+    state["fc"] = torch.ones(2)  # a checkpoint is loaded after the guard was made
+    guard.renew()
+    restored = guard.drafter_state()
+    assert restored is not None and torch.equal(restored["fc"], torch.ones(2))
+
+
 def test_the_guard_probes_the_drafter_without_stored_text() -> None:
     engine = CountingEngine()
     drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict)

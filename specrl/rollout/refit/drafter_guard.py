@@ -129,6 +129,10 @@ class DrafterGuard:
         self._stats = SpeculationStats()
         self._events: list[str] = []
 
+    def renew(self) -> None:
+        """Take the trainer's present drafter, which was restored from a checkpoint, for the last good one."""
+        self._last_good = snapshot(self._drafter)
+
     def check(self, version: int) -> GuardReport:
         """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
 

@@ -102,6 +102,8 @@ class Refit:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's.
                 It is raised on every rank, whichever rank found it.
         """
+        if not self._num_loads:
+            self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         self._on_all_ranks(
