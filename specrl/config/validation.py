@@ -74,6 +74,11 @@ class ValidationSetConfig(Section):
     """As `data.reward`, which it is by default."""
 
     @property
+    def has_problems(self) -> bool:
+        """Whether the set has problems of its own, and not the held-out share of `[data]`."""
+        return self.path is not None or bool(self.generators)
+
+    @property
     def pass_sizes(self) -> list[int]:
         """The sizes for which pass@size is reported: the powers of two up to `samples_per_prompt`, and that."""
         k = self.samples_per_prompt

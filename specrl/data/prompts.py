@@ -70,7 +70,7 @@ class PromptSource:
             ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
         """
         chosen = self._config.validate_.held_out_sets[name]
-        if chosen.path is None and not chosen.generators:
+        if not chosen.has_problems:
             return self.held_out(chosen.num_prompts or self._config.validate_.num_prompts)
         return self._prompts(f"held-out/{name}", held_out_problems(self._config, name, self._rendering.fit))
 
@@ -91,8 +91,10 @@ class PromptSource:
             ConfigError: There are too few problems, or a prompt is too long and `data.overlong` refuses that.
         """
         self.batch(0)
-        self.held_out(self._config.validate_.num_prompts)
-        seen = [line for name in self._config.validate_.held_out_sets for line in self._trained_on(name)]
+        validate = self._config.validate_
+        shares = [chosen.num_prompts or 0 for chosen in validate.held_out_sets.values() if not chosen.has_problems]
+        self.held_out(max([validate.num_prompts, *shares]))
+        seen = [line for name in validate.held_out_sets for line in self._trained_on(name)]
         self.pretraining(self._config.drafter.num_prompts)
         counts, data = self._rendering.counts, self._config.data
         lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
@@ -108,6 +110,8 @@ class PromptSource:
 
     def _trained_on(self, name: str) -> list[str]:
         """Return a line if problems of a held-out set are trained on, as those of a file of its own may be."""
+        if not self._config.validate_.held_out_sets[name].has_problems:
+            return []
         questions = [prompt.metadata["question"] for prompt in self.validation(name)]
         count = sum(self._problems.trains_on(question) for question in questions)
         if not count:

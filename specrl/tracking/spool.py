@@ -21,6 +21,8 @@ from typing import Any
 from specrl.artifacts import write_text
 
 FOLDER = "tracking"
+APPENDED = (".jsonl", ".log", ".out")
+"""How the names of files end that lines are appended to."""
 ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "spool.jsonl", "sent", "files"
 
 
@@ -83,7 +85,8 @@ class Spool:
     def keep(self, path: Path, name: str = "", without: str = "") -> str:
         """Keep a file or a folder as it is now, by hard links where the file system has them.
 
-        Files of this project are replaced and never changed in place, so a link keeps the contents.
+        Files of this project are replaced and never changed in place, so a link keeps the contents. Only those of
+        `APPENDED` grow; they are copied.
 
         Args:
             name: The name under which it is kept; its own by default.
@@ -162,7 +165,10 @@ class Spool:
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy where the file system has none."""
+    """Make a hard link, or a copy where the file system has none or the file may grow."""
+    if source.endswith(APPENDED):
+        shutil.copy2(source, target)
+        return
     try:
         os.link(Path(source).resolve(), target)
     except OSError:

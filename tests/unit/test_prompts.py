@@ -374,6 +374,14 @@ def test_an_item_that_its_generator_fails_on_is_left_out() -> None:
         next(generator.problems(7))
 
 
+def test_the_held_out_share_is_looked_at_once() -> None:
+    prompts, other = (source(drafter={"num_prompts": 4}, validate={"num_prompts": 8}) for _ in range(2))
+    other.batch(0)
+    other.held_out(8)
+    other.pretraining(4)
+    assert prompts.check().seen == other._rendering.counts.seen
+
+
 def test_overlong_generated_prompts_follow_the_same_rule() -> None:
     generators = [{"name": "worked_sums", "parameters": {"terms": [2, 12]}}, CHAIN_SUM]
     data = {"generators": generators, "max_prompt_tokens": 40}

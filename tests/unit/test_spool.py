@@ -52,3 +52,13 @@ def test_a_kept_file_stays_as_it_was_until_it_is_sent(tmp_path: Path) -> None:
     spool.acknowledge([entry])
     assert not kept.exists()
     assert source.read_text() == "second"
+
+
+def test_a_file_that_lines_are_appended_to_is_kept_as_it_was(tmp_path: Path) -> None:
+    source = tmp_path / "events.jsonl"
+    source.write_text("1\n")
+    spool = Spool(tmp_path / "stage")
+    kept = spool.folder / spool.keep(source)
+    with source.open("a") as file:
+        file.write("2\n")
+    assert kept.read_text() == "1\n"
