@@ -8,7 +8,7 @@ import typer
 
 from flows.commands import bench, devcluster, inspect, project, remove, run, samples, serve, sync, watch
 from flows.server import ServerError
-from slurm.backend import JobError, StoppedError
+from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
 
@@ -55,7 +55,7 @@ def invoke(arguments: list[str]) -> int:
         _complain(getattr(error, "format_message", error.__str__)())
     except (ConfigError, DevClusterError) as error:
         _complain(str(error))
-    except (JobError, ServerError) as error:
+    except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))
         return EXIT_FAILED
     except StoppedError as error:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from slurm.backend import JobError
 from slurm.environment import ROOT, job_environment, present_code
-from specrl.config import ConfigError
+from specrl.config import Config, ConfigError
 from specrl.lineage.record import CODE_DIR, code_of
+from tasks.run import read_run_config
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
@@ -54,6 +55,22 @@ def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(command[0], command, environment)
+
+
+def config_or_own_code(run_dir: Path, arguments: Sequence[str]) -> Config:
+    """Return the configuration of a run; where that is of another version of specrl, go on with the run's own code.
+
+    Args:
+        arguments: The words after `specrl` with which the run's own code goes on.
+
+    Raises:
+        ConfigError: Neither this version nor the run's own code understands the configuration.
+    """
+    try:
+        return read_run_config(run_dir)
+    except ConfigError:
+        continue_with_own_code(run_dir, arguments)
+        raise
 
 
 def resume_with_own_code(run_dir: Path) -> None:

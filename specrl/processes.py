@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import socket
@@ -48,7 +49,11 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock file, on this host or on another one that shares the file system."""
+    """Return whether a process holds a lock file, on this host or on another one that shares the file system.
+
+    Raises:
+        PermissionError: This user may not read the file.
+    """
     if not path.exists():
         return False
     try:
@@ -56,6 +61,18 @@ def is_locked(path: Path) -> bool:
             return False
     except Timeout:
         return True
+    except PermissionError:  # a member of the group reads the run's folder, and may not write there
+        return _is_locked_for_reading(path)
+
+
+def _is_locked_for_reading(path: Path) -> bool:
+    """Return whether a process holds a lock file that this user may only read."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def free_port(address: str = LOOPBACK) -> int:

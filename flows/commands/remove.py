@@ -15,14 +15,14 @@ from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import LOCK_FILE, find_run, only_flow, size_of
+from flows.own_code import config_or_own_code
 from slurm.registry import backends_of
 from slurm.submit import live_jobs
 from specrl.artifacts import RESULT_FILE
-from specrl.config import ConfigError
+from specrl.config import Config, ConfigError
 from specrl.lineage.record import Continuation, read_record
 from specrl.report.results import CONFIG_FILE
 from specrl.report.tables import print_line, print_table
-from tasks.run import read_run_config
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -49,9 +49,11 @@ def rm(
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
     console = Console(soft_wrap=True, highlight=False)
+    parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
+    words = [f"--{word}" for word in (*parts, *(["yes"] if yes else []))]
+    config = config_or_own_code(run_dir, ["rm", str(run_dir), *words])
     with only_flow(run_dir):
-        _check_jobs(run_dir)
-        parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
+        _check_jobs(config)
         targets = _parts(run_dir, parts) if parts else _everything(run_dir)
         if not targets:
             print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)} to remove")
@@ -71,18 +73,17 @@ def rm(
     print_line(console, f"removed {in_words(freed)}")
 
 
-def _check_jobs(run_dir: Path) -> None:
+def _check_jobs(config: Config) -> None:
     """Refuse to remove anything that a job may need.
 
     Raises:
         ConfigError: A job of the run is pending or running.
     """
-    config = read_run_config(run_dir)
     for backend in backends_of(config):
         backend.connect()
     for job in live_jobs(config).values():
         raise ConfigError(
-            f"{job.backend} job {job.job_id} works on run {run_dir.name}; end it first: specrl stop {run_dir.name}"
+            f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
         )
 
 

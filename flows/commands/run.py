@@ -13,11 +13,11 @@ from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, Runs
 from flows.execute import execute
 from flows.folder import find_run
 from flows.origin import start_from
-from flows.own_code import continue_with_own_code
+from flows.own_code import config_or_own_code, continue_with_own_code
 from slurm.registry import backend_of, backends_of
 from specrl.config import STAGES
 from specrl.lineage.changes import adjustable_keys
-from tasks.run import read_run_config
+from tasks.run import ask_to_stop, read_run_config
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -118,13 +118,12 @@ def resume(
 def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     """Ask a run to stop where it can go on later.
 
-    Training finishes its step and writes a checkpoint; other stages leave at once. The command returns immediately, and
-    `specrl resume` continues the run.
+    Training finishes its step and writes a checkpoint; other stages leave at once. The command does not wait for the
+    jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if that is
+    interrupted. `specrl resume` continues the run.
     """
-    from tasks.run import ask_to_stop, read_run_config
-
     run_dir = find_run(name, runs_dir)
-    for backend in backends_of(read_run_config(run_dir)):
+    for backend in backends_of(config_or_own_code(run_dir, ["stop", str(run_dir)])):
         backend.connect()
     for line in ask_to_stop(run_dir):
         print(line)

@@ -16,17 +16,16 @@ from rich.live import Live
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run, is_worked_on
-from flows.own_code import continue_with_own_code
+from flows.own_code import config_or_own_code
 from slurm.backend import JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
 from specrl.artifacts import RESULT_FILE
-from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config import STAGES, Config, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.record import read_record
 from specrl.progress import clock, read_progress, words
 from specrl.report.tables import drawn_table, print_line, print_table
-from tasks.run import read_run_config
 
 LOOK_SECONDS = 2.0
 """The pause between two looks at the run's files."""
@@ -199,11 +198,7 @@ def watch(
     the run's folder can watch it as well.
     """
     run_dir = find_run(name, runs_dir)
-    try:
-        config = read_run_config(run_dir)
-    except ConfigError:  # of another version of specrl, whose copy in the run's folder understands it
-        continue_with_own_code(run_dir, ["watch", str(run_dir), *(["--once"] if once else [])])
-        raise
+    config = config_or_own_code(run_dir, ["watch", str(run_dir), *(["--once"] if once else [])])
     watcher, console = Watcher(run_dir, config), Console(soft_wrap=True, highlight=False)
     view = watcher.look()
     if once or view.is_over:

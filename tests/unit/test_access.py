@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from flows.folder import only_flow
+from flows.folder import LOCK_FILE, only_flow
 from flows.mlflow_ui import TokenGuard
 from slurm.access import UMASKS, check_access, restrict
 from specrl.config import ClusterConfig, ConfigError
+from specrl.processes import is_locked
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,30 @@ def test_a_new_run_is_readable_to_those_whom_the_configuration_names(tmp_path: P
     with only_flow(tmp_path / "runs" / "run"):
         assert (tmp_path / "runs" / "run").stat().st_mode & 0o777 == mode
     assert UMASKS[access] & 0o022 == 0o022
+
+
+def test_a_run_is_seen_to_be_worked_on_by_those_who_may_only_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o755)
+    monkeypatch.chdir(run_dir)  # the folders above it are closed to others
+    lock = Path(LOCK_FILE)
+    with only_flow(run_dir):
+        lock.chmod(0o444)
+        assert as_reader(lambda: is_locked(lock))
+    assert not as_reader(lambda: is_locked(lock))
+
+
+def as_reader(look: Callable[[], bool]) -> bool:
+    """Look as a user who may not write, which for root is another one."""
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        return look()
+    finally:
+        os.seteuid(user)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])

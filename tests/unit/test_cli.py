@@ -16,6 +16,7 @@ from flows.commands.options import load
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import own_source, start_from
 from flows.preflight import check_disk, check_draft_model, check_tracking
+from slurm import submit
 from slurm.environment import snapshot_code
 from slurm.failures import last_error
 from specrl.config import Config, parse_config
@@ -303,6 +304,38 @@ def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: P
     assert "specrl: " not in as_started + changed
     shutil.rmtree(config.run_dir / "code")
     assert "the code that it was started with, is gone" in resume()
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_run_with_settings_of_another_version_is_ended_by_its_own_code(tmp_path: Path, command: str) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    record = begin(config)
+    write_config(config)
+    write_record(config.run_dir, record.model_copy(update={"settings": {**record.settings, "unheard_of": 1}}))
+    other_code(config.run_dir)
+    words = [sys.executable, "-m", "flows.cli", command, "run", *(["--yes"] if command == "rm" else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "the other code" in done.stdout
+    assert "unheard_of: unknown key" in done.stderr  # that copy of the code does not know it either
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_scheduler_that_does_not_answer_is_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(Path(write(tmp_path)), "slurm", None)
+    begin(config)
+    write_config(config)
+    (config.run_dir / "jobs" / "prepare-0").mkdir(parents=True)
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho squeue: error: Unable to contact slurm controller >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(submit, "SILENCE_SECONDS", 0)
+    monkeypatch.setattr(submit, "RETRY_SECONDS", 0)
+    assert invoke([command, "run", *(["--yes"] if command == "rm" else [])]) == 1
+    assert capsys.readouterr().err == "specrl: squeue: Unable to contact slurm controller\n"
+    assert config.run_dir.is_dir()
 
 
 def test_a_run_starts_from_a_checkpoint_that_another_run_has(
