@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flows.folder import anchor, only_flow, write_config
 from flows.preflight import check
+from slurm.access import restrict
 from slurm.backend import Job
 from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.registry import backends_of
@@ -50,6 +51,7 @@ def change_run(run_dir: Path, wishes: Wishes, console: Console, *, dry_run: bool
     Raises:
         ConfigError: The change is refused; nothing has been written.
     """
+    restrict(read_run_config(run_dir).cluster)
     if dry_run:
         revision = _plan(run_dir, wishes)
         _print(run_dir, revision, console)

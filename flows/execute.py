@@ -8,13 +8,13 @@ from rich.console import Console
 
 from flows.change import note_edited_files, refuse_other
 from flows.folder import only_flow, write_config
-from flows.origin import Origin, own_source
+from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer
 from slurm.access import restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
-from specrl.config import Config
+from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
 from specrl.lineage.record import read_record
@@ -54,9 +54,10 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             note_edited_files(config, console)
         else:
             refuse_other(config.run_dir, config, origin.start if origin is not None else None)
-        write_config(config)
         if read_record(config.run_dir) is None:
-            _begin(config, origin)
+            begin_run(config, origin)
+        else:
+            write_config(config)
         console.print(f"run {config.name} in {config.run_dir}", markup=False)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
         start_parent_run(config, headline(config))
@@ -88,9 +89,20 @@ def finish(config: Config, status: Status) -> None:
     finish_parent_run(config, status, describe(run_dir), files)
 
 
-def _begin(config: Config, origin: Origin | None) -> None:
+def begin_run(config: Config, origin: Origin | None) -> None:
+    """Write what a new run starts with, the record last.
+
+    Raises:
+        ConfigError: An earlier call that was killed had another run's checkpoint to start from, and this one has none.
+    """
     if origin is not None:
         origin.link(config.run_dir)
+    elif (config.run_dir / ORIGIN).exists():
+        raise ConfigError(
+            f"run {config.name} was interrupted while it began; start it again with the same specrl run CONFIG --from "
+            "RUN[@STEP]"
+        )
+    write_config(config)
     begin(config, origin.start if origin is not None else None)
 
 

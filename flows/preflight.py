@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from flows.folder import size_of
 from slurm.registry import backends_of
 from specrl.config import Config, ConfigError
 from specrl.models.directory import check_directory
@@ -106,17 +107,18 @@ def check_algorithms(config: Config) -> list[str]:
 
 
 def check_disk(config: Config) -> list[str]:
-    """Check that the runs folder can be written and has room for the run."""
+    """Check that the runs folder can be written and has room for the run, or for what is missing of it."""
     folder = config.runs_dir.absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         return [f"runs_dir: {folder} cannot be written; --set runs_dir=FOLDER puts runs elsewhere"]
-    needed, free = disk_bytes(config), shutil.disk_usage(folder).free
+    occupied = size_of(config.run_dir) if config.run_dir.exists() else 0
+    needed, free = disk_bytes(config) - occupied, shutil.disk_usage(folder).free
     if free >= needed:
         return []
     return [
-        f"too little free disk: the run needs up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB; "
+        f"too little free disk: the run needs up to {needed / GIB:.1f} GiB more, {folder} has {free / GIB:.1f} GiB; "
         "free some, lower train.keep_checkpoints, or put runs elsewhere with --set runs_dir=FOLDER"
     ]
 

@@ -54,6 +54,8 @@ def snapshot_code(run_dir: Path) -> Path:
     try:
         for package in PACKAGES:
             shutil.copytree(ROOT / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in temporary.rglob("*"):  # a copy has the mode of its source, which a group may be able to write
+            path.chmod(path.stat().st_mode & ~0o022)
         temporary.rename(target)
     except OSError:
         if not target.is_dir():  # else another flow was faster

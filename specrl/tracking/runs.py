@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError
-from specrl.lineage.record import code_of
+from specrl.lineage.record import code_of, read_record
 from specrl.tracking.sender import RUN_ID_FILE
 from specrl.tracking.source import read_source, source_tags, write_source
 from specrl.tracking.spool import Spool
@@ -79,10 +79,8 @@ def finish_parent_run(config: Config, status: Status, description: str = "", fil
         files: The files that become artifacts of the run, by the artifacts' folders; "" is the top.
     """
     import_mlflow()
-    for folder in stage_folders(config.run_dir):
-        spool = Spool(folder)
-        if last_of(spool) == "start":
-            SpoolTracker(spool, None).end("KILLED")
+    for spool in unended(config.run_dir):
+        SpoolTracker(spool, None).end("KILLED")
     tracker = SpoolTracker(Spool(config.run_dir), None)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
     _log_files(tracker, files or {})
@@ -122,6 +120,23 @@ def sync_run(config: Config, patience_s: float = RESUME_PATIENCE_SECONDS) -> lis
 def stage_folders(run_dir: Path) -> list[Path]:
     """Return the folders of a run's stages."""
     return sorted((run_dir / "stages").glob("*"))
+
+
+def unended(run_dir: Path) -> list[Spool]:
+    """Return the spools of the stages that have started and could not say how they ended.
+
+    Left out are those of earlier stages whose MLflow run a present stage goes on with: how it ended is for that to say.
+    """
+    record = read_record(run_dir)
+    present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()
+    goes_on = {_run_id(folder) for folder in present} - {None}
+    folders = [folder for folder in stage_folders(run_dir) if folder in present or _run_id(folder) not in goes_on]
+    return [spool for spool in map(Spool, folders) if last_of(spool) == "start"]
+
+
+def _run_id(folder: Path) -> str | None:
+    path = folder / RUN_ID_FILE
+    return path.read_text().strip() if path.exists() else None
 
 
 def last_of(spool: Spool) -> str | None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
-from flows.folder import LOCK_FILE, only_flow
+from flows.change import Wishes, change_run
+from flows.folder import LOCK_FILE, only_flow, write_config
 from flows.mlflow_ui import TokenGuard
 from slurm.access import UMASKS, check_access, restrict
-from specrl.config import ClusterConfig, ConfigError
+from specrl.config import ClusterConfig, Config, ConfigError
 from specrl.processes import is_locked
 
 
@@ -55,6 +57,14 @@ def as_reader(look: Callable[[], bool]) -> bool:
         return look()
     finally:
         os.seteuid(user)
+
+
+def test_what_a_change_writes_is_as_private_as_the_run(tmp_path: Path) -> None:
+    config = Config(name="run", runs_dir=tmp_path)
+    write_config(config)
+    with pytest.raises(ConfigError, match="has not begun"):
+        change_run(config.run_dir, Wishes(), Console(), dry_run=True)
+    assert os.umask(0o002) == UMASKS["owner"]
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])

@@ -13,14 +13,16 @@ import pytest
 
 from flows.cli import invoke
 from flows.commands.options import load
+from flows.execute import begin_run
 from flows.folder import anchor, only_flow, write_config
-from flows.origin import own_source, start_from
-from flows.preflight import check_disk, check_draft_model, check_tracking
-from slurm import submit
-from slurm.environment import snapshot_code
+from flows.origin import ORIGIN, Origin, own_source, start_from
+from flows.preflight import CHECKPOINT_BYTES, GIB, check_disk, check_draft_model, check_tracking
+from slurm import environment, submit
+from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
-from specrl.config import Config, parse_config
-from specrl.lineage.record import read_record, write_record
+from specrl.config import Config, ConfigError, change_config, parse_config
+from specrl.lineage.record import Continuation, read_record, write_record
+from specrl.models.shapes import model_shape
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]
@@ -220,8 +222,27 @@ def test_disk_is_looked_at_where_the_runs_will_lie(tmp_path: Path) -> None:
     assert check_disk(config) == []
 
 
-def test_a_snapshot_holds_the_sources_and_is_made_once(tmp_path: Path) -> None:
+def test_what_a_run_has_on_disk_already_needs_no_room_again(tmp_path: Path) -> None:
+    config = parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(tmp_path)})
+    each = CHECKPOINT_BYTES * model_shape(config.model).parameters
+    too_many = (shutil.disk_usage(tmp_path).free + 20 * GIB) // each
+    config = change_config(config, [f"train.keep_checkpoints={too_many}"])
+    (line,) = check_disk(config)
+    assert "too little free disk" in line
+    config.run_dir.mkdir()
+    with (config.run_dir / "file").open("w") as file:
+        file.truncate(40 * GIB)
+    assert check_disk(config) == []
+
+
+def test_a_snapshot_holds_the_sources_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / "checkout" / package)
+    (tmp_path / "checkout" / "specrl" / "loop.py").chmod(0o664)
+    (tmp_path / "checkout" / "slurm").chmod(0o777)
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "checkout")
     code = snapshot_code(tmp_path)
+    assert not [path for path in [code, *code.rglob("*")] if path.stat().st_mode & 0o022]
     assert (code / "specrl" / "loop.py").is_file()
     assert (code / "slurm" / "entry.py").is_file()
     assert not list(code.rglob("__pycache__"))
@@ -373,6 +394,23 @@ def test_a_run_starts_from_a_checkpoint_that_another_run_has(
     policy, nothing = start_from(str(other.run_dir / "origin" / "policy"), other)
     assert nothing is None
     assert Path(policy.model.source).name == "policy"
+
+
+def test_a_run_that_was_killed_while_it_began_from_another_is_not_resumed_without_it(tmp_path: Path) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    checkpoint = tmp_path / "other" / "step=000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    start = Continuation(run="other", key="train-0", step=2, stage_dir=ORIGIN, counts_on=False)
+    origin = Origin(start, checkpoint, tmp_path / "policy", tmp_path / "drafter")
+    origin.link(config.run_dir)
+    with pytest.raises(ConfigError, match=r"run run was interrupted while it began; .*specrl run CONFIG --from"):
+        begin_run(config, None)
+    assert read_record(config.run_dir) is None
+    begin_run(config, origin)
+    record = read_record(config.run_dir)
+    assert record is not None
+    assert record.continues == start
 
 
 def test_other_code_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

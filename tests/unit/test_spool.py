@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from specrl.artifacts import write_text
+from specrl.config import Config, StageName, dump_config
+from specrl.lineage.record import RunRecord, write_record
+from specrl.tracking.runs import unended
 from specrl.tracking.spool import Spool
 
 
@@ -62,3 +67,17 @@ def test_a_file_that_lines_are_appended_to_is_kept_as_it_was(tmp_path: Path) -> 
     with source.open("a") as file:
         file.write("2\n")
     assert kept.read_text() == "1\n"
+
+
+def test_an_earlier_stage_whose_run_a_present_one_goes_on_with_is_not_ended(tmp_path: Path) -> None:
+    config = Config(name="run", runs_dir=tmp_path)
+    settings = json.loads(dump_config(config))
+    keys: dict[StageName, str] = {"prepare": "prepare-1", "train": "train-2"}
+    write_record(config.run_dir, RunRecord(settings=settings, code="0", files={}, stage_keys=keys))
+    for name, run_id in (("prepare-0", "a"), ("prepare-1", "b"), ("train-1", "c"), ("train-2", "c")):
+        spool = Spool(config.run_dir / "stages" / name)
+        spool.append("start")
+        write_text(spool.owner / "mlflow_run_id", f"{run_id}\n")
+    assert [spool.owner.name for spool in unended(config.run_dir)] == ["prepare-0", "prepare-1", "train-2"]
+    Spool(config.run_dir / "stages" / "train-2").append("end")
+    assert [spool.owner.name for spool in unended(config.run_dir)] == ["prepare-0", "prepare-1"]
