@@ -179,6 +179,7 @@ def _end_jobs(run_dir: Path, revision: Revision, console: Console, *, cancel: bo
 
     Raises:
         ConfigError: There are such jobs and they may not be cancelled, or they do not end.
+        SilentSchedulerError: The scheduler could not be told to cancel one.
     """
     found = _in_the_way(run_dir, revision)
     for job in found.values():

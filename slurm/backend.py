@@ -272,7 +272,10 @@ class Backend(Protocol):
         """Call the stage's function in this rank."""
 
     def place(self, request: StageRequest) -> JobPlace:
-        """Return what the scheduler says about this job, within seconds; the first rank asks, also after a signal."""
+        """Return what the scheduler says about this job, within seconds.
+
+        The first rank asks, also after a signal, and so does the second one when it ends the job in the first's place.
+        """
 
     def requeue(self, request: StageRequest) -> None:
         """Have the scheduler start this job again after its end, which is near.
