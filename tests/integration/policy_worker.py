@@ -161,7 +161,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     return {
         "step": found.step,
         "full disk": error,
-        "kept": sorted(path.name for path in scratch.iterdir()),
+        "kept": sorted(path.name for path in scratch.iterdir() if path.is_dir()),  # unfinished folders, too
         "metrics": (metrics[2:], again),
         "weights": (weights_of(straight), weights_of(resumed)),
         "optimizer": (state_of(straight), state_of(resumed)),
