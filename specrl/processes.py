@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
+import random
 import signal
 import socket
 import threading
@@ -16,6 +18,9 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 LOOPBACK = "127.0.0.1"
+PORTS = range(15_000, 32_000)
+"""The ports to choose from. Linux gives those from 32,768 on to outgoing connections, one of which could take a port
+after it was found free and before somebody listens on it."""
 PR_SET_PDEATHSIG = 1
 """The option of `prctl` that sets the signal which a process gets when its parent ends (Linux, `sys/prctl.h`)."""
 
@@ -84,9 +89,19 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
     """Return `count` different TCP ports on which nothing listens at the moment."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:  # all are open before the first one closes, so that they differ
-            listener.bind((address, 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
+        return [_bind(listener, address) for listener in listeners]  # all are open before the first closes: they differ
+
+
+def _bind(listener: socket.socket, address: str) -> int:
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
 
 
 @contextlib.contextmanager
