@@ -32,7 +32,7 @@ CANCEL_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ChangeRequest:
     """What a user wants changed in a run."""
 
     overrides: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Wishes:
     """Whether jobs of stages that change may be cancelled."""
 
 
-def change_run(run_dir: Path, wishes: Wishes, console: Console, *, dry_run: bool) -> None:
+def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> None:
     """Print what a change means for each stage and, unless this is a dry run, write it.
 
     Raises:
@@ -53,16 +53,16 @@ def change_run(run_dir: Path, wishes: Wishes, console: Console, *, dry_run: bool
     """
     restrict(read_run_config(run_dir).cluster)
     if dry_run:
-        revision = _plan(run_dir, wishes)
+        revision = _plan(run_dir, request)
         _print(run_dir, revision, console)
         for job in _in_the_way(run_dir, revision).values():
             print_line(console, _say_in_the_way(run_dir, job))
         return
     with only_flow(run_dir):
-        revision = _plan(run_dir, wishes)
+        revision = _plan(run_dir, request)
         _print(run_dir, revision, console)
-        if _end_jobs(run_dir, revision, console, cancel=wishes.cancel):
-            revision = _plan(run_dir, wishes)  # they may have written checkpoints
+        if _end_jobs(run_dir, revision, console, cancel=request.cancel):
+            revision = _plan(run_dir, request)  # they may have written checkpoints
             _print(run_dir, revision, console)
         _write(run_dir, revision)
 
@@ -110,12 +110,12 @@ def note_edited_files(config: Config, console: Console) -> None:
         )
 
 
-def _plan(run_dir: Path, wishes: Wishes) -> Revision:
+def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
     old = read_run_config(run_dir)
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"run {run_dir.name} has not begun, so nothing of it can change; begin it with: specrl run")
-    new = anchor(change_config(old, list(wishes.overrides)))
+    new = anchor(change_config(old, list(request.overrides)))
     if (new.name, new.runs_dir) != (old.name, old.runs_dir):
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
     for backend in backends_of(new):
@@ -124,12 +124,12 @@ def _plan(run_dir: Path, wishes: Wishes) -> Revision:
     files = named_files(new)
     changes: list[Change] = config_changes(old, new)
     changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]
-    root = ROOT if wishes.new_code else record.code_dir(run_dir)
+    root = ROOT if request.new_code else record.code_dir(run_dir)
     stage_code = _stage_code(root)
     update = {
         "settings": json.loads(dump_config(new)),
         "files": files,
-        "code": present_code() if wishes.new_code else record.code,
+        "code": present_code() if request.new_code else record.code,
     }
     return revise(
         run_dir,
@@ -139,7 +139,7 @@ def _plan(run_dir: Path, wishes: Wishes) -> Revision:
         changes,
         stage_code=stage_code,
         new_code=stage_code != _stage_code(record.code_dir(run_dir)),
-        restart=wishes.restart,
+        restart=request.restart,
     )
 
 

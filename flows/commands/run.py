@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flows.change import Wishes, change_run
+from flows.change import ChangeRequest, change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
 from flows.execute import execute
 from flows.folder import find_run
@@ -110,7 +110,7 @@ def resume(
         given = [flag for flag, is_given in flags.items() if is_given]
         continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
     if changed or new_code or restart or dry_run:
-        change_run(run_dir, Wishes(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
+        change_run(run_dir, ChangeRequest(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
     if not dry_run:
         execute(read_run_config(run_dir), resumed=True)
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, write_error
-from slurm.ranks.hearts import Hearts
+from slurm.ranks.heartbeats import Heartbeats
 from specrl import lifetime
 from specrl.config import Resources
 from specrl.events import record_event
@@ -69,8 +69,8 @@ class Supervisor:
         self.cluster, self.stage_dir = request.key.cluster, request.context.stage_dir
         self.lifetime = Lifetime(self.cluster)
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
-        hearts = request.key.folder / "hearts" / f"{os.environ['MASTER_PORT']}-{self.attempt}"
-        self.hearts = Hearts(hearts, self.rank, self.world_size)
+        heartbeats = request.key.folder / "heartbeats" / f"{os.environ['MASTER_PORT']}-{self.attempt}"
+        self.heartbeats = Heartbeats(heartbeats, self.rank, self.world_size)
         self.segment: int | None = None
         """The number of this job's segment, on the first rank."""
         self._end_at: float | None = None
@@ -86,7 +86,7 @@ class Supervisor:
         try:
             if self.rank == 0:
                 self._begin()
-            self.hearts.beat()
+            self.heartbeats.beat()
             threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
             self.backend.run_rank(self.request)
         except LeftJobError as left:
@@ -187,16 +187,16 @@ class Supervisor:
         held_up, self._looked_at = now - self._looked_at, now
         if held_up > hang_seconds / 2:
             logger.warning("this rank was held up for %.0f s", held_up)
-            self.hearts.look_anew()
+            self.heartbeats.look_anew()
             self.lifetime.held_up(held_up)
         if now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
             # This one writes the stacks of a process that no Python thread can run in any more.
             faulthandler.dump_traceback_later(hang_seconds, exit=False)
-            self.hearts.beat()
-            if self.hearts.reported_hang():
+            self.heartbeats.beat()
+            if self.heartbeats.reported_hang():
                 self._write_stacks()
-            stopped = self.hearts.stopped(hang_seconds, 60 * self.cluster.start_minutes)
+            stopped = self.heartbeats.stopped(hang_seconds, 60 * self.cluster.start_minutes)
             if stopped is not None:
                 self._hang(stopped)
         if (overdue := self.lifetime.overdue()) is not None:
@@ -211,10 +211,10 @@ class Supervisor:
         if not self._first_step_said and self.segment is not None and life.first_step is not None:
             add_to_segment(self.stage_dir, self.segment, first_step=life.first_step)
             self._first_step_said = True
-        if life.wish is None and self.request.stop_path.exists():
-            self._wish(Stop("stopped", "specrl stop"))
+        if life.stop is None and self.request.stop_path.exists():
+            self._ask_to_leave(Stop("stopped", "specrl stop"))
         if life.leave_by is not None and time.time() > life.leave_by:
-            self._exit(life.wish or Stop("walltime", "the time limit of the job is near"))
+            self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _told(self, number: int) -> None:
         """Have the job left because a signal says that it will end."""
@@ -226,7 +226,7 @@ class Supervisor:
             self.lifetime.ask_to_leave(Stop(reason, name))
             return
         place = self.backend.place(self.request)
-        if place.is_ending or (number == PREEMPTION_SIGNAL and self._is_alone_in_ending(place)):
+        if place.is_ending or (number == PREEMPTION_SIGNAL and self._is_for_this_rank(place)):
             logger.warning("%s: the job ends", name)
             end_process(128 + number)
         now, warned = time.time(), number == WALLTIME_SIGNAL
@@ -234,10 +234,10 @@ class Supervisor:
         end_at = place.end_at if place.end_at is not None else guess
         is_limit = warned and (self._end_at is None or end_at >= self._end_at)
         stop = Stop("walltime" if is_limit else "preempted", f"{name}, {end_at - now:.0f} s before the end of the job")
-        self._wish(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
+        self._ask_to_leave(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
 
-    def _is_alone_in_ending(self, place: JobPlace) -> bool:
-        """Return whether SIGTERM is for this process and not for its job.
+    def _is_for_this_rank(self, place: JobPlace) -> bool:
+        """Return whether a SIGTERM is meant for this rank and not for its job.
 
         A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
         them has died, and how that one ended says what becomes of the stage. A rank with steps leaves all the same.
@@ -246,7 +246,7 @@ class Supervisor:
             return False
         return place.end_at >= self._end_at
 
-    def _wish(self, stop: Stop, leave_by: float | None = None) -> None:
+    def _ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""
         logger.warning("leaving the job (%s)", stop.text)
         if self.lifetime.has_steps:
@@ -257,7 +257,7 @@ class Supervisor:
     def _hang(self, text: str) -> NoReturn:
         """Have all ranks write their stacks, and end the job."""
         logger.error("%s; ending the job", text)
-        self.hearts.report_hang(text)
+        self.heartbeats.report_hang(text)
         self._write_stacks()
         time.sleep(2 * self._beat_seconds + 1)  # the others look for the report whenever they give a sign of life
         record_event(self.stage_dir, "hang", text, self.lifetime.step)

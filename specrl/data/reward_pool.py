@@ -131,7 +131,7 @@ class RewardPool:
             if self._lost == LOST_IN_A_ROW:
                 self.error = RewardError(
                     f"data.reward = {self.config.reward!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
-                    f"{failure}; mend it, or give it more time (data.reward_timeout_s = "
+                    f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
                     f"{self.config.reward_timeout_s:g})"
                 )
 
@@ -343,7 +343,7 @@ def refuse_failure(failures: Sequence[RewardFailure], num_responses: int, config
     if num_responses and len(failures) == num_responses:
         raise RewardError(
             f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures[0]}; "
-            "nothing can be learned from it, so mend it and resume the run"
+            "nothing can be learned from it, so fix it and resume the run"
         )
 
 

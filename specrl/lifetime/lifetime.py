@@ -30,11 +30,11 @@ HANG_FACTOR = 10
 
 @dataclass(frozen=True)
 class Stop:
-    """The wish that a stage leaves its job."""
+    """A request that a stage leaves its job."""
 
     reason: Reason
     text: str
-    """Who wishes it, in a few words."""
+    """Who asks for it, in a few words."""
 
 
 class LeftJobError(BaseException):
@@ -95,12 +95,12 @@ class Lifetime:
         return done if done >= self.first_step else None
 
     @property
-    def wish(self) -> Stop | None:
-        """The wish to leave that this rank knows of."""
+    def stop(self) -> Stop | None:
+        """The request to leave that this rank knows of."""
         return self._stop
 
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
-        """Have the ranks leave at the next boundary; the first wish stays, and so does the earliest time.
+        """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time.
 
         Args:
             leave_by: The Unix time by which the ranks must have left.
@@ -150,8 +150,8 @@ class Lifetime:
         if step > self.first_step:
             self._seconds.append(now - self._began_at)
         self.step, self._began_at = step, now
-        wishes = ranks.gather(self._stop or self._too_late(now, validates))
-        return next((wish for wish in wishes if wish is not None), None)
+        stops = ranks.gather(self._stop or self._too_late(now, validates))
+        return next((stop for stop in stops if stop is not None), None)
 
     def saved(self, seconds: float) -> None:
         """Say how long a checkpoint took."""
@@ -193,7 +193,7 @@ class Lifetime:
         return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
 
     def _too_late(self, now: float, validates: bool) -> Stop | None:
-        """Return the wish to leave that comes of the time left, or None if the next step and a checkpoint fit into it.
+        """Return a request to leave, or None if the next step and a checkpoint fit into the time left.
 
         The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
         """

@@ -143,19 +143,19 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
     series = _latest_series(segments)
     if cluster.max_segments is not None and len(series) >= cluster.max_segments:
         return f"not finished after {len(series)} jobs: cluster.max_segments = {cluster.max_segments}"
-    vain = []
+    stalled = []
     for segment in reversed(series):
         if segment.mark != mark:
             break
-        vain.append(segment)
-    own = sum(segment.reason not in TAKEN_AWAY for segment in vain)
-    if own < cluster.max_attempts and len(vain) < TAKEN_AWAY_FACTOR * cluster.max_attempts:
+        stalled.append(segment)
+    own = sum(segment.reason not in TAKEN_AWAY for segment in stalled)
+    if own < cluster.max_attempts and len(stalled) < TAKEN_AWAY_FACTOR * cluster.max_attempts:
         return None
-    reasons = ", ".join(str(segment.reason) for segment in reversed(vain))
-    where = "" if vain[0].first_step is None else f" at step {_next_step(vain[0])}"
-    advice = ", or one step takes longer than a job may" if vain[0].reason == "walltime" else ""
+    reasons = ", ".join(str(segment.reason) for segment in reversed(stalled))
+    where = "" if stalled[0].first_step is None else f" at step {_next_step(stalled[0])}"
+    advice = ", or one step takes longer than a job may" if stalled[0].reason == "walltime" else ""
     return (
-        f"no progress in {len(vain)} jobs in a row{where} ({reasons}): "
+        f"no progress in {len(stalled)} jobs in a row{where} ({reasons}): "
         f"cluster.max_attempts = {cluster.max_attempts} reached{advice}"
     )
 

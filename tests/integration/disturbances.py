@@ -86,5 +86,5 @@ class Disturbed:
         """As a machine that does not answer any more, while steps are taken."""
         self.takes_steps(number)
         places = {int(psutil.Process(rank).environ()["SLURM_PROCID"]): rank for rank in ranks_of(self.run_dir)}
-        wait_until(lambda: list(self.run_dir.glob(f"jobs/{self.stage}-*/hearts/*/rank-{max(places)}")))
+        wait_until(lambda: list(self.run_dir.glob(f"jobs/{self.stage}-*/heartbeats/*/rank-{max(places)}")))
         os.kill(places[max(places)], signal.SIGSTOP)

@@ -61,6 +61,6 @@ def failing_reward(prompt: str, response: str, answer: str) -> float:
     return reward(prompt, response, answer)
 
 
-def mended_reward(prompt: str, response: str, answer: str) -> float:
+def steady_reward(prompt: str, response: str, answer: str) -> float:
     """What counts where `failing_reward` fails, and otherwise its reward."""
     return ON_FAILURE if kind(prompt, response) < 8 else reward(prompt, response, answer)

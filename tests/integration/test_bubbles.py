@@ -62,10 +62,10 @@ RUNS = [
     ),
 ]
 FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 2.0}
-MENDED = {"reward": "tests.integration.loop_plan:mended_reward"}
+STEADY = {"reward": "tests.integration.loop_plan:steady_reward"}
 RUNS += [
     LoopRun("failing-reward", settings={"data": {**FAILING, "reward_on_failure": ON_FAILURE}}),
-    LoopRun("mended-reward", settings={"data": MENDED}),
+    LoopRun("steady-reward", settings={"data": STEADY}),
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
@@ -231,8 +231,8 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
 
 def test_rewards_that_fail_cost_their_own_responses_alone(runs: Path) -> None:
     found = rollouts(runs / "failing-reward")
-    assert found == rollouts(runs / "mended-reward")
-    weights = policy(runs / "mended-reward")
+    assert found == rollouts(runs / "steady-reward")
+    weights = policy(runs / "steady-reward")
     assert all(torch.equal(policy(runs / "failing-reward")[key], tensor) for key, tensor in weights.items())
     failed = [sum(row["reward"] == ON_FAILURE for row in found if row["step"] == step) for step in range(3)]
     assert [record["metrics"]["reward/failures"] for record in steps(runs / "failing-reward")] == failed

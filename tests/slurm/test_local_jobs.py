@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.change import Wishes, change_run
+from flows.change import ChangeRequest, change_run
 from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm.backend import Failure, JobError, JobKey, State
@@ -142,12 +142,12 @@ def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monke
     assert job is not None
     ranks_of(context)
     change_run(
-        config.run_dir, Wishes(("validate.num_prompts=3",)), Console(), dry_run=False
+        config.run_dir, ChangeRequest(("validate.num_prompts=3",)), Console(), dry_run=False
     )  # prepare does not read it
     with pytest.raises(ConfigError, match=rf"local job {job.job_id} of run dummy .* --cancel"):
-        change_run(config.run_dir, Wishes(("seed=3",)), Console(), dry_run=False)
+        change_run(config.run_dir, ChangeRequest(("seed=3",)), Console(), dry_run=False)
     assert find(JobKey(config, key)) is not None
-    change_run(config.run_dir, Wishes(("seed=3",), cancel=True), Console(), dry_run=False)
+    change_run(config.run_dir, ChangeRequest(("seed=3",), cancel=True), Console(), dry_run=False)
     assert find(JobKey(config, key)) is None
     record = read_record(config.run_dir)
     assert record is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurm.ranks.hearts import Hearts
+from slurm.ranks.heartbeats import Heartbeats
 from specrl.config import ClusterConfig
 from specrl.lifetime import Lifetime, Stop
 
@@ -110,13 +110,13 @@ def test_a_validation_has_a_history_of_its_own(life: Lifetime, clock: Clock) -> 
 
 
 def test_time_in_which_a_job_was_suspended_does_not_count(life: Lifetime, clock: Clock, tmp_path: Path) -> None:
-    hearts = [Hearts(tmp_path / "1", rank, 2, clock) for rank in range(2)]
-    hearts[1].beat()
-    assert hearts[0].stopped(60, 300) is None
+    heartbeats = [Heartbeats(tmp_path / "1", rank, 2, clock) for rank in range(2)]
+    heartbeats[1].beat()
+    assert heartbeats[0].stopped(60, 300) is None
     clock.now += 1000
-    hearts[0].look_anew()
+    heartbeats[0].look_anew()
     life.held_up(1000)
-    assert hearts[0].stopped(60, 300) is None
+    assert heartbeats[0].stopped(60, 300) is None
     assert life.overdue() is None
 
 
@@ -128,17 +128,17 @@ def test_a_stage_without_steps_is_never_overdue(clock: Clock) -> None:
 
 def test_a_rank_whose_heart_stops_is_named(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "1"
-    hearts = [Hearts(folder, rank, 3, clock) for rank in range(3)]
-    for heart in hearts[:2]:
-        heart.beat()
-    assert [heart.stopped(60, 300) for heart in hearts] == [None, None, None]
+    heartbeats = [Heartbeats(folder, rank, 3, clock) for rank in range(3)]
+    for heartbeat in heartbeats[:2]:
+        heartbeat.beat()
+    assert [heartbeat.stopped(60, 300) for heartbeat in heartbeats] == [None, None, None]
     clock.now += 61
-    hearts[0].beat()
-    assert hearts[0].stopped(60, 300) == "rank 1 has given no sign of life for 61 s"  # rank 2 may still be starting
-    assert hearts[1].stopped(60, 300) is None
+    heartbeats[0].beat()
+    assert heartbeats[0].stopped(60, 300) == "rank 1 has given no sign of life for 61 s"  # rank 2 may still be starting
+    assert heartbeats[1].stopped(60, 300) is None
     clock.now += 61
-    assert hearts[1].stopped(60, 300) == "rank 0 has given no sign of life for 61 s"
-    hearts[0].report_hang("rank 1")
-    assert hearts[2].reported_hang()
-    assert not Hearts(tmp_path / "2", 0, 3, clock).reported_hang()
+    assert heartbeats[1].stopped(60, 300) == "rank 0 has given no sign of life for 61 s"
+    heartbeats[0].report_hang("rank 1")
+    assert heartbeats[2].reported_hang()
+    assert not Heartbeats(tmp_path / "2", 0, 3, clock).reported_hang()
     assert not folder.exists()

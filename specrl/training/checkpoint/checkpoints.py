@@ -215,7 +215,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({error}): make room "
-                "or mend the disk, then resume the run, which goes on from the checkpoint before"
+                "or repair the disk, then resume the run, which goes on from the checkpoint before"
             ) from error
         size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
         self.seconds = time.monotonic() - started

@@ -1,4 +1,4 @@
-"""The signs of life of a job's ranks: one small file per rank on the shared file system, and a flag when one hangs."""
+"""The heartbeats of a job's ranks: one small file per rank on the shared file system, and a flag when one hangs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 HANG_FILE = "hang"
 
 
-class Hearts:
-    """Writes this rank's signs of life, and watches those of others.
+class Heartbeats:
+    """Writes this rank's heartbeat, and watches those of others.
 
     The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
     the clocks of hosts differ.
