@@ -26,7 +26,7 @@ from specrl.rollout.requests import Generation
 from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared
 from specrl.rollout.sampling.self_test import SamplerError
 from specrl.rollout.vllm.load import read_weights
-from specrl.rollout.vllm.sampler import InvariantSampler, RequestRecord
+from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, RequestRecord
 from tests.exactness.conftest import Start
 from tests.exactness.toy import drafter_weights, likely_tokens, llama_config, policy_weights
 
@@ -114,19 +114,17 @@ class TypicalAcceptance(InvariantSampler):
         self.drafts = [] if metadata is None else metadata.draft_token_ids.tolist()
         return super().__call__(logits, metadata)
 
-    def _pick(
-        self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]
-    ) -> tuple[list[int], list[float]]:
-        tokens, logprobs = super()._pick(logits, records, starts, counts)
+    def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
+        picked = super()._pick(logits, records, starts, counts)
         probs = logits.softmax(-1)
         row, drafts = 0, iter(self.drafts)
         for count in counts:
             for offset in range(count):
                 draft = next(drafts)
                 if probs[row + offset, draft] > self.THRESHOLD:
-                    tokens[row + offset] = draft
+                    picked.tokens[row + offset] = draft
             row += count + 1
-        return tokens, logprobs
+        return picked
 
 
 class EnginesOwn(InvariantSampler):
@@ -137,14 +135,13 @@ class EnginesOwn(InvariantSampler):
         self.rows = output.sampled_token_ids.tolist()
         return super().__call__(logits, metadata)
 
-    def _pick(
-        self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]
-    ) -> tuple[list[int], list[float]]:
+    def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
         tokens: list[int] = []
         for row, count in zip(self.rows, counts, strict=True):
             given = [token for token in row if token != -1]
             tokens += given + [-1] * (count + 1 - len(given))
-        return tokens, [0.0] * len(tokens)
+        nothing = [0.0] * len(tokens)
+        return PickedRows(tokens, nothing, nothing)
 
 
 @contextmanager
