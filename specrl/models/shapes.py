@@ -30,6 +30,12 @@ class ModelShape:
     """Whether the output layer shares the embeddings' matrix."""
     max_positions: int
     """The longest sequence of the model, in tokens."""
+    num_experts: int = 0
+    """The number of experts of a layer; 0 where every layer has one MLP."""
+    experts_per_token: int = 0
+    """The number of experts that compute each token; 0 without experts."""
+    expert_size: int = 0
+    """The width of one expert; 0 without experts. `intermediate_size` is then that of no layer."""
 
     @property
     def query_size(self) -> int:
@@ -42,17 +48,41 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def attention_parameters_per_layer(self) -> int:
+        """The number of weights in the linear layers of one layer's attention."""
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The number of weights of one expert; 0 without experts."""
+        return 3 * self.hidden_size * self.expert_size
+
+    @property
+    def expert_parameters_per_layer(self) -> int:
+        """The number of weights of all experts of one layer; 0 without experts."""
+        return self.num_experts * self.expert_parameters
+
+    @property
     def linear_parameters_per_layer(self) -> int:
-        """The number of weights in the linear layers of one transformer layer: what FP8 applies to."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        """The number of weights in the linear layers of one transformer layer, experts included: what FP8 applies to.
+
+        A router stays in high precision and is not among them.
+        """
+        mlp = 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
+        return self.attention_parameters_per_layer + mlp + self.expert_parameters_per_layer
 
     @property
     def parameters_per_layer(self) -> int:
-        """The number of parameters of one transformer layer: its linear layers, norms and biases."""
+        """The number of parameters of one transformer layer: its linear layers, router, norms and biases."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.qk_norm else 0)
         bias = self.query_size + 2 * self.kv_size if self.family.qkv_bias else 0
-        return self.linear_parameters_per_layer + norms + bias
+        router = self.num_experts * self.hidden_size
+        return self.linear_parameters_per_layer + router + norms + bias
+
+    @property
+    def active_mlp_size(self) -> int:
+        """The width of what computes each token after attention: the MLP, or all of the token's experts together."""
+        return self.experts_per_token * self.expert_size if self.num_experts else self.intermediate_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -65,11 +95,18 @@ class ModelShape:
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
 
+    @property
+    def active_parameters(self) -> int:
+        """The number of parameters that compute a token: all but the experts that are not the token's."""
+        idle = self.num_experts - self.experts_per_token
+        return self.parameters - self.num_layers * idle * self.expert_parameters
+
 
 KNOWN_SHAPES = {
     "smollm2-135m": ModelShape(FAMILIES["llama"], 30, 576, 1536, 9, 3, 64, 49152, True, 8192),
     "Qwen/Qwen3-8B": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
     "Qwen/Qwen3-8B-Base": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
+    "Qwen/Qwen3-32B": ModelShape(FAMILIES["qwen3"], 64, 5120, 25600, 64, 8, 128, 151936, False, 40960),
 }
 """The shapes of models that can be planned for before they are downloaded."""
 
@@ -122,4 +159,7 @@ def _shape_of(hf: dict[str, Any]) -> ModelShape:
         vocab_size=hf["vocab_size"],
         tied=bool(hf.get("tie_word_embeddings", False)),
         max_positions=hf.get("max_position_embeddings", 2048),
+        num_experts=hf.get("num_experts", 0),
+        experts_per_token=hf.get("num_experts_per_tok", 0),
+        expert_size=hf.get("moe_intermediate_size", 0),
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specrl.config import Config, ConfigError, load_config, parse_config
-from specrl.models.shapes import KNOWN_SHAPES, model_shape
+from specrl.models.shapes import KNOWN_SHAPES, ModelShape, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, peak_gib
 from specrl.projection.plan import Plan, plan, print_plan
@@ -57,7 +57,16 @@ def test_the_large_configurations_ask_for_the_gpus_they_name() -> None:
 
 def test_known_shapes_have_the_published_number_of_parameters() -> None:
     assert KNOWN_SHAPES["Qwen/Qwen3-8B"].parameters == 8_190_735_360
+    assert KNOWN_SHAPES["Qwen/Qwen3-32B"].parameters == 32_762_123_264
     assert KNOWN_SHAPES["smollm2-135m"].parameters == 134_515_008
+
+
+def test_experts_count_once_each_and_only_those_of_a_token_are_active() -> None:
+    dense = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    shape = ModelShape(dense.family, 48, 2048, 6144, 32, 4, 128, 151936, False, 40960, 128, 8, 768)
+    assert shape.parameters == 30_532_122_624  # Qwen3-30B-A3B, whose card says 30.5 B and 3.3 B activated
+    assert shape.active_parameters == pytest.approx(3.35e9, rel=0.01)
+    assert dense.active_parameters == dense.parameters
 
 
 def test_weights_gradients_and_optimizer_take_their_textbook_bytes() -> None:
