@@ -32,8 +32,8 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank (collective).
 
-        Values are pickled and every rank holds all of them, which suits numbers, texts and the rollouts of a step.
-        Tensors belong in collectives of their own.
+        Values are pickled and every rank holds all of them, which suits a few numbers, counters and error messages.
+        Whatever grows with the number of responses or tokens travels as arrays, see `specrl.distributed.arrays`.
         """
         if self.world_size == 1:
             return [value]
