@@ -138,7 +138,7 @@ class EngineConfig(Section):
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
     verify_every: Adjustable[PositiveInt] = 20
     """Number of refits from one exact comparison, tensor by tensor, of the engine's policy with the trainer's to the
-    next; the first refit of every job has one. There is none with `tensor_parallel` above 1 or native FP8."""
+    next; the first refit of every job has one. There is none in native FP8."""
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

@@ -24,7 +24,8 @@ from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, generation_params, scoring_params, stop_tokens
-from specrl.rollout.vllm.drafting import Drafting, agreed, pick_drafts_faster, refuse_shared_head
+from specrl.rollout.vllm.drafting import Drafting, pick_drafts_faster, refuse_shared_head
+from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.lifecycle import VllmEngine, require_version
 from specrl.rollout.vllm.load import (
     Weights,
@@ -110,8 +111,8 @@ class Engine:
         self._sampler.install()
         self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
         self.stop_tokens = stop_tokens(policy_dir, self._vllm.tokenizer)
-        self.is_whole = config.engine.tensor_parallel == 1
-        """Whether this rank holds all weights of its engine."""
+        self.is_first = is_first()
+        """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._family = family_of(read_model_config(policy_dir))
         self._policy_names = policy_weight_names(policy_dir)
         self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
@@ -182,7 +183,7 @@ class Engine:
                     on_progress(len(responses), len(requests))
                 if running and on_iteration is not None:
                     on_iteration()
-                if running and stop is not None and agreed(stop()):
+                if running and stop is not None and self.agreed(stop())[0]:
                     break
             for index, internal in running.values():
                 responses[index] = self._response(internal, self._vllm.tokens_so_far(internal), "abort")
@@ -357,8 +358,6 @@ class Engine:
     @property
     def cannot_verify(self) -> str | None:
         """The reason why `verify_policy` cannot judge this engine's weights; None if it can."""
-        if not self.is_whole:
-            return f"engine.tensor_parallel = {self.config.engine.tensor_parallel} splits the weights over ranks"
         if self.mode == "native":
             return 'precision.generation = "fp8" rounds the weights on a GPU'
         return None
@@ -366,17 +365,27 @@ class Engine:
     def verify_policy(self, weights: Weights) -> None:
         """Compare the policy inside the engine with the trainer's tensors, one by one; this takes longer than a probe.
 
+        Each rank of a tensor-parallel engine compares its own part of every tensor.
+
+        Args:
+            weights: All tensors of the policy, whole on every rank.
+
         Raises:
-            PolicyParityError: Tensors differ; it names them.
+            PolicyParityError: Tensors differ on this rank; it names them.
         """
         assert_policy_is(self._vllm.policy, weights, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
 
+        Each rank of a tensor-parallel engine compares its own part of every tensor.
+
+        Args:
+            weights: All tensors of the drafter, whole on every rank.
+
         Raises:
             RefitError: The engine has no drafter.
-            DrafterCollapseError: Tensors differ; it names them.
+            DrafterCollapseError: Tensors differ on this rank; it names them.
         """
         if self._drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
@@ -403,6 +412,14 @@ class Engine:
                 self._sampler.records.pop(internal)
                 results[index] = request.prompt_logprobs
         return [results[index] for index in range(len(sequences))]
+
+    def agreed(self, *values: float) -> list[float]:
+        """Return the first rank's values on all ranks of the engine, which must decide alike (collective over them)."""
+        return agreed(*values)
+
+    def true_on_any_rank(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank of the engine (collective over them)."""
+        return true_on_any(flag)
 
     def profile(self) -> AbstractContextManager[IterationTimes]:
         """Return a context manager that measures where the time of the iterations inside it goes."""

@@ -28,7 +28,6 @@ class CountingEngine:
 
     replays = True
     speculates = True
-    is_whole = False
     k: int | None = 1
     longest_k = 3
 
@@ -37,6 +36,8 @@ class CountingEngine:
         self.recalled: list[bool] = []
         self.stored: dict[tuple[int, ...], list[list[int]]] = {(1,): [[2]]}
         self.stored_when_asked: list[int] = []
+
+    def verify_drafter(self, weights: object) -> None: ...
 
     def generate(
         self, requests: list[Request], *, stop: Callable[[], bool] | None = None, recall: bool = False

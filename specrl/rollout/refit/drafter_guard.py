@@ -1,16 +1,15 @@
 """The guard of the drafter: a damaged, stale or lost drafter is noticed after the refit, replaced and reported.
 
 Speculation is exact with any drafter, so a bad one costs nothing but time, silently. After every refit the guard
-compares the engine's drafter with the trainer's, tensor by tensor (without tensor parallelism), and generates a fixed
-probe with a fixed draft length, whose acceptance per position is compared with its running value. On a collapse,
-trainer and engine go back to the last good drafter; if that does not help, speculation is turned off. The run goes on
-either way.
+compares the engine's drafter with the trainer's, tensor by tensor, and generates a fixed probe with a fixed draft
+length, whose acceptance per position is compared with its running value. On a collapse, trainer and engine go back to
+the last good drafter; if that does not help, speculation is turned off. The run goes on either way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,20 +183,30 @@ class DrafterGuard:
     def _fault(self, version: int) -> str | None:
         """Return what is wrong with the drafter in the engine of any rank, or None.
 
-        All ranks get the same answer and act alike, because they train one drafter.
+        All ranks get the same answer and act alike, because they train one drafter. A drafter with wrong tensors is not
+        probed on any rank: the ranks of one engine generate together or not at all.
         """
+        return self._of_any_rank(self._verify) or self._of_any_rank(lambda: self._check_acceptance(version))
+
+    def _of_any_rank(self, check: Callable[[], None]) -> str | None:
+        """Return the first collapse that `check` finds on any rank, or None (collective)."""
         found = None
         try:
-            if self._drafter is not None and self._engine.is_whole:
-                self._engine.verify_drafter(self._drafter.named_weights())
-            generation = self._probe()
-            self._stats = generation.stats
-            # In responses of one or two tokens there may be nothing to draft, with any drafter.
-            if self._stats.num_drafts or any(len(response.tokens) > 2 for response in generation.responses):
-                self._watch.check(self._stats, version)
+            check()
         except DrafterCollapseError as error:
             found = str(error)
         return next((fault for fault in self._ranks.gather(found) if fault is not None), None)
+
+    def _verify(self) -> None:
+        assert self._drafter is not None
+        self._engine.verify_drafter(self._drafter.named_weights())
+
+    def _check_acceptance(self, version: int) -> None:
+        generation = self._probe()
+        self._stats = generation.stats
+        # In responses of one or two tokens there may be nothing to draft, with any drafter.
+        if self._stats.num_drafts or any(len(response.tokens) > 2 for response in generation.responses):
+            self._watch.check(self._stats, version)
 
     def _probe(self) -> Generation:
         """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.

@@ -19,6 +19,7 @@ from specrl.rollout.drafts.text_drafts import TextDrafts
 from specrl.rollout.drafts.text_sources import StoredTextSource, text_sources
 from specrl.rollout.sampling.inverse_cdf import most_likely
 from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
+from specrl.rollout.vllm.group import agreed
 from specrl.rollout.vllm.lifecycle import draft_model
 from specrl.rollout.vllm.sampler import InvariantSampler, RequestRecord, request_seed
 
@@ -97,7 +98,7 @@ class Drafting:
             self.texts.acceptance.observe(iteration.outcomes)
         self._lengths = self._choose(batch)
         drafts = self._propose(self._lengths, scheduler_output, arguments)
-        now = agreed(time.perf_counter())
+        (now,) = agreed(time.perf_counter())
         if self.fixed is None and self._learns and self._last_end is not None and iteration.all_decoding:
             seconds = now - self._last_end
             self.controller.observe(batch, verified, seconds if verified == self._lengths else None, iteration.outcomes)
@@ -150,18 +151,6 @@ class Drafting:
         scheduler_output.num_spec_tokens_to_schedule = k
         proposals = self._drafter_proposals(scheduler_output, *arguments)
         return proposals.tolist() if isinstance(proposals, torch.Tensor) else proposals
-
-
-def agreed(value: float) -> float:
-    """Return the first rank's `value` on all ranks of a tensor-parallel engine: they must decide alike (collective)."""
-    from vllm.distributed import parallel_state
-
-    group = parallel_state.get_tp_group()
-    if group.world_size == 1:
-        return value
-    shared = torch.tensor([value], dtype=torch.float64)
-    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-    return float(shared)
 
 
 def pick_drafts_faster(runner: Any) -> None:

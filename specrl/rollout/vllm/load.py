@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specrl.models.families import FAMILIES, LLAMA, Family
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
+from specrl.rollout.vllm.group import own_part
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -143,15 +144,16 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
     """Return the names of those of `weights` that `model`, inside the engine, does not compute with.
 
     Linear layers are compared by their outputs on fixed random inputs, because CPU engines keep only packed weights;
-    everything else is compared by value. This works only for engines without tensor parallelism.
+    everything else is compared by value. Each rank of a tensor-parallel engine compares its own part, and no tensor is
+    kept for longer than it takes until the fused layer that it belongs to is complete.
 
     Args:
         family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any policy.
         drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
     """
     prefix = family.mtp.prefix if family.mtp is not None else None
-    groups: dict[str, dict[str, Tensor]] = {}
-    order: dict[str, int] = {}
+    waiting: dict[str, dict[int, tuple[str, Tensor]]] = {}
+    wrong: list[str] = []
     for name, tensor in weights:
         if name in NOT_LOADED:
             continue
@@ -163,16 +165,23 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
             engine_name, fused = name, family.fused
         path, _, kind = engine_name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
-        order[name] = list(fused).index(leaf) if leaf in fused else 0
-        groups.setdefault(f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), {})[name] = tensor
-    wrong: list[str] = []
-    for path, parts in groups.items():
-        module_path, _, kind = path.rpartition(".")
-        module = model.get_submodule(module_path)
-        ordered = sorted(parts, key=order.__getitem__)
-        if not _matches(module, kind, torch.cat([parts[name] for name in ordered])):
-            wrong.extend(ordered)
+        order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
+        fused_name = f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip(".")
+        parts = waiting.setdefault(fused_name, {})
+        parts[order.index(leaf)] = name, tensor
+        if len(parts) == len(order):
+            wrong += _differing_parts(model, fused_name, waiting.pop(fused_name))
+    for fused_name, parts in waiting.items():
+        wrong += _differing_parts(model, fused_name, parts)
     return wrong
+
+
+def _differing_parts(model: nn.Module, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that a parameter of the engine fuses, by their order, if it differs from them."""
+    path, _, kind = fused_name.rpartition(".")
+    layer = model.get_submodule(path)
+    names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
+    return [] if _matches(layer, kind, own_part(layer, kind, tensors)) else list(names)
 
 
 def _mtp_engine_name(model: nn.Module, name: str, prefix: str) -> str:

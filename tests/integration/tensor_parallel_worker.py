@@ -1,0 +1,169 @@
+"""Engines over one rank and over two, beside each other: `python -m tests.integration.tensor_parallel_worker FOLDER`.
+
+Everything is imported once; ranks are forked from there. Each leaves what it found as `NAME-RANK.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specrl.rollout.vllm.arguments import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than all the rest
+
+import torch
+import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
+from torch import Tensor
+
+from specrl.config import Config
+from specrl.distributed import Ranks, join, leave
+from specrl.processes import free_port
+from specrl.rollout.engine import Engine
+from specrl.rollout.errors import RefitError
+from specrl.rollout.refit.drafter_guard import DrafterGuard
+from tests.exactness.engines import mixed_requests
+from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
+
+SIZES = {"alone": 1, "both": 2}
+"""The number of ranks of each engine."""
+SEQUENCES = [likely_tokens() * 4, [5, 9, 40, 60, 80, 100, 120]]
+HALVES = {
+    "model.embed_tokens.weight": 0,
+    "model.layers.1.self_attn.k_proj.weight": 0,
+    "model.layers.2.self_attn.o_proj.weight": 1,
+    "model.layers.3.mlp.up_proj.weight": 0,
+    "lm_head.weight": 0,
+}
+"""Tensors of the policy of which each of two ranks holds one half, and the dimension along which they are split."""
+Weights = dict[str, Tensor]
+
+
+class ToyTrainer:
+    """The trainer's drafter."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    def state_dict(self) -> Weights:
+        return self.weights
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in state.items()}
+
+
+def with_other_half(weights: Weights, name: str, dim: int, half: int) -> Weights:
+    """Return the weights with one half of a tensor negated."""
+    halves = list(weights[name].chunk(2, dim))
+    halves[half] = -halves[half]
+    return weights | {name: torch.cat(halves, dim)}
+
+
+def error_of(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except (RefitError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def answers(engine: Engine) -> dict[str, Any]:
+    generation = engine.generate(mixed_requests(20))
+    return {
+        "tokens": [response.tokens for response in generation.responses],
+        "logprobs": [response.logprobs for response in generation.responses],
+        "accepted": generation.stats.num_accepted_tokens,
+        "sequences": engine.sequence_logprobs(SEQUENCES),
+    }
+
+
+def damages(engine: Engine, size: int) -> dict[str, str]:
+    """Return what the comparison says of a policy that is damaged where one rank alone can see it."""
+    policy, found = policy_weights(2), {}
+    for name, dim in HALVES.items():
+        for half in range(size):
+            engine.refit(with_other_half(policy, name, dim, half).items(), None, 2)
+            found[f"{name} {half}"] = error_of(lambda: engine.verify_policy(policy.items()))
+    return found
+
+
+def guarded(engine: Engine, ranks: Ranks, size: int) -> list[Any]:
+    """Return what the guard does when one rank's part of the drafter is damaged on its way, and what it says."""
+    trainer = ToyTrainer(drafter_weights(3))
+    guard = DrafterGuard(engine, trainer, mixed_requests(8), ranks)
+    policy = policy_weights(2)
+    engine.refit(policy.items(), trainer.named_weights(), 3)
+    first = guard.check(3)
+    damaged = with_other_half(trainer.weights, "midlayer.self_attn.q_proj.weight", 0, size - 1)
+    engine.refit(policy.items(), damaged.items(), 4)
+    second = guard.check(4)
+    events = guard.take_events()
+    return [first.reloaded, second.reloaded, second.acceptance_length == first.acceptance_length, *events]
+
+
+def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:
+    """One rank of an engine over `size` ranks."""
+    config = toy_config("eagle3", 3)
+    sections = config.model_dump(by_alias=True)
+    sections["engine"]["tensor_parallel"] = size
+    sections["resources"]["ranks_per_node"] = size
+    engine = Engine(folder / "policy", folder / "drafter", config=Config.model_validate(sections), seed=0)
+    found: dict[str, Any] = {"before": answers(engine)}
+    policy, drafter = policy_weights(1), drafter_weights(2)
+    engine.refit(policy.items(), drafter.items(), 1)
+    engine.verify_policy(policy.items())
+    engine.verify_drafter(drafter.items())
+    found["after"] = answers(engine)
+    found["cannot_verify"] = engine.cannot_verify
+    found["is_first"] = engine.is_first
+    found["agreed"] = [*engine.agreed(ranks.rank + 1, 2**50 + ranks.rank), engine.true_on_any_rank(ranks.rank == 1)]
+    found["stopped"] = len(engine.generate(mixed_requests(4), stop=lambda: ranks.is_first).responses[0].tokens)
+    found["damages"] = damages(engine, size)
+    found["guard"] = guarded(engine, ranks, size)
+    found["sleep"] = error_of(engine.sleep)
+    engine.wake()
+    engine.shutdown()
+    return found
+
+
+def start(folder: Path, name: str) -> list[int]:
+    """Fork the ranks of one engine; return their process ids."""
+    size, port = SIZES[name], free_port()
+    processes = []
+    for rank in range(size):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+                ranks = join()
+                (folder / f"{name}-{rank}.json").write_text(json.dumps(work(folder, ranks, size)))
+                leave()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        processes.append(process)
+    return processes
+
+
+def main(folder: Path) -> None:
+    write_policy(folder / "policy", policy_weights(0))
+    write_drafter(folder / "drafter", drafter_weights(1))
+    processes = [process for name in SIZES for process in start(folder, name)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    assert not any(codes), codes
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
