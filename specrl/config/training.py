@@ -159,6 +159,9 @@ class PrecisionConfig(Section):
     """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048
     """Number of tokens on which the calibration measures; at least one response to each of two prompts is taken."""
+    calibration_length: PositiveInt = 8192
+    """Largest length of a sequence that the calibration reads, in tokens; of a longer one the end of the response is
+    left out."""
     max_token_mult_prob_error: Adjustable[Annotated[float, Field(gt=1)]] = 1.5
     """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens, without the largest thousandth of
     the terms; above it the run stops. 1 is perfect agreement."""

@@ -9,6 +9,8 @@ a step costs little.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,11 +45,10 @@ class KvObserver:
                 reference weights.
         """
         self.training_only = training_only
-        """Whether the policy must set `lengths` to None for passes that do not train."""
+        """Whether the policy must leave out passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.lengths: Tensor | None = None
-        """The length of each sequence, [batch], which excludes padding; the policy sets it before each micro-batch, and
-        to None for one that is not to be observed."""
+        """The length of each sequence, [batch], which excludes padding; None while nothing is to be observed."""
         self.seconds = 0.0
         """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -59,6 +60,22 @@ class KvObserver:
                 attention.observe = observe  # rotates queries and keys itself, and passes them on
             else:
                 self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
+
+    @contextmanager
+    def forward_pass(self, lengths: Tensor) -> Iterator[None]:
+        """Observe the attention of one micro-batch inside the block.
+
+        What the backward pass recomputes after it is left out: the same tokens would count twice, and with pipeline
+        parallelism another micro-batch has passed in between.
+
+        Args:
+            lengths: The length of each sequence without padding, [batch].
+        """
+        self.lengths = lengths
+        try:
+            yield
+        finally:
+            self.lengths = None
 
     def detach(self) -> None:
         """Stop watching."""

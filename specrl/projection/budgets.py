@@ -78,7 +78,7 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
         drafter = memory.drafter_items(rank, responses=responses, pretraining=True)
         return memory.policy_items(rank, trainable=False) + drafter
     if stage == "calibrate":
-        return memory.policy_items(rank, trainable=False)
+        return memory.calibration_items(rank)
     if stage == "train":
         fp8 = config.precision.training == "fp8"
         responses = config.train.prompts_per_step * config.train.samples_per_prompt

@@ -9,7 +9,7 @@ save is not counted, so that the plan errs on the safe side.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specrl.config import Config
 from specrl.models.shapes import ModelShape
@@ -31,6 +31,10 @@ ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
 """The largest number of tokens in a forward pass of the engine (vLLM's defaults), on a CPU and on a GPU."""
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
+ATTENTION_SCORES = 2**26
+"""The number of attention scores that a pass without a gradient holds at once (`training/megatron/cpu_layers.py`)."""
+CALIBRATION_POSITIONS = 640
+"""The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
 DRAFTER_SCORES = 2**26
 """The number of attention scores that a step of the drafter's training holds at once (`training/drafter/layers.py`)."""
 DRAFTER_CHAINS = 1024
@@ -138,9 +142,9 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
     tensor-parallel rank. The following are divided by the tensor-parallel size: 2 (Q + KV) numbers for query, key,
-    value and attention output (4 with a QK norm), 3 F for the SwiGLU and, on a CPU, which has no fused backward pass of
-    attention, heads x longest sequence for the softmax. H is the hidden size, Q and KV are the channels of all query
-    and key heads, and F is the width of the MLP.
+    value and attention output (4 with a QK norm), 3 F for the SwiGLU and, in training on a CPU, which has no fused
+    backward pass of attention, heads x longest sequence for the softmax. H is the hidden size, Q and KV are the
+    channels of all query and key heads, and F is the width of the MLP.
 
     With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
     holds as many micro-batches as there are stages, so that the pipeline size cancels. Without a backward pass only one
@@ -148,18 +152,46 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """
     shape, config = rank.shape, rank.config
     sharded = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
-    if not rank.gpu:
+    if trainable and not rank.gpu:
         sharded += shape.num_heads * config.model.max_length
     layer = (4 * shape.hidden_size + sharded / config.policy.tensor_parallel) * rank.dtype_bytes
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
-        return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
+        scores = 0.0 if rank.gpu else attention_scores(rank)
+        return _item("activations", tokens * layer + scores, f"{how}, one layer at a time", "policy")
     if config.policy.recompute:
         saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes
         return _item(
             "activations", tokens * (saved + layer), f"{how} of one layer + the layers' inputs (recompute)", "policy"
         )
     return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
+
+
+def attention_scores(rank: Rank) -> float:
+    """Return the bytes of the attention scores in Megatron's local layers without a gradient, whatever the lengths.
+
+    They are in float32 before and after the softmax, and then once more in the compute type.
+    """
+    heads = rank.shape.num_heads / rank.config.policy.tensor_parallel
+    count = min(rank.longest_micro_batch * heads * rank.config.model.max_length, ATTENTION_SCORES)
+    return count * (2 * FP32 + rank.dtype_bytes)
+
+
+def calibration_items(rank: Rank) -> list[MemoryItem]:
+    """Return what the calibration needs: Megatron's local layers, on GPUs too, and the log-probs to compare with.
+
+    Sequences are cut to `precision.calibration_length` tokens.
+    """
+    config = rank.config
+    longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
+    model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
+    cut = replace(rank, config=config.model_copy(update={"model": model}))
+    columns = rank.shape.vocab_size / config.policy.tensor_parallel
+    how = f"{CALIBRATION_POSITIONS} tokens x {columns:.0f} x {FP32} B, of two sets and one pass"
+    items = policy_items(cut, trainable=False)
+    if rank.gpu:
+        items.append(_item("attention scores", attention_scores(cut), "of one part of a layer", "policy"))
+    return [*items, _item("reference log-probs", 3 * CALIBRATION_POSITIONS * columns * FP32, how)]
 
 
 def logits(rank: Rank) -> MemoryItem:

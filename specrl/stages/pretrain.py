@@ -43,8 +43,7 @@ def main(context: StageContext) -> None:
             take_drafter(context, start, ranks, drafter_dir)
         elif drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
-        everyone = ranks.gather(rollouts)[:: context.config.engine.tensor_parallel]
-        rewards = [rollout.reward for share in everyone for rollout in share]
+        rewards = [rollout.reward for share in ranks.gather(rollouts) for rollout in share]
         if ranks.is_first:
             tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
             tracker.log_metrics({"pretrain/num_responses": len(rewards), "pretrain/reward_mean": fmean(rewards)})
@@ -61,37 +60,50 @@ def main(context: StageContext) -> None:
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
-    """Return this rank's share of the policy's responses, generated now or read if a killed job had finished them."""
+    """Return the responses of this rank's engine, on its first rank alone (collective).
+
+    They are generated now, or read if a killed job had finished all of them.
+    """
+    size = context.config.engine.tensor_parallel
+    first = ranks.rank // size * size
+    path = rollout_path(rollouts_dir, 0, first)
+    # Engines start and generate together: if the responses of one are missing, all generate theirs again.
+    if not all(ranks.gather(path.exists())):
+        rollouts = generate(context, ranks, progress)
+        if ranks.rank == first:
+            write_rollouts(path, rollouts)
+    return read_rollouts(path) if ranks.rank == first else []
+
+
+def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Rollout]:
+    """Return the responses of this rank's engine to its share of the prompts, with rewards on its first rank."""
     config = context.config
-    path = rollout_path(rollouts_dir, 0, ranks.rank)
-    if not path.exists():
-        rewards = start_rewards(config, ranks.rank)
-        policy_dir = context.input("prepare", PrepareResult).policy_dir
-        source = PromptSource(config, load_tokenizer(policy_dir))
-        size = config.engine.tensor_parallel
-        engines, own = ranks.world_size // size, ranks.rank // size
-        prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
-        with logs.phase("start of the engine"):
-            engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
-        with logs.phase("generation"):
-            unscored = collect(
-                engine,
-                prompts,
-                config.drafter.samples_per_prompt,
-                config,
-                rewards,
-                Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
-                on_progress=lambda done, total: progress.update(
-                    done, total, unit="response", phase="answering task prompts"
-                ),
-            )
-            rollouts, scores = unscored.scored()
-        refuse_failure(scores.failures, len(rollouts), config.data)
-        if rewards is not None:
-            rewards.close()
-        engine.shutdown()
-        write_rollouts(path, rollouts)
-    return read_rollouts(path)
+    rewards = start_rewards(config, ranks.rank)
+    policy_dir = context.input("prepare", PrepareResult).policy_dir
+    source = PromptSource(config, load_tokenizer(policy_dir))
+    size = config.engine.tensor_parallel
+    engines, own = ranks.world_size // size, ranks.rank // size
+    prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
+    with logs.phase("start of the engine"):
+        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
+    with logs.phase("generation"):
+        unscored = collect(
+            engine,
+            prompts,
+            config.drafter.samples_per_prompt,
+            config,
+            rewards,
+            Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
+            on_progress=lambda done, total: progress.update(
+                done, total, unit="response", phase="answering task prompts"
+            ),
+        )
+        rollouts, scores = unscored.scored()
+    refuse_failure(scores.failures, len(rollouts), config.data)
+    if rewards is not None:
+        rewards.close()
+    engine.shutdown()
+    return rollouts
 
 
 def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:
@@ -121,7 +133,7 @@ def pretrain_drafter(
     policy.
 
     Args:
-        rollouts: This rank's share of the responses.
+        rollouts: This rank's share of the responses; none on an engine's other ranks than the first.
 
     Returns:
         The metrics of `Drafter.update`.

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import LLAMA
+from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import layer_names
 from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -47,13 +48,13 @@ def make_model(directory: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def make_batches(seed: int) -> list[MicroBatch]:
+def make_batches(seed: int, tokens_per_micro_batch: int = 80) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         TokenSequence(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), 4, index)
         for index, length in enumerate((40, 33, 25, 18))
     ]
-    return pack(sequences, tokens_per_micro_batch=80)
+    return pack(sequences, tokens_per_micro_batch)
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,7 +77,12 @@ def measure(model_dir: Path, ranks: Ranks, tensor: int, pipeline: int) -> dict[s
     steps = [trained.train_step(make_batches(5), mean_loss)[0] for _ in range(2)]
     precision.assert_quantised(trained=True)
     plain = policy(None, trainable=True)
+    config = config.model_copy(update={"recompute": True})
+    recomputing = policy(None, trainable=True)
+    recomputing.kv_observer = KvObserver(recomputing.model, NUM_LAYERS, ranks.device)
+    recomputing.train_step(make_batches(5, 60), mean_loss)  # micro-batches of one sequence and of two
     return {
+        "kv": recomputing.kv_observer.take(ranks),
         "calibration": calibration,
         "steps": steps,
         "plain": [plain.train_step(make_batches(5), mean_loss)[0] for _ in range(2)],
@@ -116,6 +122,18 @@ def test_fp8_training_is_the_same_on_shards(results: dict[str, list[dict[str, An
             values, expected = ([step[key] for step in steps] for steps in (found["steps"], alone["steps"]))
             assert values == pytest.approx(expected, rel=1e-2)
     assert alone["steps"][0]["grad_norm"] != pytest.approx(alone["plain"][0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_scales_of_a_kv_cache_are_the_same_on_shards_that_recompute(
+    results: dict[str, list[dict[str, Any]]], layout: str
+) -> None:
+    """With pipeline parallelism other micro-batches pass between a forward pass and its recomputation."""
+    expected = results["alone"][0]["kv"][0]
+    for found in (rank["kv"][0] for rank in results[layout]):
+        for letter in "qkv" if layout == "pipeline" else "":
+            assert getattr(found, letter) == getattr(expected, letter)
+        assert [max(found.k), max(found.v)] == pytest.approx([max(expected.k), max(expected.v)], rel=0.05)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])

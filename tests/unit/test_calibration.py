@@ -312,6 +312,16 @@ def test_two_prompts_are_taken_however_few_tokens_are_asked_for() -> None:
     assert [sum(len(batch.indices) for batch in part) for part in parts] == [2, 1, 1]
 
 
+def test_long_responses_are_cut() -> None:
+    precision = PrecisionConfig(calibration_tokens=600, calibration_length=9)
+    data = calibration_data(make_rollouts(), CONFIG.model_copy(update={"precision": precision}), 0, 1)
+    for batches in (data.statistics, data.selection, data.held_out):
+        assert max(int(batch.lengths.max()) for batch in batches) == 9
+    precision = PrecisionConfig(calibration_tokens=600, calibration_length=1)
+    data = calibration_data(make_rollouts(), CONFIG.model_copy(update={"precision": precision}), 0, 1)
+    assert all(int(batch.mask.sum(1).min()) == int(batch.mask.sum(1).max()) == 1 for batch in data.statistics)
+
+
 def test_scales_are_those_of_the_weights_and_belong_to_one_model(
     calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, tmp_path: Path
 ) -> None:

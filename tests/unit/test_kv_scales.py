@@ -97,6 +97,14 @@ def test_only_tokens_trained_on_are_measured(policy: Policy, ranks: Ranks) -> No
     assert scales_of(policy, ranks, training_only=False, run=step) != wanted
 
 
+def test_what_is_recomputed_counts_once(policy: Policy, ranks: Ranks) -> None:
+    again = Policy(policy.model_dir, PolicyConfig(lr=1e-3, recompute=True), dtype="float32", ranks=ranks, seed=0)
+    observer = KvObserver(again.model, LAYERS, ranks.device)
+    again.kv_observer = observer
+    again.train_step(batches(1), mean_loss, lr=0.0)
+    assert (observer._counts.sum(-1) == 20 + 17 + 9).all()
+
+
 def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     policy: Policy, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from specrl.training.megatron import cpu_layers
 from specrl.training.megatron.cpu_layers import Rotary, RotaryCausalAttention, SwiGLU, _RMSNorm
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
+from tests.peak_memory import peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,27 @@ def test_rotary_causal_attention(heads: int, groups: int, dtype: torch.dtype) ->
     attention = RotaryCausalAttention(None, Rotary(frequencies))
     shapes = ((seq, batch, heads, width), (seq, batch, groups, width), (seq, batch, groups, width))
     assert_same(lambda q, k, v: attention(q, k, v, None), textbook, leaves(*shapes, dtype=dtype))
+
+
+@pytest.mark.parametrize("most", [2**26, 2 * 2 * 3 * 96 * 40, 1])
+def test_attention_without_a_gradient_is_the_same_and_bounds_its_scores(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq, batch, heads, groups, width = 96, 2, 6, 2, 8
+    attention = RotaryCausalAttention(None, Rotary(torch.ones(width // 2)))
+    inputs = leaves((seq, batch, heads, width), (seq, batch, groups, width), (seq, batch, groups, width))
+    expected = attention(*inputs, None).detach()
+    monkeypatch.setattr(cpu_layers, "MAX_SCORES", most)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            found: Tensor = attention(*inputs, None)
+        return found
+
+    torch.testing.assert_close(run(), expected)
+    scores = min(batch * heads * seq * seq, max(most, batch * heads * seq))
+    others = 4 * seq * batch * (5 * heads + 4 * groups) * width
+    assert peak_bytes(run) <= others + 4 * scores * 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

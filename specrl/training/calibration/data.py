@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specrl.config import Config
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -16,10 +18,11 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int) -> CalibrationData:
     """Return this data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
-    There are two prompts at least, whatever the number of tokens, and every second one is held out from the choice of
-    layers.
+    Of a sequence that is longer than `precision.calibration_length`, the end of the response is left out. There are two
+    prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
     """
-    chosen = _within(rollouts, config.precision.calibration_tokens, prompts=True, at_least=2)
+    shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
+    chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)
     prompts = sorted({rollout.prompt_id for rollout in chosen})
     assert len(prompts) > 1, "drafter.num_prompts is 2 or more"
     held = set(prompts[1::2])
@@ -52,6 +55,12 @@ def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: in
             break
         chosen.append(rollout)
     return chosen
+
+
+def _shortened(rollout: Rollout, length: int) -> Rollout:
+    """Return the rollout with at most `length` tokens of prompt and response, but at least one of the response."""
+    room = max(1, length - len(rollout.prompt_tokens))
+    return replace(rollout, response_tokens=rollout.response_tokens[:room])
 
 
 def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """A function of rotated queries, rotated keys and values, [batch, heads, seq, width] each."""
+MAX_SCORES = 2**26
+"""The number of attention scores that exist at once in a pass without a gradient; the plan counts them."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -111,7 +113,67 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, inverse: bool =
 @lru_cache(maxsize=16)
 def _causal_mask(seq: int, queries_per_group: int, device: torch.device) -> Tensor:
     """Return [1, queries_per_group x seq, seq] float32: -inf above the diagonal, zero elsewhere."""
-    return torch.full((seq, seq), float("-inf"), device=device).triu_(1).repeat(queries_per_group, 1)[None]
+    return _last_rows_of_mask(seq, seq, queries_per_group, device)
+
+
+def _last_rows_of_mask(rows: int, seq: int, queries_per_group: int, device: torch.device) -> Tensor:
+    """Return the last `rows` rows of the causal mask of each query head: [1, queries_per_group x rows, seq] float32."""
+    mask = torch.full((rows, seq), float("-inf"), device=device).triu_(1 + seq - rows)
+    return mask.repeat(queries_per_group, 1)[None]
+
+
+def _rotated(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, observe: Observe | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys, each [seq, batch, heads, width], and lay them out for products of whole groups.
+
+    Returns:
+        Queries [batch x groups, group's queries, seq, width], and keys and values [batch x groups, seq, width].
+    """
+    seq, batch, heads, width = query.shape
+    groups = key.shape[2]
+    each = heads // groups
+    q = query.new_empty(batch, groups, each, seq, width)
+    _rotate(query.view(seq, batch, groups, each, width).permute(1, 2, 3, 0, 4), cos, sin, q)
+    k = _rotate(key.permute(1, 2, 0, 3), cos, sin, key.new_empty(batch, groups, seq, width)).flatten(0, 1)
+    v = value.permute(1, 2, 0, 3).contiguous().flatten(0, 1)
+    if observe is not None:
+        observe(q.flatten(1, 2), k.view(batch, groups, seq, width), v.view(batch, groups, seq, width))
+    return q.flatten(0, 1), k, v
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(width) + mask) in the type of `q`, with scores in float32.
+
+    Args:
+        q: [groups, rows, width].
+        k: [groups, seq, width].
+        mask: [1, rows, seq].
+    """
+    scores = torch.baddbmm(mask, q.float(), k.float().mT, alpha=q.shape[-1] ** -0.5)
+    return torch.softmax(scores, -1).to(q.dtype)
+
+
+def _attend_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention's output [groups, group's queries, seq, width] with at most `MAX_SCORES` scores at a time.
+
+    Args:
+        q: [groups, group's queries, seq, width].
+        k: [groups, seq, width].
+        v: [groups, seq, width].
+    """
+    groups, each, seq, width = q.shape
+    rows = max(1, MAX_SCORES // (groups * each * seq))
+    if rows >= seq:  # the same products as with a gradient
+        weights = _attention_weights(q.view(groups, each * seq, width), k, _causal_mask(seq, each, q.device))
+        return torch.bmm(weights, v).view(groups, each, seq, width)
+    context = torch.empty_like(q)
+    for start in range(0, seq, rows):
+        end = min(start + rows, seq)
+        mask = _last_rows_of_mask(end - start, end, each, q.device)
+        weights = _attention_weights(q[:, :, start:end].flatten(1, 2), k[:, :end], mask)
+        context[:, :, start:end] = torch.bmm(weights, v[:, :end]).view(groups, each, end - start, width)
+    return context
 
 
 class _RotaryCausalAttention(torch.autograd.Function):
@@ -127,15 +189,9 @@ class _RotaryCausalAttention(torch.autograd.Function):
         seq, batch, heads, width = query.shape
         groups = key.shape[2]
         each = heads // groups
-        q = query.new_empty(batch, groups, each, seq, width)
-        _rotate(query.view(seq, batch, groups, each, width).permute(1, 2, 3, 0, 4), cos, sin, q)
-        k = _rotate(key.permute(1, 2, 0, 3), cos, sin, key.new_empty(batch, groups, seq, width)).flatten(0, 1)
-        v = value.permute(1, 2, 0, 3).contiguous().flatten(0, 1)
-        if observe is not None:
-            observe(q.flatten(1, 2), k.view(batch, groups, seq, width), v.view(batch, groups, seq, width))
-        q = q.view(batch * groups, each * seq, width)
-        scores = torch.baddbmm(_causal_mask(seq, each, q.device), q.float(), k.float().mT, alpha=width**-0.5)
-        weights = torch.softmax(scores, -1).to(query.dtype)  # [batch x groups, each x seq, seq]
+        q, k, v = _rotated(query, key, value, cos, sin, observe)
+        q = q.flatten(1, 2)
+        weights = _attention_weights(q, k, _causal_mask(seq, each, q.device))  # [batch x groups, each x seq, seq]
         ctx.save_for_backward(q, k, v, weights, cos, sin)
         ctx.shape = (seq, batch, groups, each, width)
         context = torch.bmm(weights, v).view(batch, groups, each, seq, width)
@@ -162,8 +218,8 @@ class _RotaryCausalAttention(torch.autograd.Function):
 class RotaryCausalAttention(torch.nn.Module):
     """Megatron's `core_attention`, which rotates queries and keys too.
 
-    Padding is on the right, so that the causal mask alone keeps it out of every result that is read. Memory grows with
-    the square of the sequence length.
+    Padding is on the right, so that the causal mask alone keeps it out of every result that is read. With a gradient,
+    memory grows with the square of the sequence length; without one, at most `MAX_SCORES` scores exist at a time.
     """
 
     def __init__(self, config: Any, rotary: Rotary, **_: Any) -> None:
@@ -176,5 +232,9 @@ class RotaryCausalAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
         """Return [seq, batch, heads x width], given [seq, batch, heads, width] with fewer heads in key and value."""
         cos, sin = self._rotary(query.shape[0], query.dtype, query.device)
+        if not torch.is_grad_enabled():
+            seq, batch, heads, width = query.shape
+            context = _attend_without_gradient(*_rotated(query, key, value, cos, sin, self.observe))
+            return context.view(batch, heads, seq, width).permute(2, 0, 1, 3).reshape(seq, batch, heads * width)
         result: Tensor = _RotaryCausalAttention.apply(query, key, value, cos, sin, self.observe)  # type: ignore[no-untyped-call]
         return result

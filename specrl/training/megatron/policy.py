@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -352,10 +352,8 @@ class Policy:
             is_kept = len(inputs.recorded) < num_kept
             targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
             head = HeadInput(batch.mask, targets, temperature, draft_tokens if is_kept else None)
-            if self.kv_observer is not None:
-                hidden = self.kv_observer.training_only and loss is None
-                self.kv_observer.lengths = None if hidden else batch.lengths
-            with inputs.micro_batch() if is_kept else nullcontext():
+            recording = inputs.micro_batch() if is_kept else nullcontext()
+            with self._observed(batch, trains=loss is not None), recording:
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)
 
@@ -373,6 +371,13 @@ class Policy:
         finally:
             inputs.remove()
         return outcomes, self._features(spec, batches[:num_kept], inputs, outcomes) if spec else []
+
+    def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
+        """Return a context manager for the forward pass of a micro-batch, in which `kv_observer` observes it."""
+        observer = self.kv_observer
+        if observer is None or (observer.training_only and not trains):
+            return nullcontext()
+        return observer.forward_pass(batch.lengths)
 
     def _features(
         self, spec: FeatureSpec, batches: list[MicroBatch], inputs: LayerInputs, outcomes: list[_Outcome]
