@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from specrl.training.megatron.model import check_supported
-from specrl.training.megatron.weights import Parameter, WeightMap, part_of, unshard, weight_map
+from specrl.training.megatron.weights import Parameter, WeightMap, join, part_of, weight_map
 
 SMALL = {
     "vocab_size": 97,
@@ -74,8 +74,14 @@ def test_merge_shard_unshard_unmerge_gives_the_same_bits(
         originals = [torch.randn(shape).bfloat16() for shape in shapes_on_disk(hf, parameter.hf)]
         assert tuple(weights.merge(parameter, originals).shape) == parameter.shape
         shards = [weights.merge(parameter, parts(parameter, originals, rank, tensor), tensor) for rank in range(tensor)]
-        again = weights.unmerge(parameter, unshard(parameter, shards))
+        held = zip(*(weights.unmerge(parameter, shard, tensor) for shard in shards), strict=True)
+        if parameter.split == "none":
+            again = [of_ranks[0] for of_ranks in held]
+        else:
+            again = [join(weights, parameter, torch.stack(of_ranks)) for of_ranks in held]
         assert all(torch.equal(a, b) for a, b in zip(originals, again, strict=True)), parameter.name
+        found = [tuple(part.shape) for part in weights.unmerge(parameter, shards[0], tensor)]
+        assert found == weights.part_shapes(parameter, tensor)
 
 
 @given(st.sampled_from(MODELS), st.sampled_from([1, 2, 4]))

@@ -92,18 +92,26 @@ class Delivery:
         self.known = known
         self.tied = tied
         self.unknown: list[str] = []
-        self.heads: dict[str, Tensor] = {}
+        self._first: Tensor | None = None
+        """The first that came of a tied head and the embeddings, until the other one is compared with it."""
+        self._heads_differ = False
 
     def through(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that are to be loaded."""
         for name, tensor in weights:
             self.missing.discard(name)
             if self.tied and name in {HEAD, EMBEDDINGS}:
-                self.heads[name] = tensor
+                self._compare(tensor)
             if name not in self.known:
                 self.unknown.append(name)
             elif not (self.tied and name == HEAD):
                 yield name, tensor
+
+    def _compare(self, tensor: Tensor) -> None:
+        if self._first is None:
+            self._first = tensor
+        else:
+            self._heads_differ, self._first = not torch.equal(self._first, tensor), None
 
     def check(self) -> None:
         """Raise RefitError for missing or unknown tensors, PolicyParityError for a tied head that differs."""
@@ -111,7 +119,7 @@ class Delivery:
             raise RefitError(f"refit was sent {', '.join(self.unknown)}, which the model on disk does not have")
         if self.missing:
             raise RefitError(f"refit was not sent {', '.join(sorted(self.missing))}; the engine keeps old values")
-        if len(self.heads) == 2 and not torch.equal(self.heads[HEAD], self.heads[EMBEDDINGS]):
+        if self._heads_differ:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 

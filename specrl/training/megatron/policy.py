@@ -37,6 +37,7 @@ from specrl.training.checkpoint.pieces import Shard
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import LayerInputs, assemble
+from specrl.training.megatron.export import export
 from specrl.training.megatron.model import (
     DTYPES,
     HeadInput,
@@ -278,7 +279,7 @@ class Policy:
         `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
         view of the parameters, which the next `train_step` changes.
         """
-        return weights.export(self.model, self._weights)
+        return export(self.model, self._weights)
 
     def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.

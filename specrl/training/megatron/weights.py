@@ -2,12 +2,12 @@
 
 A `Parameter` names one Megatron parameter, the Hugging Face tensors that it is made of, and how tensor parallelism
 splits it. The list of them follows from the model's `Family` row and is the same on every rank, so that collectives
-match while weights stream.
+match while weights stream (`export.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,11 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.models.families import Family, Layout, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
-from specrl.training.megatron.parallel import from_stage
 
 Split = Layout | Literal["none", "vocabulary"]
 """How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
@@ -77,17 +75,33 @@ class WeightMap:
             return torch.cat((tensors[0], tensors[0].new_zeros(padding, parameter.shape[1])))
         return torch.cat(list(tensors))
 
-    def unmerge(self, parameter: Parameter, merged: Tensor) -> list[Tensor]:
-        """Return the Hugging Face tensors of a whole parameter: the inverse of `merge`."""
+    def unmerge(self, parameter: Parameter, merged: Tensor, size: int = 1) -> list[Tensor]:
+        """Return a rank's part of each Hugging Face tensor, given what it holds of a parameter: the inverse of `merge`.
+
+        A part of a vocabulary keeps its padding.
+
+        Args:
+            size: The number of tensor-parallel ranks.
+        """
         if parameter.split == "qkv":
-            groups = merged.reshape(self.num_groups, -1, *merged.shape[1:])
-            sizes = [groups.shape[1] - 2 * self.head_dim, self.head_dim, self.head_dim]
-            return [part.flatten(0, 1).contiguous() for part in torch.split(groups, sizes, 1)]
-        if parameter.split == "gate_up":
-            return list(merged.chunk(2))
-        if parameter.split == "vocabulary":
-            return [merged[: self.vocab_size]]
-        return [merged]
+            groups = merged.reshape(self.num_groups // size, -1, *merged.shape[1:])
+            return [part.flatten(0, 1).contiguous() for part in torch.split(groups, self._group_rows(parameter), 1)]
+        return list(merged.chunk(len(parameter.hf)))
+
+    def part_shapes(self, parameter: Parameter, size: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
+        rows, rest = parameter.shape[0], parameter.shape[1:]
+        if parameter.split == "none":
+            return [parameter.shape]
+        if parameter.split == "columns":
+            return [(rows, rest[0] // size)]
+        if parameter.split == "qkv":
+            return [(self.num_groups // size * height, *rest) for height in self._group_rows(parameter)]
+        return [(rows // len(parameter.hf) // size, *rest)] * len(parameter.hf)
+
+    def _group_rows(self, parameter: Parameter) -> list[int]:
+        """Return the numbers of rows of queries, key and value in one key-value group."""
+        return [parameter.shape[0] // self.num_groups - 2 * self.head_dim, self.head_dim, self.head_dim]
 
 
 def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) -> tuple[int, int, int]:
@@ -108,16 +122,17 @@ def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) ->
     return dim, min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
 
 
-def unshard(parameter: Parameter, shards: list[Tensor]) -> Tensor:
-    """Return the whole parameter, made of what the tensor-parallel ranks hold of it, in the order of ranks."""
-    if parameter.split == "none" or len(shards) == 1:
-        return shards[0]
+def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
+    """Return one of a parameter's Hugging Face tensors, whole.
+
+    Args:
+        parts: What each tensor-parallel rank holds of it, [ranks, *part]. What is split by rows is not copied where
+            these parts lie behind each other in memory.
+    """
     if parameter.split == "columns":
-        return torch.cat(shards, 1)
-    if parameter.split == "gate_up":  # each rank holds its rows of the gate, then its rows of the up projection
-        gates, ups = zip(*(part.chunk(2) for part in shards), strict=True)
-        return torch.cat((*gates, *ups))
-    return torch.cat(shards)
+        return parts.transpose(0, 1).flatten(1)
+    whole = parts.flatten(0, 1)
+    return whole[: weights.vocab_size] if parameter.split == "vocabulary" else whole
 
 
 def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_norms: bool) -> WeightMap:
@@ -217,43 +232,3 @@ def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader,
         raise ValueError(
             f"{', '.join(parameter.hf)} in {directory}: merged shape {found}, but config.json says {expected}"
         )
-
-
-@torch.no_grad()
-def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank; all ranks take part.
-
-    A tied `lm_head.weight` comes too, at the end. Tensors may be views of the parameters: use or copy one before
-    asking for the next.
-    """
-    own = dict(model.named_parameters())
-    like = next(iter(own.values()))
-    head: Tensor | None = None
-    for parameter in weights.parameters:
-        if parameter.is_copy:
-            continue
-        merged = _merged_everywhere(parameter, own.get(parameter.name), like)
-        for name, tensor in zip(parameter.hf, weights.unmerge(parameter, merged), strict=True):
-            yield name, tensor
-            head = tensor if name == EMBEDDINGS else head
-    if weights.tied:
-        assert head is not None
-        yield HEAD, head
-
-
-def _merged_everywhere(parameter: Parameter, local: Tensor | None, like: Tensor) -> Tensor:
-    """Gather over tensor-parallel ranks where the parameter lives, then broadcast to the other pipeline stages."""
-    merged: Tensor | None = None
-    if parameter.stage == parallel_state.get_pipeline_model_parallel_rank():
-        assert local is not None
-        merged = _gather(parameter, local.detach())
-    return from_stage(parameter.stage, merged, parameter.shape, like.dtype)
-
-
-def _gather(parameter: Parameter, local: Tensor) -> Tensor:
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or parameter.split == "none":
-        return local
-    shards = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    return unshard(parameter, shards)

@@ -1,0 +1,32 @@
+"""How the tensors of a layer are grouped into messages when weights travel between ranks.
+
+The exporter (`training/megatron/export.py`) sends these messages, and the plan (`projection/refit.py`) counts them.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BUCKET_BYTES = 2**28
+"""The bytes of whole tensors in one message, beyond which larger messages are no faster."""
+
+
+def buckets(sizes: Sequence[int]) -> list[range]:
+    """Return the indices of the tensors in each message, in order.
+
+    A message holds about a quarter of the layer, so that a layer takes few messages and no more than its own memory
+    while it travels. It is larger where one tensor alone is, and not above `BUCKET_BYTES` otherwise.
+
+    Args:
+        sizes: The bytes of each of a layer's tensors, whole.
+    """
+    limit = max(*sizes, min(sum(sizes) // 4, BUCKET_BYTES), 0)
+    found: list[range] = []
+    first, size = 0, 0
+    for index, nbytes in enumerate(sizes):
+        if index > first and size + nbytes > limit:
+            found.append(range(first, index))
+            first, size = index, 0
+        size += nbytes
+    return [*found, range(first, len(sizes))]
