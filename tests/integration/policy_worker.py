@@ -23,6 +23,7 @@ from specrl.training.checkpoint.load import load
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron.policy import Policy
+from tests.traffic import refit_traffic
 
 # isort: split
 from megatron.core import parallel_state
@@ -107,7 +108,7 @@ def by_sequence(batches: list[MicroBatch], tensors: list[Tensor]) -> dict[int, T
 def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: Path) -> dict[str, Any]:
     config = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1], **CONFIG)
     policy = Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, keep_reference=True)
-    result: dict[str, Any] = {"loaded": weights_of(policy)}
+    result: dict[str, Any] = {"loaded": weights_of(policy), "stage": policy.pp_rank, "traffic": refit_traffic(policy)}
     batches = my_batches(policy)
     features = policy.forward_features(batches, SPEC)
     result["logits"] = by_sequence(batches, [item.target_logits for item in features])
@@ -205,12 +206,18 @@ def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
         assert time.monotonic() < deadline, move
         time.sleep(0.1)
     load(source, policy, None)
-    restored = weights_of(policy)
+    restored, traffic = weights_of(policy), refit_traffic(policy)
     checkpoints = Checkpoints(scratch / move.folder(ranks.world_size), policy, Retention(1))
     checkpoints.save(2, None, {}, {})
     metrics = [policy.train_step(my_batches(policy), loss)[0] for _ in range(2)]
     checkpoints.wait()
-    return {"metrics": metrics, "restored": restored, "weights": weights_of(policy)}
+    return {
+        "metrics": metrics,
+        "restored": restored,
+        "weights": weights_of(policy),
+        "stage": policy.pp_rank,
+        "traffic": traffic,
+    }
 
 
 def _rank_main(

@@ -12,6 +12,9 @@ import torch
 from policy_worker import Move
 from torch import Tensor
 
+from specrl.models.families import family_of_model, head_dim
+from specrl.models.shapes import ModelShape
+from specrl.projection.refit import Layout, refit_cost
 from tests.checkpoints import whole_state
 
 LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
@@ -93,6 +96,42 @@ def test_weights_come_back_bit_by_bit_on_every_rank(
         loaded = rank[family]["loaded"]
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def check_traffic(rank: dict[str, Any], family: str, layout: tuple[int, int]) -> None:
+    """What a refit sends is what the plan says, in the memory of one layer."""
+    hf, size = worker.FAMILIES[family][1], worker.SHAPE
+    shape = ModelShape(
+        family_of_model(hf),
+        *(size[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size")),
+        *(size[key] for key in ("num_attention_heads", "num_key_value_heads")),
+        head_dim(hf),
+        worker.VOCABULARY,
+        hf.tie_word_embeddings,
+        max_positions=256,
+    )
+    cost = refit_cost(shape, Layout(*layout), element_size=4, stage=rank["stage"])
+    found = rank["traffic"]
+    assert (found["stage_bytes"], found["rank_bytes"]) == (cost.stage_bytes, cost.rank_bytes)
+    assert found["messages"] == cost.messages
+    assert max(found["peak_bytes"], cost.peak_bytes) <= 4 * shape.parameters_per_layer
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_a_refit_sends_what_the_plan_says_in_the_memory_of_one_layer(
+    results: dict[str, list[dict[str, Any]]], family: str, layout: str
+) -> None:
+    for rank in results[layout]:
+        check_traffic(rank[family], family, LAYOUTS[layout][1])
+
+
+def test_a_refit_over_stages_and_ranks_sends_what_the_plan_says(
+    results: dict[str, list[dict[str, Any]]], scratch: Path
+) -> None:
+    world, move = MOVES["TP and PP 1 to 2"]
+    for rank in worker.moved(world, move, scratch):
+        check_traffic(rank, "llama-tied", move.layout)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

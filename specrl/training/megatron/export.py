@@ -136,6 +136,6 @@ def _gather(flat: Tensor) -> Tensor:
     group = parallel_state.get_tensor_model_parallel_group()
     if not len(flat):
         return flat[None]
-    gathered = flat.new_empty(group.size(), len(flat))
+    gathered = flat.new_empty(group.size() * len(flat))
     dist.all_gather_single(gathered, flat, group=group)
-    return gathered
+    return gathered.view(group.size(), -1)

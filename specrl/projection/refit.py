@@ -1,0 +1,145 @@
+"""What a refit costs: the bytes that one GPU receives, the messages that bring them, seconds and memory.
+
+The functions follow `training/megatron/export.py`, tensor by tensor; a test compares them with what ranks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from specrl.models.buckets import buckets
+from specrl.models.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast GPUs exchange weights."""
+
+    network: float = 50e9
+    """What one GPU receives over the network, in bytes per second: by default an adapter of 400 Gbit/s for each GPU."""
+    node: float = 450e9
+    """What one GPU receives from the others of its node, in bytes per second: by default NVLink 4."""
+    message_s: float = 50e-6
+    """The seconds that a message takes beside its bytes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the trainer's ranks share the model."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    """The number of ranks that share the experts of a layer, each of which holds whole experts."""
+
+
+@dataclass(frozen=True)
+class RefitCost:
+    """What one GPU receives and holds while the policy's weights go to the engines."""
+
+    stage_bytes: int
+    """The bytes from the other pipeline stages, as broadcasts."""
+    rank_bytes: int
+    """The bytes from the other tensor-parallel or expert-parallel ranks, as gathers."""
+    sent_bytes: int
+    """The bytes of all broadcasts of the GPU's pipeline group, which come one after another."""
+    messages: int
+    """The number of broadcasts and gathers."""
+    peak_bytes: int
+    """The most memory beside the parameters; vLLM's own copy of a layer is not counted."""
+
+    def seconds(self, links: Links, *, spans_nodes: bool) -> float:
+        """Return the time of all messages.
+
+        Args:
+            spans_nodes: Whether the stages of a pipeline are on different nodes. Tensor-parallel and expert-parallel
+                ranks share a node.
+        """
+        stages = self.sent_bytes / (links.network if spans_nodes else links.node)
+        return stages + self.rank_bytes / links.node + self.messages * links.message_s
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One Hugging Face tensor, or those of the same name of several experts, whole."""
+
+    size: int
+    """The bytes of the whole."""
+    copies: int
+    """The number of ranks that hold different parts of it: 1 where every rank holds the whole."""
+    is_rows: bool = True
+    """Whether what the ranks hold lies behind each other in the whole, so that gathering it makes no second copy."""
+
+    @property
+    def part(self) -> int:
+        """The bytes that one rank holds."""
+        return self.size // self.copies
+
+
+def refit_cost(shape: ModelShape, layout: Layout, *, element_size: int = 2, stage: int | None = None) -> RefitCost:
+    """Return what a GPU receives and holds in one refit.
+
+    Args:
+        element_size: The bytes of one weight.
+        stage: The pipeline stage of the GPU; by default the one that receives most.
+    """
+    held = [0] * layout.pipeline_parallel
+    gathered = messages = peak = before = 0
+    for holder, message in _messages(shape, layout, element_size):
+        part = sum(tensor.part for tensor in message)
+        shared = sum(tensor.size for tensor in message if tensor.copies > 1)
+        held[holder] += part
+        gathered += sum(tensor.size - tensor.part for tensor in message)
+        messages += (layout.pipeline_parallel > 1) + (shared > 0)
+        largest = max(tensor.size for tensor in message)
+        peak = max(peak, before + part + shared)
+        if len(message) > 1 or not message[0].is_rows:
+            peak = max(peak, shared + largest + max(before, largest))
+        before = largest
+    own = min(held) if stage is None else held[stage]
+    is_alone = layout.pipeline_parallel == 1
+    return RefitCost(
+        stage_bytes=sum(held) - own,
+        rank_bytes=gathered,
+        sent_bytes=0 if is_alone else sum(held),
+        messages=messages,
+        peak_bytes=peak,
+    )
+
+
+def _messages(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[tuple[int, list[_Tensor]]]:
+    """Yield the pipeline stage that holds the tensors of each message, and these tensors."""
+    per_stage = shape.num_layers // layout.pipeline_parallel
+    last = layout.pipeline_parallel - 1
+    ranks = layout.tensor_parallel
+    vocabulary = -(-shape.vocab_size // ranks) * ranks * shape.hidden_size * element_size  # padded
+    layer = list(_layer(shape, layout, element_size))
+    yield 0, [_Tensor(vocabulary, ranks)]
+    for index in range(shape.num_layers):
+        for indices in buckets([tensor.size for tensor in layer]):
+            yield index // per_stage, [layer[place] for place in indices]
+    yield last, [_Tensor(shape.hidden_size * element_size, 1)]
+    if not shape.tied:
+        yield last, [_Tensor(vocabulary, ranks)]
+
+
+def _layer(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[_Tensor]:
+    """Yield the tensors of one transformer layer, in the order in which they are sent."""
+    ranks, unit = layout.tensor_parallel, element_size
+    hidden, queries, keys = shape.hidden_size * unit, shape.query_size, shape.kv_size
+    yield from [_Tensor(hidden, 1)] * 2
+    yield from [_Tensor(rows * hidden, ranks) for rows in (queries, keys, keys)]
+    if shape.family.qkv_bias:
+        yield from [_Tensor(rows * unit, ranks) for rows in (queries, keys, keys)]
+    yield _Tensor(queries * hidden, ranks, is_rows=False)
+    if shape.num_experts:
+        yield _Tensor(shape.num_experts * hidden, 1)
+        together = layout.expert_parallel
+        for _ in range(shape.num_experts // together):
+            yield from [_Tensor(together * shape.expert_size * hidden, together)] * 3
+    else:
+        yield from [_Tensor(shape.intermediate_size * hidden, ranks)] * 2
+        yield _Tensor(shape.intermediate_size * hidden, ranks, is_rows=False)
+    if shape.family.qk_norm:
+        yield from [_Tensor(shape.head_dim * unit, 1)] * 2

@@ -1,0 +1,47 @@
+"""What a refit of large models costs, without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from specrl.models.buckets import BUCKET_BYTES, buckets
+from specrl.models.families import FAMILIES
+from specrl.models.shapes import KNOWN_SHAPES, ModelShape
+from specrl.projection.refit import Layout, Links, refit_cost
+
+EXPERTS = ModelShape(FAMILIES["qwen3"], 96, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536)
+"""A Qwen3-235B-A22B with two layers more, which four stages divide."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "seconds"),
+    [
+        (KNOWN_SHAPES["Qwen/Qwen3-8B"], Layout(4), 0.035),
+        (KNOWN_SHAPES["Qwen/Qwen3-32B"], Layout(8, 2), 0.32),
+        (EXPERTS, Layout(8, 4, 8), 2.4),
+    ],
+    ids=["8B", "32B", "235B"],
+)
+def test_a_gpu_receives_its_part_over_the_network_and_the_rest_inside_its_node(
+    shape: ModelShape, layout: Layout, seconds: float
+) -> None:
+    cost = refit_cost(shape, layout)
+    model, ranks, stages = 2 * shape.parameters, layout.tensor_parallel, layout.pipeline_parallel
+    assert cost.sent_bytes == pytest.approx(model / ranks if stages > 1 else 0, rel=0.01)
+    assert cost.stage_bytes == pytest.approx(model / ranks * (1 - 1 / stages), rel=0.12)
+    assert cost.rank_bytes == pytest.approx(model * (1 - 1 / ranks), rel=0.01)
+    assert cost.messages < 20 * 3 * shape.num_layers
+    assert cost.peak_bytes <= max(2 * shape.parameters_per_layer, 2 * 1.3 * shape.embedding_parameters)
+    assert cost.seconds(Links(), spans_nodes=True) == pytest.approx(seconds, rel=0.1)
+
+
+def test_one_rank_sends_nothing() -> None:
+    cost = refit_cost(KNOWN_SHAPES["Qwen/Qwen3-8B"], Layout())
+    assert (cost.stage_bytes, cost.rank_bytes, cost.messages) == (0, 0, 0)
+
+
+def test_small_tensors_travel_together_and_large_ones_alone() -> None:
+    assert buckets([1, 1, 8, 2, 2, 16, 16, 16]) == [range(0, 5), range(5, 6), range(6, 7), range(7, 8)]
+    experts = buckets([2**24] * 256)
+    assert {len(message) * 2**24 for message in experts} == {BUCKET_BYTES}
+    assert buckets([5]) == [range(0, 1)]
