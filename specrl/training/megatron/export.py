@@ -110,8 +110,8 @@ def _whole_tensors(
         if part.copies == 1:
             yield part.name, flat[offset:end].view(part.shape)
         else:
-            shards_of = gathered[:, offset - whole : end - whole]
-            yield part.name, join(weights, part.parameter, shards_of.unflatten(1, part.shape))
+            held = gathered[:, offset - whole : end - whole].reshape(-1, *part.shape)
+            yield part.name, join(weights, part.parameter, held)
         offset = end
 
 
