@@ -167,7 +167,7 @@ class Trainer:
                 if self.config.engine.sleep:
                     self.engine.sleep()
             with timer("policy_update"):
-                policy_metrics, features = self.update_policy(generated.rollouts)
+                policy_metrics, features = self.update_policy(step, generated.rollouts)
                 self.precision.check_quantised(policy_metrics["num_tokens"])
                 kv_scales = self.precision.measure_kv_scales(timer)
             mismatch = self.precision.check_agreement(generated.rollouts)
@@ -187,12 +187,12 @@ class Trainer:
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
         self.recorder.finish(record, timer, num_steps, progress)
 
-    def update_policy(self, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features]]:
+    def update_policy(self, step: int, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features | None]]:
         """Train the policy on the step's rollouts; return its metrics and the features that the drafter learns from."""
         spec = self.drafter.feature_spec if self.drafter is not None else None
-        return update_policy(self.policy, rollouts, self.config, spec)
+        return update_policy(self.policy, rollouts, self.config, spec, step=step)
 
-    def update_drafter(self, features: list[Features]) -> dict[str, float]:
+    def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
         """Train the drafter on features of the policy's own forward pass, which carry no gradient (invariant 3)."""
         if self.drafter is None:
             return {}

@@ -212,6 +212,12 @@ _DEFINITIONS = (
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
     Metric(
+        "drafter/sampled_fraction",
+        "",
+        "Share of the trained responses, evenly by length, from which the drafter's update of the step has features.",
+    ),
+    Metric("drafter/num_tokens", "tokens", "Drafted positions in the drafter's training, those of all ranks."),
+    Metric(
         "drafter/top1_match",
         "",
         "Share of the positions at which the drafter's likeliest token is the policy's, at the first TTT step.",

@@ -34,8 +34,9 @@ LATE = ("timing/step_s", "timing/checkpoint_s")
 OF_STEPS = frozenset({"drafter", "reward"})
 """The kinds of the events that a step records each time it is run."""
 
-NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s"})
-"""Results of an update that are no metrics of the policy: the tokens trained on, and seconds of log-prob passes."""
+NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s", "sampled_fraction"})
+"""Results of an update that are no metrics of the policy: the tokens trained on, seconds of log-prob passes, and the
+share of the sequences that the drafter learns from."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class StepParts:
             "rollout/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
             **{f"policy/{name}": value for name, value in self.policy.items() if name not in NOT_OF_THE_POLICY},
             **{f"drafter/{name}": value for name, value in self.drafter.items()},
+            **({"drafter/sampled_fraction": self.policy["sampled_fraction"]} if self.drafter else {}),
             **speculation_metrics(self.generated.stats),
             **bubble_metrics(self.generated.bubbles),
             **self.mismatch,

@@ -50,6 +50,10 @@ class PolicyConfig(Section):
     compute."""
 
 
+MIN_SAVED = 2**28
+"""The numbers that hidden states must save for them to be kept instead of logits."""
+
+
 class DrafterConfig(Section):
     """The drafter: the shape of EAGLE-3, pretraining on the policy's own responses, and the online update.
 
@@ -80,12 +84,26 @@ class DrafterConfig(Section):
     tokens_per_micro_batch: PositiveInt = 512
     """Number of tokens, padding included, per rank and optimizer step of the pretraining."""
     max_tokens_per_step: Adjustable[PositiveInt] = 32768
-    """Largest number of tokens, padding included, for which a rank records features in an RL step, to update the
-    drafter; the longest sequences are chosen first."""
+    """Largest number of tokens, padding included, for which the ranks that hold one copy of the policy record features
+    in an RL step, to update the drafter. If the step has more, an even sample of its sequences by length is taken, and
+    at most an eighth of this number (or 256 tokens) of each, at a random place. The ranks divide the sequences among
+    them."""
     max_tokens_per_window: PositiveInt = 131072
-    """Largest number of tokens, padding included, whose features a rank holds at once in pretraining. If all features
-    fit, they are computed once; otherwise they are computed again in every epoch, which is slower and gives the same
-    result."""
+    """Largest number of tokens, padding included, whose features the ranks that hold one copy of the policy have at
+    once in pretraining. If all features fit, they are computed once; otherwise they are computed again in every epoch,
+    which is slower and gives the same result."""
+
+    def keeps_hidden_states(self, hidden_size: int) -> bool:
+        """Return whether EAGLE-3's targets are kept as the policy's last hidden states and the rows of its head.
+
+        They are where that takes much less memory than its logits on the draft vocabulary, which are then computed
+        again where they are needed.
+
+        Args:
+            hidden_size: That of the policy.
+        """
+        tokens, vocabulary = max(self.max_tokens_per_step, self.max_tokens_per_window), self.draft_vocab_size
+        return tokens * vocabulary - (tokens + vocabulary) * hidden_size >= MIN_SAVED
 
 
 class TrainConfig(Section):

@@ -214,7 +214,9 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
     # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
-    features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + drafter.draft_vocab_size
+    as_hidden = not policy_layer and drafter.keeps_hidden_states(shape.hidden_size)
+    targets = shape.hidden_size if as_hidden else drafter.draft_vocab_size
+    features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + targets
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
     budget = drafter.max_tokens_per_window if pretraining else drafter.max_tokens_per_step
@@ -229,7 +231,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
         drafter_activations(rank, tokens),
-        *_feature_items(rank, min(max(budget, tokens), longest), features, pretraining=pretraining),
+        *_feature_items(rank, min(max(budget, tokens), longest), features, targets, pretraining=pretraining),
     ]
 
 
@@ -264,27 +266,33 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     )
 
 
-def _feature_items(rank: Rank, tokens: int, numbers: int, *, pretraining: bool) -> list[MemoryItem]:
+def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretraining: bool) -> list[MemoryItem]:
     """Return what the drafter's features need.
 
-    The logits among them exist twice, because they leave the policy's head packed and are then padded. Ranks that train
-    the drafter in idle time keep the features of two more steps (`training/drafter/spot.py`).
+    The targets among them exist twice, because they leave the policy's head packed and are then padded; where they are
+    hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
+    time keep the features of two more steps (`training/drafter/spot.py`). Ranks that hold one copy of the policy divide
+    the rows, of which one may be as long as the longest sequence; the targets leave the policy's head undivided.
 
     Args:
         tokens: The number of tokens with features.
         numbers: The numbers in the features of a token.
+        targets: The numbers in the targets of a token.
     """
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
-    how = f"{tokens} tokens x {size / 1024:.1f} KiB"
+    parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
+    held = tokens if parallel == 1 else min(tokens, tokens / parallel + config.model.max_length)
+    how = f"{held:.0f} tokens x {size / 1024:.1f} KiB"
     steps = ", of 3 steps" if copies > 1 else ""
-    items = [_item("drafter's features", copies * tokens * size, how + steps)]
+    items = [_item("drafter's features", copies * held * size, how + steps)]
     if config.speculation.draft_method.is_policy_layer:
         return items
-    vocabulary = config.drafter.draft_vocab_size
-    logits = tokens * vocabulary * rank.dtype_bytes
-    how = f"{tokens} tokens x {vocabulary}, before they are laid out"
-    return [*items, _item("drafter's targets", logits, how, "policy")]
+    if config.drafter.keeps_hidden_states(rank.shape.hidden_size):
+        rows = config.drafter.draft_vocab_size * rank.shape.hidden_size * rank.dtype_bytes
+        items.append(_item("head's rows for the drafter", copies * rows, "hidden states are kept instead of logits"))
+    how = f"{tokens} tokens x {targets}, before they are laid out"
+    return [*items, _item("drafter's targets", tokens * targets * rank.dtype_bytes, how, "policy")]
 
 
 def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:

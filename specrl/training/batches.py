@@ -93,21 +93,6 @@ def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_mu
     return batches
 
 
-def within_budget(areas: Iterable[int], max_tokens: int) -> int:
-    """Return how many leading micro-batches stay within `max_tokens` together; the first one always counts.
-
-    Args:
-        areas: The size of each micro-batch in tokens, padding included; `pack` puts the longest sequences first.
-    """
-    count = total = 0
-    for area in areas:
-        total += area
-        if total > max_tokens and count:
-            break
-        count += 1
-    return count
-
-
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
     """Return a micro-batch without a sequence, with which a rank without work takes part in collective passes."""
     return MicroBatch(

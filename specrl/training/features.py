@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,26 @@ class FeatureSpec:
     draft_tokens: Tensor
     """int64 `[draft_vocab]`, sorted: the target ids of the draft vocabulary. It is empty for a drafter that has the
     policy's head, and so can compute the policy's logits itself."""
+    as_hidden: bool = False
+    """Whether the targets are the policy's last hidden states and the rows of its head, and not its logits."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a sequence whose features are kept, and the rank that keeps them."""
+
+    start: int
+    """The position of its first token."""
+    stop: int
+    """The position behind its last token."""
+    owner: int = 0
+    """The number of the rank that keeps the features, among the ranks that hold the policy together
+    (`Policy.model_rank`)."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features of one micro-batch, in which every row is one sequence, padded on the right.
+    """The features of one micro-batch, in which every row is one sequence or a part of it, padded on the right.
 
     Nothing here carries a gradient.
     """
@@ -32,8 +50,79 @@ class Features:
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor
     """`[batch, seq, layers * hidden]` in the policy's compute type: the inputs of the chosen layers, concatenated."""
-    target_logits: Tensor
-    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; 0 where `mask` is
-    False."""
+    targets: Tensor
+    """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; or, where there is
+    a `head`, `[batch, seq, hidden]`: the hidden states that it computes these logits from. 0 where `mask` is False."""
     target_top1: Tensor
     """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False."""
+    head: Tensor | None = None
+    """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
+    micro-batches of the pass share them. None where `targets` are logits."""
+    starts: Tensor | None = None
+    """int64 `[batch]`: the position in its sequence of each row's first token; None where all are 0."""
+
+    def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the policy's logits on the draft vocabulary at some places, `[n, draft_vocab]`.
+
+        Args:
+            rows: int64 `[n]`.
+            columns: int64 `[n]`.
+        """
+        targets = self.targets[rows, columns]
+        return targets if self.head is None else F.linear(targets, self.head)
+
+    def choose(self, rows: Sequence[int]) -> Features:
+        """Return some of the rows, copied."""
+        chosen = list(rows)
+        return Features(
+            tokens=self.tokens[chosen],
+            mask=self.mask[chosen],
+            hidden=self.hidden[chosen],
+            targets=self.targets[chosen],
+            target_top1=self.target_top1[chosen],
+            head=self.head,
+            starts=None if self.starts is None else self.starts[chosen],
+        )
+
+    def row(self, row: int, length: int) -> Features:
+        """Return the first `length` columns of one row, copied."""
+        part = (slice(row, row + 1), slice(0, length))
+        return Features(
+            tokens=self.tokens[part].clone(),
+            mask=self.mask[part].clone(),
+            hidden=self.hidden[part].clone(),
+            targets=self.targets[part].clone(),
+            target_top1=self.target_top1[part].clone(),
+            head=self.head,
+            starts=None if self.starts is None else self.starts[row : row + 1].clone(),
+        )
+
+
+def sequences(features: Features) -> list[Features]:
+    """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
+    lengths = [int(mask.nonzero()[-1]) + 2 if int(mask.sum()) >= 2 else 0 for mask in features.mask]
+    return [features.row(row, length) for row, length in enumerate(lengths) if length]
+
+
+def padded(rows: Sequence[Features]) -> Features:
+    """Return one micro-batch of single sequences; each stays a row of its own, so that none attends to another.
+
+    All of them have targets of the same kind, and those with hidden states are of the same forward pass.
+    """
+    width = max(row.tokens.shape[1] for row in rows)
+    assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
+    starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
+    return Features(
+        tokens=_stack([row.tokens for row in rows], width),
+        mask=_stack([row.mask for row in rows], width),
+        hidden=_stack([row.hidden for row in rows], width),
+        targets=_stack([row.targets for row in rows], width),
+        target_top1=_stack([row.target_top1 for row in rows], width),
+        head=rows[0].head,
+        starts=torch.cat([start.to(rows[0].tokens.device) for start in starts]),
+    )
+
+
+def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """Return tensors of [1, length, ...] each as one of [rows, width, ...], with zeros on the right."""
+    return torch.cat([F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])) for tensor in tensors])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, TrainConfig
 from specrl.data.dealing import deal_longest_first
+from specrl.data.problems import derive_seed
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
+from specrl.training.sample import Sample, sample_sequences
 
 
 def assign_advantages(rollouts: list[Rollout], config: TrainConfig) -> None:
@@ -27,8 +30,8 @@ def assign_advantages(rollouts: list[Rollout], config: TrainConfig) -> None:
 
 
 def update_policy(
-    policy: Policy, rollouts: list[Rollout], config: Config, spec: FeatureSpec | None
-) -> tuple[dict[str, float], list[Features]]:
+    policy: Policy, rollouts: list[Rollout], config: Config, spec: FeatureSpec | None, *, step: int
+) -> tuple[dict[str, float], list[Features | None]]:
     """Train the policy on the rollouts that carry signal (collective).
 
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
@@ -37,12 +40,14 @@ def update_policy(
     Args:
         rollouts: All rollouts of the step, in the same order on every rank.
         spec: The features that the drafter is trained on; with None, no features are kept.
+        step: The RL step, which determines with `seed` the sample that the drafter learns from.
 
     Returns:
         The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
-        (means over the updates), `num_tokens`, prompts included, and `logprob_s`, the seconds of separate log-prob
-        passes; and this rank's features of the micro-batches that stay within `drafter.max_tokens_per_step`, because
-        those of a whole step would fill the memory.
+        (means over the updates), `num_tokens`, prompts included, `logprob_s`, the seconds of separate log-prob passes,
+        and, where features are kept, `sampled_fraction`, the share of the sequences that they are of; and this rank's
+        share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step would
+        fill the memory. They are the drafter's micro-batches, see `Drafter.update`.
     """
     chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
     parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
@@ -54,21 +59,37 @@ def update_policy(
     metrics: dict[str, float] = {}
     features: list[Features] = []
     own = [_own_micro_batches(policy, rollouts, part, config) for part in parts]
-    budget = within_budget((batch.area for batches in own for batch in batches), config.drafter.max_tokens_per_step)
+    sample = _sample(policy, own, config, step) if spec is not None else None
     for part, batches in zip(parts, own, strict=True):
         num_tokens = sum(len(rollouts[i].response_tokens) for i in part)
         recorded: dict[int, list[float]] = {}
         loss = _loss(rollouts, reference, num_tokens, config, recorded, several=len(parts) > 1)
-        keep = budget - len(features)  # the same on all shards of a data-parallel rank, as their micro-batches are
+        windows = sample.windows if sample is not None and sample.is_divided else None
         temperature = config.sampling.temperature
-        result, kept = policy.train_step(batches, loss, features=spec, keep=keep, temperature=temperature)
+        result, kept = policy.train_step(batches, loss, features=spec, windows=windows, temperature=temperature)
         features += kept
         if len(parts) == 1:
             _store_logprobs(policy, rollouts, recorded)
         for name, value in result.items():
             metrics[name] = metrics.get(name, 0.0) + value / len(parts)
     num_tokens = sum(len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in chosen)
-    return {**metrics, "num_tokens": float(num_tokens), "logprob_s": logprob_s}, features
+    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    if sample is None:
+        return metrics, []
+    num_sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
+    metrics["sampled_fraction"] = num_sampled / max(len(chosen), 1)
+    return metrics, sample.arrange(features, chain.from_iterable(own), policy.model_rank)
+
+
+def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: int) -> Sample:
+    """Return what the drafter learns from of this data-parallel rank's micro-batches."""
+    return sample_sequences(
+        own,
+        max_tokens=config.drafter.max_tokens_per_step,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        owners=policy.model_size,
+        seed=derive_seed(config.seed, "drafter's sample", step, policy.dp_rank),
+    )
 
 
 def align(rows: list[list[float]], mask: Tensor) -> Tensor:

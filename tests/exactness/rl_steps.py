@@ -145,7 +145,7 @@ def policy_gradients(trainer: Trainer) -> dict[str, float | None]:
     """Gradient of each policy parameter after the drafter's update on features of the policy's own forward pass."""
     rollouts = read_rollouts(next(iter(sorted(trainer.recorder.rollouts_dir.glob("step=*/rank-*.arrow")))))
     assert trainer.drafter is not None
-    _, features = update_policy(trainer.policy, rollouts, trainer.config, trainer.drafter.feature_spec)
+    _, features = update_policy(trainer.policy, rollouts, trainer.config, trainer.drafter.feature_spec, step=0)
     model = trainer.policy.model
     for parameter in model.parameters():
         parameter.grad = None

@@ -51,7 +51,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     prompts = torch.randint(4, 100, (32, PROMPT), generator=torch.Generator().manual_seed(1))
     features = greedy_features(policy_dir, prompts, RESPONSE)
     drafter.update([features], lr=3e-3, epochs=60)
-    few = Features(*(getattr(features, name)[:4] for name in features.__dataclass_fields__))
+    few = features.choose(range(4))
     config = Config.model_validate(
         {
             "name": "mtp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.multiprocessing import ProcessContext
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from specrl.config import PolicyConfig
+from specrl.config import DrafterConfig, PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
+from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load
 from specrl.training.checkpoint.manifest import CheckpointError
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron.policy import Policy
 from tests.traffic import refit_traffic
@@ -111,15 +113,17 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     result: dict[str, Any] = {"loaded": weights_of(policy), "stage": policy.pp_rank, "traffic": refit_traffic(policy)}
     batches = my_batches(policy)
     features = policy.forward_features(batches, SPEC)
-    result["logits"] = by_sequence(batches, [item.target_logits for item in features])
+    result["logits"] = by_sequence(batches, [item.targets for item in features])
     result["top1"] = by_sequence(batches, [item.target_top1 for item in features])
     result["hidden"] = by_sequence(batches, [item.hidden for item in features])
     result["logprobs"] = by_sequence(batches, policy.logprobs(batches, temperature=0.7))
     result["metrics"], trained_features = policy.train_step(batches, loss, features=SPEC)
     result["features_equal"] = all(
-        torch.equal(a.hidden, b.hidden) and torch.equal(a.target_logits, b.target_logits)
+        torch.equal(a.hidden, b.hidden) and torch.equal(a.targets, b.targets)
         for a, b in zip(features, trained_features, strict=True)
     )
+    if layout != (1, 1) or ranks.world_size == 1:  # data-parallel ranks have samples of their own
+        result["drafters"] = [train_drafter(policy, as_hidden) for as_hidden in (False, True)]
     before = weights_of(policy)
     policy.train_step([], loss)
     result["unmoved"] = all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
@@ -131,6 +135,24 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     result["after_reference"] = weights_of(policy)
     policy.save_pretrained(scratch / "saved")
     return result
+
+
+def train_drafter(policy: Policy, as_hidden: bool) -> dict[str, Any]:
+    """What a drafter learns from a sample whose rows the ranks divide among them."""
+    config = DrafterConfig(max_tokens_per_step=90, tokens_per_micro_batch=50)
+    drafter = Drafter.create(policy.model_dir, config, torch.arange(0, VOCABULARY - 1, 2), policy.ranks, seed=3)
+    spec = replace(drafter.feature_spec, as_hidden=as_hidden)
+    batches = pack(sequences(), 90)
+    sampling.MIN_WINDOW = 16  # this process is the test's own
+    sample = sampling.sample_sequences(
+        [batches], max_tokens=90, tokens_per_micro_batch=50, owners=policy.model_size, seed=1
+    )
+    kept = policy.forward_features(batches, spec, sample.windows)
+    num_rows = sum(len(item.mask) for item in kept)
+    features = sample.arrange(kept, batches, policy.model_rank)
+    metrics = [drafter.update(features, lr=1e-3, epochs=2), drafter.update(features, lr=0.0)]
+    weights = {name: tensor.clone() for name, tensor in drafter.model.state_dict().items()}
+    return {"rows": num_rows, "all rows": len(sample.windows), "metrics": metrics, "weights": weights}
 
 
 def state_of(policy: Policy) -> dict[str, Tensor]:

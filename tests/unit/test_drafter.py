@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
         tokens=tokens,
         mask=mask,
         hidden=torch.randn(batch, seq, 3 * HIDDEN, generator=generator).to(drafter.shape.dtype),
-        target_logits=logits,
+        targets=logits,
         target_top1=torch.where(outside, excluded, top1),
     )
 
@@ -143,7 +142,7 @@ def test_padding_and_other_rows_do_not_change_a_sequence(policy_dir: Path) -> No
     enlarge(drafter)
     together = make_features(drafter, [(3, 9), (6, 4)])
     alone = Features(
-        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.target_logits)),
+        *(part[1:, :10] for part in (together.tokens, together.mask, together.hidden, together.targets)),
         together.target_top1[1:, :10],
     )
     rows = [8, 7, 6]  # chains of the first sequence at each step come first
@@ -165,7 +164,7 @@ def test_loss_leaves_out_targets_outside_the_draft_vocabulary(policy_dir: Path) 
                 if not features.mask[row, c : c + step + 2].all():
                     continue
                 if int(features.target_top1[row, c + step + 1]) in in_vocab:
-                    p = features.target_logits[row, c + step + 1].softmax(-1)
+                    p = features.targets[row, c + step + 1].softmax(-1)
                     terms.append(-(p * logits[step][index].log_softmax(-1)).sum())
                 index += 1
         assert index == len(logits[step])
@@ -276,7 +275,7 @@ def merge(left: Features, right: Features) -> Features:
         rows = [F.pad(part, [0, 0] * (part.dim() - 2) + [0, seq - part.shape[1]]) for part in parts]
         return torch.cat(rows)
 
-    return Features(*(padded(field.name) for field in dataclasses.fields(Features)))
+    return Features(*(padded(name) for name in ("tokens", "mask", "hidden", "targets", "target_top1")))
 
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:

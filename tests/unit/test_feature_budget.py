@@ -1,8 +1,10 @@
-"""The drafter's features of a policy update: recorded within their budget, and nothing else changes."""
+"""The drafter's features of a policy update: an even sample within its budget, and nothing else changes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.config import Config, PolicyConfig, parse_config
+from specrl.config import Config, DrafterConfig, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.schemas import Rollout
-from specrl.training.batches import within_budget
-from specrl.training.features import Features, FeatureSpec
-from specrl.training.megatron import model
+from specrl.training import sample
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.features import Features, FeatureSpec, sequences
 from specrl.training.megatron.capture import LayerInputs
 from specrl.training.megatron.policy import Policy
+from specrl.training.sample import even_sample, sample_sequences
 from specrl.training.update import update_policy
-from tests.unit.test_drafter import VOCAB, write_policy
+from tests.unit.test_drafter import VOCAB, make_drafter, write_policy
 
 # isort: split
 from megatron.core import parallel_state
@@ -41,11 +44,49 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
-@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 200))
-def test_the_budget_takes_the_first_micro_batches_and_at_least_one(areas: list[int], max_tokens: int) -> None:
-    kept = areas[: within_budget(areas, max_tokens)]
-    assert len(kept) == min(1, len(areas)) or sum(kept) <= max_tokens
-    assert kept == areas or sum(areas[: len(kept) + 1]) > max_tokens
+@given(
+    st.lists(st.integers(1, 10_000), min_size=1, max_size=60),
+    st.integers(1, 100_000),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_sample_is_spread_over_the_lengths_as_all_sequences_are(
+    lengths: list[int], budget: int, offset: float
+) -> None:
+    sample = even_sample(lengths, offset, lambda chosen: sum(lengths[index] for index in chosen) <= budget)
+    chosen = [lengths[index] for index in sample]
+    assert len(set(sample)) == len(sample) and chosen == sorted(chosen, reverse=True)
+    assert sum(chosen) <= budget or len(chosen) == 1
+    assert len(chosen) == len(lengths) or sum(lengths) > budget
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    for count in range(1, len(order) + 1):  # of any number of the longest, the sample has its share
+        share = len(set(order[:count]) & set(sample))
+        assert abs(share - len(sample) * count / len(order)) <= 1 + 1e-6
+
+
+def test_every_sequence_is_as_likely_as_any_other_and_is_cut_at_all_places() -> None:
+    lengths = [40, 40, 60, 80, 100, 500, 600, 700, 900, 1000]
+    batches = pack([TokenSequence([0] * length, 20, index) for index, length in enumerate(lengths)], 1000)
+    times, places = Counter[int](), list[float]()
+    for seed in range(400):
+        made = [
+            sample_sequences([batches], max_tokens=2048, tokens_per_micro_batch=600, owners=2, seed=seed)
+            for _ in range(2)
+        ]
+        assert made[0] == made[1]
+        sample = made[0]
+        assert sorted(sample.windows) == sorted(index for group in sample.groups for index in group)
+        areas = [
+            len(group) * max(sample.windows[i].stop - sample.windows[i].start for i in group) for group in sample.groups
+        ]
+        assert sum(areas) <= 2048 and max(areas) <= 600
+        times.update(list(sample.windows))
+        for index, window in sample.windows.items():
+            assert window.stop - window.start == min(lengths[index], 256) and window.stop <= lengths[index]
+        places += [window.start / 744 for index, window in sample.windows.items() if index == 9]
+        owners = [[sample.windows[index].owner for index in group] for group in sample.groups]
+        assert all(abs(group.count(0) - group.count(1)) <= 1 for group in owners)
+    assert max(times.values()) < 1.2 * min(times.values())
+    assert min(places) < 0.1 and max(places) > 0.9 and 0.4 < sum(places) / len(places) < 0.6
 
 
 def step_config(max_tokens: int, updates: int) -> Config:
@@ -75,7 +116,8 @@ def updated(
 ) -> tuple[dict[str, float], list[Features], dict[str, Tensor], list[Rollout]]:
     policy = Policy(policy_dir, PolicyConfig(lr=1e-2), dtype="float32", ranks=ranks, seed=0)
     rollouts = step_rollouts()
-    metrics, features = update_policy(policy, rollouts, step_config(max_tokens, updates), SPEC)
+    metrics, kept = update_policy(policy, rollouts, step_config(max_tokens, updates), SPEC, step=0)
+    features = [item for item in kept if item is not None]
     return metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}, rollouts
 
 
@@ -92,22 +134,58 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_features_beyond_the_budget_are_never_recorded_and_the_rest_stays_as_it_was(
+def test_features_outside_the_sample_are_never_recorded_and_the_rest_stays_as_it_was(
     policy_dir: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, updates: int
 ) -> None:
-    heads, layers = count_calls(monkeypatch, model, "columns_of"), count_calls(monkeypatch, LayerInputs, "micro_batch")
+    monkeypatch.setattr(sample, "MIN_WINDOW", 11)
+    layers = count_calls(monkeypatch, LayerInputs, "micro_batch")
     metrics, everything, weights, rollouts = updated(policy_dir, ranks, 10**6, updates)
-    assert len(everything) == len(heads) == len(layers) > 4
-    first, second = (item.tokens.numel() for item in everything[:2])
-    # One at least; two exactly; into the second update's; all.
-    for max_tokens in (1, first + second, sum(item.tokens.numel() for item in everything) - 1):
-        kept = everything[: within_budget([item.tokens.numel() for item in everything], max_tokens)]
-        heads.clear()
+    assert len(everything) == len(layers) > 4 and metrics["sampled_fraction"] == 1
+    area = sum(item.tokens.numel() for item in everything)
+    for max_tokens in (1, area // 3, area - 1):
         layers.clear()
         again, features, after, same = updated(policy_dir, ranks, max_tokens, updates)
-        assert len(features) == len(heads) == len(layers) == len(kept) < len(everything)
-        for found, expected in zip(features, kept, strict=True):
-            assert all(torch.equal(vars(found)[name], tensor) for name, tensor in vars(expected).items())
-        seconds = {"logprob_s": 0.0}  # a time differs from run to run
-        assert again | seconds == metrics | seconds and same == rollouts
+        assert any(item.mask.any() for item in features)
+        assert max_tokens == area - 1 or len(layers) < len(everything)
+        assert sum(item.tokens.numel() for item in features) <= max(max_tokens, 11)
+        assert_parts(features, everything)
+        changed = {"logprob_s": 0.0, "sampled_fraction": 0.0}  # a time differs from run to run
+        assert again["sampled_fraction"] <= 1 and again | changed == metrics | changed and same == rollouts
         assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+
+
+def assert_parts(features: list[Features], everything: list[Features]) -> None:
+    """Each row is a part of one of the whole sequences, to the bit."""
+    whole = [row for item in everything for row in sequences(item)]
+    for item in features:
+        assert item.starts is not None
+        for row, start in zip([item.choose([row]) for row in range(len(item.mask))], item.starts.tolist(), strict=True):
+            width = int(row.mask[0].nonzero()[-1]) + 2
+            part = slice(start, start + width)
+            [found] = [other for other in whole if torch.equal(other.tokens[:, part], row.tokens[:, :width])]
+            assert torch.equal(found.hidden[:, part], row.hidden[:, :width])
+            inside = row.mask[:, :width]
+            for name in ("targets", "target_top1"):
+                values, expected = getattr(row, name)[:, :width], getattr(found, name)[:, part]
+                assert torch.equal(values[inside], expected[inside]) and not values[~inside].any()
+
+
+def test_hidden_states_give_the_drafter_that_logits_give(policy_dir: Path, ranks: Ranks) -> None:
+    policy = Policy(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
+    drafters = [make_drafter(policy_dir, ranks) for _ in range(2)]
+    rows = [[(start + 3 * step) % VOCAB for step in range(6 + start)] for start in range(12)]
+    batches = pack([TokenSequence(row, 2, index) for index, row in enumerate(rows)], 50)
+    found = []
+    for drafter, as_hidden in zip(drafters, (False, True), strict=True):
+        features = policy.forward_features(batches, replace(drafter.feature_spec, as_hidden=as_hidden))
+        assert features[0].targets.shape[-1] == (drafter.shape.hidden_size if as_hidden else len(drafter.draft_tokens))
+        found.append(drafter.update(features, lr=1e-3, epochs=3))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    for left, right in zip(drafters[0].model.parameters(), drafters[1].model.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_are_kept_at_the_size_of_a_large_policy_alone() -> None:
+    large = DrafterConfig(draft_vocab_size=32000, max_tokens_per_window=32768)
+    assert large.keeps_hidden_states(4096) and not large.keeps_hidden_states(32000)
+    assert not DrafterConfig().keeps_hidden_states(576)  # SmolLM2: computing logits again would cost more

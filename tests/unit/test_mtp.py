@@ -80,7 +80,7 @@ def test_the_features_are_the_residual_stream_before_the_final_norm(policy_dir: 
     for batch, features in zip(batches(), policy.forward_features(batches(), drafter.feature_spec), strict=True):
         hidden, logits = last_hidden(trunk(policy_dir), batch.tokens)
         torch.testing.assert_close(features.hidden[batch.mask], hidden[batch.mask], atol=1e-4, rtol=0)
-        assert features.target_logits.shape[-1] == 0
+        assert features.targets.shape[-1] == 0
         head = drafter.model.policy_head
         assert head is not None
         torch.testing.assert_close(head(features.hidden[batch.mask]), logits[batch.mask], atol=1e-3, rtol=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.pretraining import pretrain, windows
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.features import Features, FeatureSpec
+from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron.policy import Policy
 from tests.unit.test_drafter import VOCAB, assert_equal_state, make_drafter, write_policy
 
@@ -55,9 +55,11 @@ class Counted(Policy):
         super().__init__(policy_dir, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
         self.areas: list[int] = []
 
-    def forward_features(self, micro_batches: list[MicroBatch], spec: FeatureSpec) -> list[Features]:
+    def forward_features(
+        self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
+    ) -> list[Features]:
         self.areas.append(sum(batch.area for batch in micro_batches))
-        return super().forward_features(micro_batches, spec)
+        return super().forward_features(micro_batches, spec, windows)
 
 
 def batches(count: int = 24) -> list[MicroBatch]:

@@ -11,7 +11,8 @@ import torch.multiprocessing as mp
 
 from specrl.distributed import join, leave
 from specrl.processes import free_port
-from specrl.training.drafter.spot import SpotTraining, padded, sequences
+from specrl.training.drafter.spot import SpotTraining
+from specrl.training.features import padded, sequences
 from tests.unit.test_drafter import ALONE, make_drafter, make_features, write_policy
 
 LENGTHS = [(3, 9), (2, 1), (5, 20), (4, 6)]
@@ -32,14 +33,15 @@ def test_sequences_come_apart_and_together_without_seeing_each_other(policy_dir:
     torch.testing.assert_close(together, sum(apart), rtol=1e-5, atol=1e-5)
 
 
-def test_long_responses_are_kept_and_micro_steps_stay_small(policy_dir: Path) -> None:
+def test_an_even_sample_of_the_responses_is_trained_on_and_micro_steps_stay_small(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir, max_tokens_per_step=40)
     spot = SpotTraining(drafter)
     assert not spot.work(lambda: False)
     for seed in range(4):
-        spot.remember([make_features(drafter, LENGTHS, seed)])
-    kept = [row.tokens.shape[1] for batch in spot._micro_batches() for row in batch]
-    assert kept == [25]
+        spot.remember([make_features(drafter, LENGTHS, seed), None])
+    kept = [sorted(row.tokens.shape[1] for batch in spot._micro_batches() for row in batch) for _ in range(40)]
+    assert all(sum(lengths) <= 40 for lengths in kept)
+    assert {length for lengths in kept for length in lengths} == {10, 12, 25}
     assert spot.work(lambda: False)
     assert spot.micro_steps == 1
 

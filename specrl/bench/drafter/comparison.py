@@ -124,7 +124,7 @@ class DrafterComparison:
             )
             for observed in self.drafters:
                 observed.follow(narrow(features, spec, observed.drafter), self.config)
-            update_policy(self.policy, rollouts, self.config, None)
+            update_policy(self.policy, rollouts, self.config, None, step=step)
             self.refit(self.drafters[-1], version=step + 1)
             words = ", ".join(f"{observed.name} {observed.lengths[-1]:.2f}" for observed in self.drafters)
             reward = fmean(rollout.reward for rollout in rollouts)

@@ -15,11 +15,12 @@ import torch
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, TokenSequence, pack, within_budget
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter import pretraining
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import Policy
+from specrl.training.sample import even_sample
 
 
 @dataclass
@@ -43,8 +44,9 @@ class ObservedDrafter:
         """Measure the drafter on a step's features, and then train it on them if it is trained online."""
         self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
         if self.online:
-            budget = within_budget((item.tokens.numel() for item in features), config.drafter.max_tokens_per_step)
-            self.drafter.update(features[:budget], lr=config.drafter.online_lr)
+            areas, limit = [item.tokens.numel() for item in features], config.drafter.max_tokens_per_step
+            chosen = even_sample(areas, 0.5, lambda part: sum(areas[i] for i in part) <= limit) if features else []
+            self.drafter.update([features[index] for index in chosen], lr=config.drafter.online_lr)
 
 
 def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
@@ -93,4 +95,4 @@ def common_spec(drafters: Sequence[Drafter]) -> FeatureSpec:
 def narrow(features: list[Features], spec: FeatureSpec, drafter: Drafter) -> list[Features]:
     """Return the part of the common features that one drafter needs."""
     columns = torch.searchsorted(spec.draft_tokens, drafter.draft_tokens.cpu())
-    return [replace(item, target_logits=item.target_logits[..., columns]) for item in features]
+    return [replace(item, targets=item.targets[..., columns]) for item in features]

@@ -44,8 +44,10 @@ class ChainBatch:
     features: Features
     slot_rows: Tensor
     """int64 `[slots]`: the row of each slot in `features`."""
-    positions: Tensor
+    columns: Tensor
     """int64 `[slots]`: the column of each slot in `features`."""
+    positions: Tensor
+    """int64 `[slots]`: the position of each slot in its sequence, which begins before the first column of a window."""
     slot_places: Tensor
     """int64 `[slots]`: the place of each slot in the padded `[rows, width]` layout, flattened."""
     width: int
@@ -85,7 +87,7 @@ class ChainBatch:
     def _part(self, rows: slice, chains: slice, columns: int) -> Part:
         slots, order = self.starts[chains], self.order[chains]
         places = (self.slot_places[slots] // self.width - rows.start) * columns + order - order[0]
-        start = self.positions[slots]
+        start = self.columns[slots]
         width = int(start.max()) + 1
         visible = torch.zeros((rows.stop - rows.start) * columns, width, dtype=torch.bool, device=start.device)
         visible[places] = torch.arange(width, device=start.device) <= start[:, None]
@@ -104,7 +106,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         steps: The number of steps that each chain is unrolled for.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
-    assert not features.target_logits.requires_grad, "target logits must be detached from the policy"
+    assert not features.targets.requires_grad, "targets must be detached from the policy"
     mask = features.mask
     starts_at = mask[:, :-1] & mask[:, 1:]  # [batch, seq - 1]: a chain starts at this slot
     (rows,) = starts_at.any(1).nonzero(as_tuple=True)
@@ -123,7 +125,8 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     return ChainBatch(
         features=features,
         slot_rows=rows[slot_row],
-        positions=slot,
+        columns=slot,
+        positions=slot if features.starts is None else slot + features.starts[rows[slot_row]],
         slot_places=slot_row * width + slot,
         width=width,
         starts=slot_ids[row, start],

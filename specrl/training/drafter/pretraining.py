@@ -10,6 +10,7 @@ from specrl.training.batches import MicroBatch
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
+from specrl.training.sample import whole_sample
 
 
 def pretrain(
@@ -25,19 +26,24 @@ def pretrain(
 
     Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
     each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
-    policy is frozen, and the steps are the same.
+    policy is frozen, and the steps are the same. Ranks that hold the policy together divide the rows of each
+    micro-batch among them.
     """
-    spec = drafter.feature_spec
+    spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
+    windows_of = sample.windows if sample.is_divided else None
+
+    def features_of(part: list[MicroBatch]) -> list[Features | None]:
+        return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
+
     if max(policy.ranks.gather(sum(batch.area for batch in batches))) <= config.max_tokens_per_window:
-        features = policy.forward_features(batches, spec)
-        return drafter.update(features, lr=config.lr, epochs=config.epochs, on_progress=on_progress)
+        return drafter.update(features_of(batches), lr=config.lr, epochs=config.epochs, on_progress=on_progress)
 
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]
         everyone = policy.ranks.gather([batch.area for batch in ordered])
         for window in windows(everyone, config.max_tokens_per_window):
             part = ordered[window.start : window.stop]
-            yield from policy.forward_features(part, spec)  # not kept by name: it goes before the next window comes
+            yield from features_of(part)  # not kept by name: it goes before the next window comes
             yield from repeat(None, len(window) - len(part))
 
     return drafter.update_streaming(stream, len(batches), lr=config.lr, epochs=config.epochs, on_progress=on_progress)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from specrl.timeline import SPOT_TRAINING
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import metrics_from_sums
-from specrl.training.features import Features
+from specrl.training.features import Features, padded, sequences
+from specrl.training.sample import even_sample
 
 MICRO_STEP_SECONDS = 0.1
 """The length that a micro-step should have; the last rank may have to wait for one."""
@@ -46,9 +46,9 @@ class SpotTraining:
         self._random = random.Random(drafter.ranks.rank)
         self._reset()
 
-    def remember(self, features: Sequence[Features]) -> None:
-        """Keep the features of a step's policy update."""
-        self._recent.append([row for item in features for row in sequences(item)])
+    def remember(self, features: Sequence[Features | None]) -> None:
+        """Keep the features of a step's policy update; None stands for a micro-batch that other ranks have."""
+        self._recent.append([row for item in features if item is not None for row in sequences(item)])
         self._waiting, self._passes = [], 0
 
     def begin(self, step: int) -> None:
@@ -76,7 +76,7 @@ class SpotTraining:
         self.micro_steps += 1
         return True
 
-    def update(self, features: Sequence[Features], lr: float) -> dict[str, float]:
+    def update(self, features: Sequence[Features | None], lr: float) -> dict[str, float]:
         """Make the drafter's update of a step, and keep the step's features for the next bubble (collective).
 
         If any rank trained while it waited, the ranks' drafters are merged; otherwise all ranks train now.
@@ -114,57 +114,25 @@ class SpotTraining:
     def _micro_batches(self) -> list[list[Features]]:
         """Return the kept features as micro-batches of similar length, in random order.
 
-        The longest sequences are taken first, up to `drafter.max_tokens_per_step` tokens.
+        If they have more than `drafter.max_tokens_per_step` tokens, an even sample of them by length is taken. Rows
+        whose targets need different heads, because they are of different forward passes, are never together.
         """
-        rows = sorted((row for step in self._recent for row in step), key=lambda row: -row.tokens.shape[1])
+        rows = [row for step in self._recent for row in step]
+        if not rows:
+            return []
+        lengths = [row.tokens.shape[1] for row in rows]
+        limit = self._drafter.config.max_tokens_per_step
+        chosen = even_sample(lengths, self._random.random(), lambda part: sum(lengths[i] for i in part) <= limit)
         batches: list[list[Features]] = []
-        total = 0
-        for row in rows:
-            length = row.tokens.shape[1]
-            total += length
-            if total > self._drafter.config.max_tokens_per_step and batches:
-                break
-            if batches and (len(batches[-1]) + 1) * batches[-1][0].tokens.shape[1] <= self._area:
+        for row in (rows[index] for index in chosen):
+            first = batches[-1][0] if batches else None
+            if (
+                first is not None
+                and first.head is row.head
+                and (len(batches[-1]) + 1) * first.tokens.shape[1] <= self._area
+            ):
                 batches[-1].append(row)
             else:
                 batches.append([row])
         self._random.shuffle(batches)
         return batches
-
-
-def sequences(features: Features) -> list[Features]:
-    """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
-    found = []
-    for row, mask in enumerate(features.mask):
-        places = mask.nonzero()
-        if len(places) < 2:
-            continue
-        length = int(places[-1]) + 2
-        part = (slice(row, row + 1), slice(0, length))
-        found.append(
-            Features(
-                tokens=features.tokens[part].clone(),
-                mask=features.mask[part].clone(),
-                hidden=features.hidden[part].clone(),
-                target_logits=features.target_logits[part].clone(),
-                target_top1=features.target_top1[part].clone(),
-            )
-        )
-    return found
-
-
-def padded(rows: Sequence[Features]) -> Features:
-    """Return one micro-batch of single sequences; each stays a row of its own, so that none attends to another."""
-    width = max(row.tokens.shape[1] for row in rows)
-    return Features(
-        tokens=_stack([row.tokens for row in rows], width),
-        mask=_stack([row.mask for row in rows], width),
-        hidden=_stack([row.hidden for row in rows], width),
-        target_logits=_stack([row.target_logits for row in rows], width),
-        target_top1=_stack([row.target_top1 for row in rows], width),
-    )
-
-
-def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """Return tensors of [1, length, ...] each as one of [rows, width, ...], with zeros on the right."""
-    return torch.cat([F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])) for tensor in tensors])

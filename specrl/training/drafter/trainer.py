@@ -183,9 +183,11 @@ class Drafter:
 
     @property
     def feature_spec(self) -> FeatureSpec:
-        """The features that this drafter learns from."""
-        with_logits = self.model.policy_head is None
-        return FeatureSpec(self.shape.feature_layers, self.draft_tokens if with_logits else self.draft_tokens[:0])
+        """The features that this drafter learns from; which targets these have depends on the sizes alone."""
+        if self.model.policy_head is not None:
+            return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0])
+        as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
+        return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
 
     def share(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor of the policy if drafting reads it; such copies are never trained.
@@ -197,13 +199,16 @@ class Drafter:
 
     def update(
         self,
-        features: Sequence[Features],
+        features: Sequence[Features | None],
         *,
         lr: float,
         epochs: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
+
+        Ranks that hold the policy together have the same micro-batches and divide the rows of each among them; None
+        stands for a micro-batch of which this rank has no row.
 
         With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the
         online update) is constant. `lr = 0` measures without moving anything.
@@ -215,7 +220,8 @@ class Drafter:
 
         def batches(order: list[int]) -> Iterator[ChainBatch | None]:
             for index in order:
-                yield self._pack(features[index])
+                chosen = features[index]
+                yield None if chosen is None else self._pack(chosen)
             yield from repeat(None)
 
         return self._train(batches, len(features), lr, epochs, on_progress)

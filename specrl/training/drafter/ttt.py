@@ -44,12 +44,12 @@ class Context(NamedTuple):
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
     """Compute step 0 of all slots, up to the attention."""
-    rows, columns = batch.slot_rows, batch.positions
-    embedded = model.embed(batch.features.tokens[rows, columns + 1], columns)
+    rows, columns = batch.slot_rows, batch.columns
+    embedded = model.embed(batch.features.tokens[rows, columns + 1], batch.positions)
     residual, x = model.enter(embedded, model.feed(batch.features.hidden[rows, columns]))
     keys, values = (
         _spread(part, batch.slot_places, len(batch.chains_per_row), batch.width)
-        for part in model.attention.keys_values(x, columns)
+        for part in model.attention.keys_values(x, batch.positions)
     )
     return Context(embedded, residual, x, keys, values)
 
@@ -96,16 +96,16 @@ def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], 
     """Return the policy's distribution on the draft vocabulary at the targets of a part, float32.
 
     Args:
-        policy_head: Computes the logits where the features hold none, from hidden states `[targets, hidden]`.
+        policy_head: Computes the logits where the features hold no targets, from hidden states `[targets, hidden]`.
 
     Returns:
         `[targets, draft_vocab]`: the step-0 targets of the part's chains, and of the chains after them that its last
         ones reach in later steps.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
-    rows, columns = batch.slot_rows[starts], batch.positions[starts] + 1
+    rows, columns = batch.slot_rows[starts], batch.columns[starts] + 1
     if policy_head is None:
-        logits = batch.features.target_logits[rows, columns]
+        logits = batch.features.logits(rows, columns)
     else:
         logits = policy_head(batch.features.hidden[rows, columns])
     return logits.float().softmax(-1)
@@ -222,7 +222,8 @@ def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
 
 
 def metrics_from_sums(sums: Tensor) -> dict[str, float]:
-    """Return `top1_match` (of the first step), `acceptance_length` at k = steps, and `expected_acceptance_pos_i`.
+    """Return `top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
+    and `expected_acceptance_pos_i`.
 
     The expected acceptance at position i, from 0, is the mean of p(draft) over the chains that are alive there, whose
     earlier tokens are the response's own. p is the policy's distribution on the draft vocabulary, and counts as 0 where
@@ -231,7 +232,11 @@ def metrics_from_sums(sums: Tensor) -> dict[str, float]:
     """
     steps = sums[:-1] / sums[:-1, :1].clamp(min=1)
     drafts, accepted = sums[-1, 0].item(), sums[-1, 1].item()
-    metrics = {"top1_match": steps[0, 1].item(), "acceptance_length": 1 + accepted / max(drafts, 1)}
+    metrics = {
+        "top1_match": steps[0, 1].item(),
+        "num_tokens": sums[0, 0].item(),
+        "acceptance_length": 1 + accepted / max(drafts, 1),
+    }
     for position, row in enumerate(steps.tolist()):
         metrics[f"expected_acceptance_pos_{position}"] = row[2]
     return metrics

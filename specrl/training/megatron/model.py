@@ -34,6 +34,21 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
+class TargetInput:
+    """The targets of the drafter that are wanted, and of which positions."""
+
+    draft_tokens: Tensor
+    """[draft_vocab] int64: the target ids of the draft vocabulary."""
+    as_hidden: bool
+    """Whether the targets are hidden states, and not logits on the draft vocabulary."""
+    kept: Tensor | None = None
+    """[n] bool: True for those of the positions at which the output layer is evaluated that have targets on any
+    tensor-parallel rank; None for all."""
+    own: Tensor | None = None
+    """[kept] bool: True for those of them that have targets on this rank; None for all."""
+
+
+@dataclass(frozen=True)
 class HeadInput:
     """The positions at which the output layer is evaluated; most (prompts, padding) need no logits."""
 
@@ -42,8 +57,8 @@ class HeadInput:
     targets: Tensor
     """[n] int64: the next token at each True of `mask`, row by row."""
     temperature: float
-    draft_tokens: Tensor | None = None
-    """[draft_vocab] int64: with it, `HeadOutput.draft_logits` and `top1` are returned too."""
+    wanted: TargetInput | None = None
+    """The positions of which the drafter's targets are returned too."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,11 @@ class HeadOutput:
     """[n] float32, differentiable."""
     entropy: Tensor
     """[n] float32, nats, detached."""
-    draft_logits: Tensor | None = None
-    """[n, draft_vocab] in the compute type, detached, at temperature 1."""
+    targets: Tensor | None = None
+    """[own, draft_vocab], logits at temperature 1, or [own, hidden], what the output layer computes them from; in the
+    compute type, detached."""
     top1: Tensor | None = None
-    """[n] int64: the most likely token of the whole vocabulary."""
+    """[own] int64: the most likely token of the whole vocabulary."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -103,14 +119,47 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _score(self, hidden: Tensor, head: HeadInput) -> HeadOutput:
         batch = hidden.shape[1]
         row, column = head.mask.nonzero(as_tuple=True)
-        logits, first = self.logits(hidden.flatten(0, 1).index_select(0, column * batch + row))
+        chosen = hidden.flatten(0, 1).index_select(0, column * batch + row)
+        logits, first = self.logits(chosen)
         group = parallel_state.get_tensor_model_parallel_group()
-        draft_logits = top1 = None
-        if head.draft_tokens is not None:
-            draft_logits = columns_of(logits, head.draft_tokens, first, group)
-            top1 = most_likely(logits, first, group)
+        targets = top1 = None
+        if head.wanted is not None:
+            targets, top1 = _targets(chosen.detach(), logits.detach(), first, head.wanted)
         logprobs, entropy = token_scores(logits, head.targets, temperature=head.temperature, first=first, group=group)
-        return HeadOutput(logprobs, entropy, draft_logits, top1)
+        return HeadOutput(logprobs, entropy, targets, top1)
+
+    @torch.no_grad()
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Return the rows of the output layer for some vocabulary ids, [m, hidden], on the last pipeline stage.
+
+        The ranks of the tensor-parallel group, which share the vocabulary, call it together.
+
+        Args:
+            tokens: [m] int64.
+        """
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        group = parallel_state.get_tensor_model_parallel_group()
+        first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+        return columns_of(weight.t(), tokens, first, group).t().contiguous()
+
+
+def _targets(hidden: Tensor, logits: Tensor, first: int, wanted: TargetInput) -> tuple[Tensor, Tensor]:
+    """Return the drafter's targets and the most likely tokens; the tensor-parallel ranks call it together.
+
+    Args:
+        hidden: [n, hidden], the input of the output layer.
+        logits: [n, columns], which may be overwritten later.
+        first: The vocabulary id of the first of these columns.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if wanted.kept is not None:
+        hidden, logits = hidden[wanted.kept], logits[wanted.kept]
+    top1 = most_likely(logits, first, group)
+    own = slice(None) if wanted.own is None else wanted.own
+    if wanted.as_hidden:
+        return hidden[own], top1[own]
+    return columns_of(logits, wanted.draft_tokens, first, group)[own], top1[own]
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> None:

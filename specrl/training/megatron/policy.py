@@ -7,7 +7,7 @@ data-parallel rank pass the same micro-batches; different data-parallel ranks ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,15 +34,16 @@ from specrl.models.hf_io import TensorReader, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.checkpoint.pieces import Shard
-from specrl.training.features import Features, FeatureSpec
+from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
-from specrl.training.megatron.capture import LayerInputs, assemble
+from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
 from specrl.training.megatron.export import export
 from specrl.training.megatron.model import (
     DTYPES,
     HeadInput,
     HeadOutput,
     PolicyModel,
+    TargetInput,
     build_model,
     check_supported,
     transformer_config,
@@ -70,6 +71,15 @@ class LinearArithmetic(Protocol):
 
     def attach(self, model: torch.nn.Module) -> None:
         """Change the layers of this rank's part of the model; the policy calls it once, before it is used."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of one micro-batch for the drafter."""
+
+    rows: KeptRows
+    """The rows of this tensor-parallel rank, on whatever pipeline stage they are to be."""
+    wanted: TargetInput
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,21 @@ class Policy:
         return int(parallel_state.get_pipeline_model_parallel_world_size())
 
     @property
+    def tp_size(self) -> int:
+        """The number of tensor-parallel ranks."""
+        return int(parallel_state.get_tensor_model_parallel_world_size())
+
+    @property
+    def model_rank(self) -> int:
+        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def model_size(self) -> int:
+        """The number of ranks that hold the policy together."""
+        return self.pp_size * self.tp_size
+
+    @property
     def pad_multiple(self) -> int:
         """The number of which a micro-batch's padded length must be a multiple: pass it to `batches.pack`."""
         return FP8_TOKENS if self.model.config.fp8 else 1
@@ -221,7 +246,7 @@ class Policy:
         loss: LossFn,
         *,
         features: FeatureSpec | None = None,
-        keep: int | None = None,
+        windows: Mapping[int, Window] | None = None,
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
@@ -231,20 +256,22 @@ class Policy:
 
         Args:
             features: What to keep for the drafter from this forward pass.
-            keep: The number of micro-batches, counted from the first, of which features are kept; all by default.
+            windows: What to keep of which sequences, by `TokenSequence.index`, on which rank; the ranks that hold the
+                policy together pass the same. By default each rank keeps everything.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
             lr: The learning rate of this update, instead of that of `policy.lr_schedule`.
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
-            `grad_norm` (before clipping); and one `Features` per micro-batch of this rank.
+            `grad_norm` (before clipping); and one `Features` for each micro-batch of which this rank keeps a row, with
+            its rows in the order of the micro-batch.
 
         Raises:
             FloatingPointError: The loss is not finite; the weights are as before.
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
-        outcomes, kept = self._run(micro_batches, temperature, features, loss, keep)
+        outcomes, kept = self._run(micro_batches, temperature, features, loss, windows)
         metrics = self._sum(outcomes)
         num_tokens = metrics.pop("num_tokens")
         if not math.isfinite(metrics["loss"]):
@@ -269,9 +296,11 @@ class Policy:
             for logprobs, batch in zip(found, micro_batches, strict=False)
         ]
 
-    def forward_features(self, micro_batches: list[MicroBatch], spec: FeatureSpec) -> list[Features]:
+    def forward_features(
+        self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
+    ) -> list[Features]:
         """Return the drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
-        return self._run(micro_batches, 1.0, spec)[1]
+        return self._run(micro_batches, 1.0, spec, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor under its Hugging Face name, whole, in the compute type, on every rank (collective).
@@ -336,7 +365,7 @@ class Policy:
         temperature: float,
         spec: FeatureSpec | None = None,
         loss: LossFn | None = None,
-        keep: int | None = None,
+        windows: Mapping[int, Window] | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
         """Run forward passes, and with a loss backward passes, through Megatron's schedule (collective).
 
@@ -345,15 +374,16 @@ class Policy:
         device = self.ranks.device
         batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
-        draft_tokens = spec.draft_tokens.to(device) if spec else None
-        num_kept = len(micro_batches[:keep]) if spec else 0
+        kept = [self._kept(batch, spec, windows) if batch.indices else None for batch in batches]
+        items = list(zip(batches, kept, strict=True))
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[HeadOutput], Any]]:
-            batch = next(iterator)
-            is_kept = len(inputs.recorded) < num_kept
+        def forward_step(
+            iterator: Iterator[tuple[MicroBatch, _Kept | None]], model: Any
+        ) -> tuple[Any, Callable[[HeadOutput], Any]]:
+            batch, part = next(iterator)
             targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
-            head = HeadInput(batch.mask, targets, temperature, draft_tokens if is_kept else None)
-            recording = inputs.micro_batch() if is_kept else nullcontext()
+            head = HeadInput(batch.mask, targets, temperature, part.wanted if part else None)
+            recording = inputs.micro_batch(part.rows) if part else nullcontext()
             with self._observed(batch, trains=loss is not None), recording:
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)
@@ -362,7 +392,7 @@ class Policy:
             with torch.set_grad_enabled(loss is not None):
                 outcomes = get_forward_backward_func()(
                     forward_step_func=forward_step,
-                    data_iterator=iter(batches),
+                    data_iterator=iter(items),
                     model=[self._chain],
                     num_microbatches=len(batches),
                     seq_length=1,  # these two are not read: shapes vary and travel with the tensors
@@ -371,7 +401,22 @@ class Policy:
                 )
         finally:
             inputs.remove()
-        return outcomes, self._features(spec, batches[:num_kept], inputs, outcomes) if spec else []
+        return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
+
+    def _kept(self, batch: MicroBatch, spec: FeatureSpec | None, windows: Mapping[int, Window] | None) -> _Kept | None:
+        """Return what is kept of a micro-batch for the drafter, or None if no rank keeps anything of it."""
+        if spec is None:
+            return None
+        draft_tokens = spec.draft_tokens.to(batch.tokens.device)
+        if windows is None:
+            return _Kept(KeptRows(batch), TargetInput(draft_tokens, spec.as_hidden))
+        everyone = KeptRows(batch, windows, range(self.model_size))
+        if not len(everyone):
+            return None
+        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.tp_size))
+        places = everyone.places()[batch.mask]
+        wanted = TargetInput(draft_tokens, spec.as_hidden, places, own.places()[batch.mask][places])
+        return _Kept(own, wanted)
 
     def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward pass of a micro-batch, in which `kv_observer` observes it."""
@@ -381,25 +426,35 @@ class Policy:
         return observer.forward_pass(batch.lengths)
 
     def _features(
-        self, spec: FeatureSpec, batches: list[MicroBatch], inputs: LayerInputs, outcomes: list[_Outcome]
+        self, spec: FeatureSpec, kept: list[_Kept | None], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
         """Return the drafter's features of these micro-batches; take what `inputs` recorded of them (collective)."""
-        heads: list[HeadOutput | None] = [None] * len(batches)
-        if outcomes:
-            heads = [outcome.head for outcome in outcomes[: len(batches)]]
+        heads: list[HeadOutput | None] = [outcome.head for outcome in outcomes]
+        heads = heads or [None] * len(kept)
+        chosen = [(part, head) for part, head in zip(kept, heads, strict=True) if part is not None]
+        head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
         # What was recorded goes as it is taken over: both at once would be twice the features.
-        return [
+        found = [
             assemble(
                 spec,
-                batch,
+                part.rows,
                 inputs.recorded.pop(0),
                 head,
+                model_rank=self.model_rank,
+                head_rows=head_rows,
                 num_layers=self.hf_config.num_hidden_layers,
                 hidden_size=self.hf_config.hidden_size,
                 dtype=self.dtype,
             )
-            for batch, head in zip(batches, heads, strict=True)
+            for part, head in chosen
         ]
+        return [features for features in found if features is not None]
+
+    def _head_rows(self, spec: FeatureSpec) -> Tensor:
+        """Return the rows of the output layer for the draft vocabulary, [draft_vocab, hidden] (collective)."""
+        last, tokens = self.pp_size - 1, spec.draft_tokens.to(self.ranks.device)
+        rows = self.model.head_rows(tokens) if self.pp_rank == last else None
+        return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
@@ -420,7 +475,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
     if loss is not None and batch.indices:
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
-    detached = HeadOutput(head.logprobs.detach(), head.entropy, head.draft_logits, head.top1)
+    detached = HeadOutput(head.logprobs.detach(), head.entropy, head.targets, head.top1)
     sums = {name: float(tensor.detach()) for name, tensor in metrics.items()}
     kept = _Outcome(logprobs.detach(), detached, float(value.detach()), sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept

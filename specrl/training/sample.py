@@ -1,0 +1,194 @@
+"""Which sequences of a step the drafter learns from: an even sample by length, where all of them are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+
+from specrl.training.batches import MicroBatch
+from specrl.training.features import Features, Window, padded
+
+LARGEST_PART = 1 / 8
+"""The largest part of the budget that one sequence may take, so that a few long ones do not use it up."""
+MIN_WINDOW = 256
+"""The tokens of a sequence that are kept whatever the budget is."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the drafter learns from: which parts of which sequences, and which of them together.
+
+    It is the same on all ranks that hold the policy together, and divides the rows of each group among them.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    """The sequences of each of the drafter's micro-batches, by `TokenSequence.index`."""
+    windows: dict[int, Window]
+    """The part that is kept of each of these sequences, by the same number."""
+    is_whole: bool
+    """Whether the groups are the policy's own micro-batches, with nothing left out."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a rank keeps only a part of the features of all sequences."""
+        return not self.is_whole or any(window.owner for window in self.windows.values())
+
+    def arrange(
+        self, features: list[Features], batches: Iterable[MicroBatch], model_rank: int
+    ) -> list[Features | None]:
+        """Return the features of each group, and None for a group of which this rank keeps no row.
+
+        Args:
+            features: What the policy returned for these windows; the list is emptied, so that no features are held
+                twice for long.
+            batches: The policy's micro-batches.
+            model_rank: The number of this rank among those that hold the policy together.
+        """
+        own = [
+            [index for index in batch.indices if index in self.windows and self.windows[index].owner == model_rank]
+            for batch in batches
+        ]
+        if self.is_whole:
+            return [features.pop(0) if indices else None for indices in own]
+        rows: dict[int, Features] = {}
+        for indices in filter(None, own):
+            item = features.pop(0)
+            for row, index in enumerate(indices):
+                rows[index] = item.row(row, self.windows[index].stop - self.windows[index].start)
+        arranged: list[Features | None] = []
+        for group in self.groups:
+            found = [rows.pop(index) for index in group if index in rows]
+            arranged.append(padded(found) if found else None)
+        return arranged
+
+
+def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Return which items to take so that the sample's lengths are spread as those of all items are.
+
+    The items are sorted by length and taken at equal distances (a systematic sample): each is as likely as any other,
+    and of every range of lengths the sample has its share, up to one item.
+
+    Args:
+        lengths: The length of each item, at least one item.
+        offset: Where the first item is taken, from 0 to less than 1 of the distance.
+        fits: Whether a sample is small enough. One of a single item is taken in any case.
+
+    Returns:
+        The indices of the items, the longest first.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+    def take(count: int) -> list[int]:
+        return [order[int((number + offset) * len(order) / count)] for number in range(count)]
+
+    if fits(order):
+        return order
+    low, high = 1, len(order)  # `low` is taken, `high` does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(take(middle)) else (low, middle)
+    return take(low)
+
+
+def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
+    """Return the sample that leaves nothing out; its groups are the micro-batches.
+
+    Args:
+        owners: The number of ranks that share the work on a micro-batch.
+    """
+    groups: list[tuple[int, ...]] = []
+    windows: dict[int, Window] = {}
+    for batch in batches:
+        lengths = batch.lengths.tolist()
+        windows |= {index: Window(0, length) for index, length in zip(batch.indices, lengths, strict=True)}
+        groups.append(tuple(batch.indices))
+    return Sample(tuple(groups), _dealt(groups, windows, owners), is_whole=True)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence that may be sampled."""
+
+    index: int
+    length: int
+    prompt_length: int
+    part: int
+
+
+def sample_sequences(
+    parts: Sequence[Sequence[MicroBatch]], *, max_tokens: int, tokens_per_micro_batch: int, owners: int, seed: int
+) -> Sample:
+    """Return what the drafter learns from in a step, of the sequences of one data-parallel rank.
+
+    That is everything if it fits the budget. Otherwise it is an even sample of the sequences by length and, of those
+    that are longer than `LARGEST_PART` of the budget, a window of that length at a random place.
+
+    Args:
+        parts: The policy's micro-batches of each update of the step; sequences of different updates are not grouped.
+        max_tokens: The budget, padding included.
+        tokens_per_micro_batch: The largest number of tokens of one of the drafter's micro-batches, padding included.
+        owners: The number of ranks that share the work on a micro-batch.
+        seed: Determines the sample.
+    """
+    batches = [batch for part in parts for batch in part]
+    if sum(batch.area for batch in batches) <= max_tokens:
+        return whole_sample(batches, owners)
+    sequences = [found for number, part in enumerate(parts) for batch in part for found in _sequences(batch, number)]
+    random, limit = Random(seed), max(MIN_WINDOW, int(LARGEST_PART * max_tokens))
+    cut = [min(sequence.length, limit) for sequence in sequences]
+
+    def groups_of(chosen: Sequence[int]) -> list[list[int]]:
+        by_part = [[number for number in chosen if sequences[number].part == part] for part in range(len(parts))]
+        return [group for items in by_part for group in by_length(items, cut, tokens_per_micro_batch)]
+
+    def fits(chosen: Sequence[int]) -> bool:
+        return sum(len(group) * cut[group[0]] for group in groups_of(chosen)) <= max_tokens
+
+    chosen = even_sample([sequence.length for sequence in sequences], random.random(), fits)
+    windows = {sequences[number].index: _window(sequences[number], limit, random) for number in chosen}
+    groups = [tuple(sequences[number].index for number in group) for group in groups_of(chosen)]
+    return Sample(tuple(groups), _dealt(groups, windows, owners), is_whole=False)
+
+
+def _sequences(batch: MicroBatch, part: int) -> list[_Sequence]:
+    # A row without a response counts as all prompt.
+    prompts = torch.where(batch.mask.any(1), batch.mask.int().argmax(1) + 1, batch.lengths)
+    return [
+        _Sequence(index, length, prompt_length, part)
+        for index, length, prompt_length in zip(batch.indices, batch.lengths.tolist(), prompts.tolist(), strict=True)
+    ]
+
+
+def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut items, of which the longest come first, into groups of as many as fit a padded area, at least one.
+
+    Args:
+        items: Numbers of items.
+        lengths: The length of each item, by its number.
+        max_tokens: The largest padded area of a group.
+    """
+    groups: list[list[int]] = []
+    for item in items:
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > max_tokens:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
+
+
+def _window(sequence: _Sequence, limit: int, random: Random) -> Window:
+    """Return a window of at most `limit` tokens, of which at least half are of the response where it has so many."""
+    last = max(0, sequence.length - limit)
+    start = random.randint(min(last, max(0, sequence.prompt_length - limit // 2)), last)
+    return Window(start, min(sequence.length, start + limit))
+
+
+def _dealt(groups: Sequence[Sequence[int]], windows: dict[int, Window], owners: int) -> dict[int, Window]:
+    """Give the rows of each group to the owners in turn, each group's first row to another one."""
+    return {
+        index: replace(windows[index], owner=(number + place) % owners)
+        for number, group in enumerate(groups)
+        for place, index in enumerate(group)
+    }
