@@ -17,14 +17,13 @@ from specrl.config import Config, ConfigError
 from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
+from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
 from specrl.tracking import RUN_ID_FILE, public_address
 
 GIB = 2**30
 ANSWER_SECONDS = 10
 """How many seconds an MLflow server may take to answer."""
-CHECKPOINT_BYTES = 12
-"""The bytes per parameter of a checkpoint: FP32 master weights and Adam's two moments."""
 
 
 def check(config: Config) -> None:
@@ -114,26 +113,14 @@ def check_disk(config: Config) -> list[str]:
     if not os.access(folder, os.W_OK):
         return [f"runs_dir: {folder} cannot be written; --set runs_dir=FOLDER puts runs elsewhere"]
     occupied = size_of(config.run_dir) if config.run_dir.exists() else 0
-    needed, free = disk_bytes(config) - occupied, shutil.disk_usage(folder).free
+    shape = model_shape(config.model) if _shape_is_known(config) else None
+    needed, free = disk_bytes(config, shape) - occupied, shutil.disk_usage(folder).free
     if free >= needed:
         return []
     return [
         f"too little free disk: the run needs up to {needed / GIB:.1f} GiB more, {folder} has {free / GIB:.1f} GiB; "
         "free some, lower train.keep_checkpoints, or put runs elsewhere with --set runs_dir=FOLDER"
     ]
-
-
-def disk_bytes(config: Config) -> int:
-    """Return the most bytes that a run may need on disk.
-
-    They are the policies of three stages, the checkpoints, among them the best one and one that is being written, and
-    1 GiB for the rest.
-    """
-    parameters = model_shape(config.model).parameters if _shape_is_known(config) else 0
-    train = config.train
-    number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
-    number += train.num_steps // train.keep_every if train.keep_every else 0
-    return int(parameters * (3 * 2 + number * CHECKPOINT_BYTES)) + GIB
 
 
 def check_tracking(config: Config) -> list[str]:

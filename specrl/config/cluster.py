@@ -111,6 +111,12 @@ class ClusterConfig(Section):
     interface: str | None = None
     """The network interface for gloo and NCCL, such as `ib0`; if it is not given, the interface of the route to the
     job's other nodes."""
+    network_gb_per_s: PositiveFloat | None = None
+    """The speed of the network between nodes for one rank, in GB/s and each direction. The plan reads it, the scheduler
+    does not; without it the plan assumes 40 on GPUs (one 400 Gb/s adapter for each) and 1 on CPUs."""
+    disk_gb_per_s: PositiveFloat | None = None
+    """The speed at which all nodes together write to the file system of `runs_dir`, in GB/s. The plan reads it, the
+    scheduler does not; without it the plan assumes 5 on GPUs and 0.5 on CPUs."""
     log_level: LogLevel = "info"
     """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
     and how many seconds it took."""

@@ -24,6 +24,10 @@ MIN_TEMPERATURE = 0.01
 """The lowest temperature of sampling; vLLM would raise lower ones to this."""
 MAX_TEMPERATURE = 2.0
 """The highest temperature; vLLM takes no higher one."""
+ALONE_FRACTION = 0.9
+"""The fraction of a GPU's memory for an engine that shares it with no trainer, at least."""
+MIN_BATCHED_TOKENS = 2048
+"""The number of tokens that an engine can compute in one forward pass, at least: vLLM's default inside a process."""
 
 
 def _check_temperature(temperature: float) -> float:
@@ -126,8 +130,9 @@ class EngineConfig(Section):
     kv_cache_gib: Adjustable[PositiveFloat] = 1.0
     """Size of a rank's KV cache on a CPU, in GiB; on a GPU `gpu_memory_fraction` determines it."""
     gpu_memory_fraction: Adjustable[Fraction] = 0.45
-    """Fraction of a GPU's memory for the engine's weights and KV cache. The trainer has the rest or, with `sleep`, the
-    whole GPU while the engine sleeps."""
+    """Fraction of a GPU's memory for the engine's weights and KV cache while it shares the GPU with the trainer, which
+    has the rest or, with `sleep`, the whole GPU while the engine sleeps. Where the engine is alone (`pretrain`,
+    `validate`, `export`), it takes 0.9 of the GPU, or this fraction if it is larger."""
     sleep: Adjustable[bool] = False
     """Whether the engine sleeps while ranks train, on GPUs: its weights move to host memory and its KV cache is freed.
     The trainer then has the whole GPU, and `gpu_memory_fraction` can be larger; each step copies the weights there and
@@ -139,6 +144,16 @@ class EngineConfig(Section):
     verify_every: Adjustable[PositiveInt] = 20
     """Number of refits from one exact comparison, tensor by tensor, of the engine's policy with the trainer's to the
     next; the first refit of every job has one. There is none in native FP8."""
+
+
+def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
+    """Return the largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
+
+    Args:
+        max_num_seqs: `engine.max_num_seqs`.
+        longest_draft: The longest draft in tokens; 0 where nothing is drafted.
+    """
+    return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specrl.config import StageName
+from specrl.config.rollout import ALONE_FRACTION
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
 
+LIBRARIES = "Python and libraries"
+"""The name of the item that is not made of tensors."""
 _TRAINER_FIX = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
     "set policy.recompute=true, lower engine.gpu_memory_fraction or drafter.max_tokens_per_window (pretrain)"
@@ -38,22 +41,26 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     """Return one budget for each kind of memory that a rank of the stage uses."""
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
-    host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
+    host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += memory.copy_items(rank)
     if not rank.gpu:
-        kv = [_kv_item(rank, _kv_given(stage, rank))] if engine else []
+        kv = [_kv_item(stage, rank, _kv_given(stage, rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)
         fix = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
         return [Budget(stage, "host", asked.memory_gib_per_rank, items, fix)]
-    share = asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction if engine else 0.0
+    share = _engine_share(stage, rank) if engine else 0.0
     trainer.append(MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
-    left = asked.gpu_memory_gib - share
+    # Before the drafter is pretrained the engine is shut down.
+    left = asked.gpu_memory_gib - (share if stage != "pretrain" else 0.0)
     if stage == "train" and rank.config.engine.sleep:
-        asleep = sum(item.gib for item in engine if item.phase is None)
+        graphs = sum(item.gib for item in engine if item.name == memory.GRAPHS)
+        asleep = sum(item.gib for item in engine if item.phase is None) - graphs
         host.append(MemoryItem("weights of the sleeping engine", asleep, "engine.sleep"))
+        trainer.append(MemoryItem(memory.GRAPHS, graphs, "they stay while it sleeps"))
         # While the engine is awake, the trainer's resident items share the GPU with it; then the trainer has all of it.
-        trainer.append(MemoryItem("engine, awake", share, "engine.gpu_memory_fraction", "generation"))
+        for name, phase in (("engine, awake", "generation"), ("engine, awake again", "refit")):
+            trainer.append(MemoryItem(name, share - graphs, "engine.gpu_memory_fraction", phase))
         if rank.config.bubbles.trains_drafter:  # while other ranks generate
             trainer += [replace(item, phase="generation") for item in trainer if item.phase == "drafter"]
         left = asked.gpu_memory_gib
@@ -62,7 +69,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         Budget(stage, "host", asked.memory_gib_per_rank, tuple(host), "raise resources.memory_gib_per_rank"),
     ]
     if engine:
-        items = (*engine, _kv_item(rank, max(_kv_given(stage, rank), 0.0)))
+        items = (*engine, _kv_item(stage, rank, max(_kv_given(stage, rank), 0.0)))
         budgets.insert(0, Budget(stage, "GPU, engine", share, items, _ENGINE_FIX))
     return budgets
 
@@ -91,7 +98,12 @@ def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     """Return what the engine of a stage needs without its KV cache; nothing where the stage has no engine."""
     if stage in ("prepare", "calibrate"):
         return []
-    return memory.engine_items(rank, speculate=stage != "pretrain")
+    return memory.engine_items(rank, speculate=stage != "pretrain", calibrated=stage != "pretrain")
+
+
+def _kv_per_token(stage: StageName, rank: Rank) -> float:
+    """Return the bytes of a token in the KV cache of a stage's engine."""
+    return memory.kv_bytes_per_token(rank, calibrated=stage != "pretrain")
 
 
 def _kv_given(stage: StageName, rank: Rank) -> float:
@@ -100,16 +112,22 @@ def _kv_given(stage: StageName, rank: Rank) -> float:
     On a CPU the configuration gives it; on a GPU it is what the engine's weights and workspace leave of its share, and
     below zero where they need more.
     """
-    asked = rank.config.resources_of(stage)
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
-    others = sum(item.gib for item in _engine_items(stage, rank))
-    return asked.gpu_memory_gib * rank.config.engine.gpu_memory_fraction - others
+    return _engine_share(stage, rank) - sum(item.gib for item in _engine_items(stage, rank))
 
 
-def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
+def _engine_share(stage: StageName, rank: Rank) -> float:
+    """Return the GiB of a GPU that the engine of a stage takes."""
+    fraction = rank.config.engine.gpu_memory_fraction
+    if stage != "train":
+        fraction = max(fraction, ALONE_FRACTION)
+    return rank.config.resources_of(stage).gpu_memory_gib * fraction
+
+
+def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
     """Return the KV cache of the given size, beside what all sequences at full length would need."""
-    per_token = memory.kv_bytes_per_token(rank)
+    per_token = _kv_per_token(stage, rank)
     wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
     sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"
     return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
@@ -124,7 +142,7 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
     if not _engine_items(stage, rank):
         return [], []
     config = rank.config
-    longest = config.model.max_length * memory.kv_bytes_per_token(rank) / memory.GIB
+    longest = config.model.max_length * _kv_per_token(stage, rank) / memory.GIB
     given = _kv_given(stage, rank)
     key = "engine.gpu_memory_fraction" if rank.gpu else "engine.kv_cache_gib"
     if given < longest:

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specrl.config import Config
+from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import ModelShape
+from specrl.projection.refit import Layout, refit_cost
 
 GIB = 2**30
 """The bytes of a GiB."""
@@ -27,8 +29,14 @@ With a GPU there are CUDA and pinned buffers, too.
 """
 DEVICE_RUNTIME_GIB = 3.0
 """The GiB of the CUDA context, NCCL's buffers and the allocator's fragments."""
-ENGINE_BATCHED_TOKENS = {0: 4096, 1: 8192}
-"""The largest number of tokens in a forward pass of the engine (vLLM's defaults), on a CPU and on a GPU."""
+PROBE_TOKENS = 256
+"""The number of tokens that the probe after a refit scores (`rollout/refit/policy_probe.py`)."""
+SCORED_BYTES = 10
+"""The bytes per token and vocabulary entry with which vLLM scores a prompt: logits in the compute type, and in float32
+the logits and their log-probabilities."""
+GRAPHS_GIB = 2.0
+"""The GiB of a compiled engine's CUDA graphs, which stay on the GPU while the engine sleeps."""
+GRAPHS = "engine's CUDA graphs"
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
 ATTENTION_SCORES = 2**26
@@ -86,13 +94,49 @@ class Rank:
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
 
     @property
-    def policy_parameters(self) -> float:
-        """The parameters of the policy that a rank of the largest pipeline stage holds."""
+    def layout(self) -> Layout:
+        """How the trainer's ranks share the policy."""
+        policy = self.config.policy
+        return Layout(policy.tensor_parallel, policy.pipeline_parallel, self.expert_parallel)
+
+    @property
+    def layers(self) -> int:
+        """The number of the policy's layers that a rank of the largest pipeline stage holds."""
+        return -(-self.shape.num_layers // self.config.policy.pipeline_parallel)
+
+    @property
+    def expert_parallel(self) -> int:
+        """The number of ranks that share the experts of each layer."""
+        return 1
+
+    @property
+    def expert_parameters(self) -> float:
+        """The parameters of experts that a rank holds: expert parallelism divides them, tensor parallelism does not."""
+        return self.layers * self.shape.expert_parameters_per_layer / self.expert_parallel
+
+    @property
+    def shared_parameters(self) -> float:
+        """The parameters of the policy, experts aside, that a rank of the largest pipeline stage holds."""
         shape, policy = self.shape, self.config.policy
-        layers = -(-shape.num_layers // policy.pipeline_parallel)
         both_ends = policy.pipeline_parallel == 1 and not shape.tied
         embeddings = shape.embedding_parameters * (2 if both_ends else 1)
-        return (layers * shape.parameters_per_layer + embeddings) / policy.tensor_parallel
+        layer = shape.parameters_per_layer - shape.expert_parameters_per_layer
+        return (self.layers * layer + embeddings) / policy.tensor_parallel
+
+    @property
+    def policy_parameters(self) -> float:
+        """The parameters of the policy that a rank of the largest pipeline stage holds."""
+        return self.shared_parameters + self.expert_parameters
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """The number of ranks that hold the same experts, among which their optimizer is divided."""
+        return max(self.data_parallel * self.config.policy.tensor_parallel // self.expert_parallel, 1)
+
+    @property
+    def optimizer_parameters(self) -> float:
+        """The parameters whose masters and moments the distributed optimizer keeps on one rank."""
+        return self.shared_parameters / self.data_parallel + self.expert_parameters / self.expert_data_parallel
 
     @property
     def drafter_parameters(self) -> int:
@@ -119,21 +163,20 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         fp8: Whether the linear layers compute in FP8.
     """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
-    count, shard = rank.policy_parameters, _shard_name(config)
+    count, shard = rank.policy_parameters, _shard_name(rank)
     items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters{shard} x {size} B")]
     if trainable:
         optimizer = MASTER_AND_MOMENTS if size < FP32 else 2 * FP32
-        per_rank = f"{optimizer} B per parameter / {rank.data_parallel} data-parallel ranks"
         items += [
             _item("gradients", count * FP32, "float32"),
-            _item("masters and Adam moments", count * optimizer / rank.data_parallel, per_rank),
+            _item("masters and Adam moments", rank.optimizer_parameters * optimizer, _optimizer_name(rank, optimizer)),
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
     if fp8 and rank.gpu:
-        linear = shape.num_layers * shape.linear_parameters_per_layer
-        linear_shard = linear / (config.policy.tensor_parallel * config.policy.pipeline_parallel)
-        items.append(_item("FP8 weights", 2 * linear_shard, "linear layers, row- and column-wise, 1 B each"))
+        others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
+        linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
+        items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
     return [*items, activations(rank, trainable=trainable), logits(rank)]
 
 
@@ -146,25 +189,40 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     backward pass of attention, heads x longest sequence for the softmax. H is the hidden size, Q and KV are the
     channels of all query and key heads, and F is the width of the MLP.
 
+    With experts F is the width of all experts of a token together, and each of them adds its input and its output, 2 H
+    numbers. Tokens are taken to be spread evenly over experts. Tensor-parallel ranks then share the sequence, so that
+    everything is divided by their number.
+
     With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
     holds as many micro-batches as there are stages, so that the pipeline size cancels. Without a backward pass only one
     layer exists at a time.
     """
     shape, config = rank.shape, rank.config
-    sharded = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size) + 3 * shape.intermediate_size
-    if trainable and not rank.gpu:
-        sharded += shape.num_heads * config.model.max_length
-    layer = (4 * shape.hidden_size + sharded / config.policy.tensor_parallel) * rank.dtype_bytes
+    layer = _layer_numbers(rank, trainable=trainable) * rank.dtype_bytes
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         scores = 0.0 if rank.gpu else attention_scores(rank)
         return _item("activations", tokens * layer + scores, f"{how}, one layer at a time", "policy")
     if config.policy.recompute:
-        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes
+        shared = config.policy.tensor_parallel if shape.num_experts else 1
+        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes / shared
         return _item(
             "activations", tokens * (saved + layer), f"{how} of one layer + the layers' inputs (recompute)", "policy"
         )
     return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
+
+
+def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
+    """Return how many numbers one layer keeps for each token of a micro-batch; see `activations`."""
+    shape, config = rank.shape, rank.config
+    sharded = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
+    sharded += 3 * shape.active_mlp_size
+    if trainable and not rank.gpu:
+        sharded += shape.num_heads * config.model.max_length
+    whole = 4 * shape.hidden_size
+    if shape.num_experts:
+        return (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
+    return whole + sharded / config.policy.tensor_parallel
 
 
 def attention_scores(rank: Rank) -> float:
@@ -295,44 +353,53 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
     return [*items, _item("drafter's targets", tokens * targets * rank.dtype_bytes, how, "policy")]
 
 
-def engine_items(rank: Rank, *, speculate: bool) -> list[MemoryItem]:
+def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> list[MemoryItem]:
     """Return what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
 
     Args:
         speculate: Whether the engine drafts in this stage.
+        calibrated: Whether the stage has an FP8 recipe; without one the engine computes in the compute type.
     """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
+    linear = shape.num_layers * shape.linear_parameters_per_layer / parallel
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
-    items = [_item("engine weights", count * size, f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B")]
+    fp8 = rank.gpu and calibrated and config.precision.generation == "fp8"
+    saved = (size - 1) * linear if fp8 else 0.0
+    how = f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B{', linear layers x 1 B (FP8)' if fp8 else ''}"
+    items = [_item("engine weights", count * size - saved, how)]
     if speculate and config.speculation.draft_method.has_weights:
         drafter = rank.drafter_parameters / parallel
         items.append(_item("engine's drafter", drafter * size, f"{drafter / 1e6:.1f} M parameters x {size} B"))
-    batched = ENGINE_BATCHED_TOKENS[rank.gpu]
-    verified = config.engine.max_num_seqs * (max(config.speculation.draft_lengths) + 1 if speculate else 1)
-    hidden = batched * (4 * shape.hidden_size + 3 * shape.intermediate_size / parallel) * size
-    workspace = hidden + verified * shape.vocab_size * 3 * FP32
-    return [
-        *items,
-        _item("engine workspace", workspace, f"{batched} batched tokens, {verified} rows of logits", "generation"),
-    ]
+    if rank.gpu and config.engine.compile:
+        items.append(_item(GRAPHS, GRAPHS_GIB * GIB, "assumed"))
+    longest = max(config.speculation.draft_lengths) if speculate else 0
+    batched = batched_tokens(config.engine.max_num_seqs, longest)
+    verified = config.engine.max_num_seqs * (longest + 1)
+    hidden = batched * (4 * shape.hidden_size + 3 * shape.active_mlp_size / parallel) * size
+    scores = max(verified * shape.vocab_size * 3 * FP32, PROBE_TOKENS * shape.vocab_size * SCORED_BYTES)
+    how = f"{batched} batched tokens, {verified} rows of logits"
+    return [*items, _item("engine workspace", hidden + scores, how, "generation")]
 
 
-def kv_bytes_per_token(rank: Rank) -> float:
+def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
     """Return the bytes of one token's keys and values in all layers, the drafter's among them, on one rank.
 
-    A rank has at least one KV head, however many ranks there are.
+    A rank has at least one KV head, however many ranks there are. The drafter's layer is never in FP8.
+
+    Args:
+        calibrated: Whether the stage has an FP8 recipe; without one the cache is in the compute type.
     """
-    layers = rank.shape.num_layers + (1 if rank.config.speculation.draft_method.has_weights else 0)
+    size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes
+    drafter = rank.dtype_bytes if rank.config.speculation.draft_method.has_weights else 0
     heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
-    return 2 * layers * heads * rank.shape.head_dim * rank.dtype_bytes
+    return 2 * (rank.shape.num_layers * size + drafter) * heads * rank.shape.head_dim
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Return what a refit needs: the largest tensor, whole."""
-    return _item(
-        "refit buffer", rank.shape.embedding_parameters * rank.dtype_bytes, "the largest tensor, gathered", "refit"
-    )
+    """Return what a refit holds beside the parameters: the tensors of a message, in parts and whole."""
+    peak = refit_cost(rank.shape, rank.layout, element_size=rank.dtype_bytes).peak_bytes
+    return _item("refit buffer", peak, "tensors on their way, in parts and whole", "refit")
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:
@@ -341,19 +408,25 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
     A checkpoint is written from a copy of the rank's part of the optimizer while the next step runs. The guard of the
     drafter keeps its last good version, and after a refit has the next one beside it for a moment.
     """
-    size = MASTER_AND_MOMENTS / rank.data_parallel
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
-    items = [_item("checkpoint copy", rank.policy_parameters * size, how)]
+    items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
         items += [_item("last good drafter", size, how), _item("next good drafter", size, how, "refit")]
     return items
 
 
-def _shard_name(config: Config) -> str:
+def _shard_name(rank: Rank) -> str:
     """Return the policy's parallel sizes in words."""
-    policy = config.policy
-    return f" (TP {policy.tensor_parallel}, PP {policy.pipeline_parallel})"
+    policy = rank.config.policy
+    experts = f", EP {rank.expert_parallel}" if rank.expert_parallel > 1 else ""
+    return f" (TP {policy.tensor_parallel}, PP {policy.pipeline_parallel}{experts})"
+
+
+def _optimizer_name(rank: Rank, size: int) -> str:
+    """Return in words how many ranks share the optimizer's state of `size` bytes per parameter."""
+    experts = f", of experts / {rank.expert_data_parallel}" if rank.shape.num_experts else ""
+    return f"{size} B per parameter / {rank.data_parallel} data-parallel ranks{experts}"
 
 
 def _item(name: str, size: float, how: str, phase: str | None = None) -> MemoryItem:

@@ -1,4 +1,4 @@
-"""The plan of a run before anything is submitted: its jobs, and the memory that each rank needs and has.
+"""The plan of a run before anything is submitted: its jobs, the memory of each rank, and what travels and is stored.
 
 `plan` reads only the configuration and the `config.json` of a local model; it needs neither torch nor a GPU.
 """
@@ -12,8 +12,12 @@ from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.shapes import ModelShape, model_shape
+from specrl.projection.advice import Fit, what_fits
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
+from specrl.projection.disk import CheckpointPlan, checkpoint_plan
 from specrl.projection.memory import Rank
+from specrl.projection.speeds import Speeds
+from specrl.projection.traffic import Transfer, step_traffic
 from specrl.report.tables import print_line, print_table
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -41,7 +45,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs and the memory of a run."""
+    """The jobs of a run, the memory of their ranks, and what a step of training sends and stores."""
 
     name: str
     """The run's name."""
@@ -50,6 +54,11 @@ class Plan:
     shape: ModelShape
     jobs: tuple[PlannedJob, ...]
     budgets: tuple[Budget, ...]
+    traffic: tuple[Transfer, ...]
+    """What one rank of the train stage receives in a step."""
+    checkpoint: CheckpointPlan
+    speeds: Speeds
+    """What is assumed to turn bytes into seconds."""
     algorithms: tuple[str, ...]
     """What becomes of long prompts, the reward and each chosen algorithm, with its options."""
     notes: tuple[str, ...]
@@ -59,30 +68,75 @@ class Plan:
 def plan(
     config: Config, queues: Mapping[StageName, str] | None = None, options: Mapping[StageName, str] | None = None
 ) -> Plan:
-    """Return the jobs and the memory of a run.
+    """Return the plan of a run.
 
     Args:
         queues: Where the job of each stage waits, in the scheduler's words; the partitions by default.
         options: The options with which the job of each stage is submitted, in the scheduler's words.
 
     Raises:
-        ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
+        ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
+            the message then ends with changes that would fit, if some are found.
     """
     shape = model_shape(config.model)
-    problems = _shape_problems(config, shape)
-    budgets: list[Budget] = []
-    notes: list[str] = []
-    for stage in STAGES:
-        rank = _rank(config, stage, shape)
-        budgets += stage_budgets(stage, rank)
-        kv_problems, kv_notes = check_kv(stage, rank)
-        problems += kv_problems
-        notes += kv_notes
-    problems += [overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    found = _Findings.of(config, shape)
+    if found.misfits:
+        advice = what_fits(config, found.fit, lambda changed: _Findings.of(changed, shape).fit)
+        raise ConfigError("\n".join([*found.misfits, *([advice] if advice else [])]))
     jobs = tuple(_job(config, stage, (queues or {}).get(stage), (options or {}).get(stage, "")) for stage in STAGES)
-    return Plan(config.name, config.model.source, shape, jobs, tuple(budgets), _algorithms(config), tuple(notes))
+    trainer = _rank(config, "train", shape)
+    speeds = Speeds.of(config, trainer.gpu)
+    return Plan(
+        name=config.name,
+        model=config.model.source,
+        shape=shape,
+        jobs=jobs,
+        budgets=tuple(found.budgets),
+        traffic=tuple(step_traffic(trainer, speeds)),
+        checkpoint=checkpoint_plan(trainer, speeds),
+        speeds=speeds,
+        algorithms=_algorithms(config),
+        notes=tuple(found.notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What was found about the memory and the layout of a configuration."""
+
+    budgets: list[Budget]
+    problems: list[str]
+    """What memory cannot mend: sizes that do not divide the model."""
+    too_little: list[str]
+    """A line for each kind of memory that is too small."""
+    notes: list[str]
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape) -> _Findings:
+        """Look at the layout and, if it suits the model, at the memory of each stage."""
+        problems = _shape_problems(config, shape)
+        budgets: list[Budget] = []
+        too_little: list[str] = []
+        notes: list[str] = []
+        for stage in STAGES if not problems else ():
+            rank = _rank(config, stage, shape)
+            budgets += stage_budgets(stage, rank)
+            kv_problems, kv_notes = check_kv(stage, rank)
+            too_little += kv_problems
+            notes += kv_notes
+        too_little += [overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib]
+        return cls(budgets, problems, too_little, notes)
+
+    @property
+    def misfits(self) -> list[str]:
+        """All lines that keep the run from being submitted."""
+        return self.problems + self.too_little
+
+    @property
+    def fit(self) -> Fit:
+        """How far the configuration is from fitting."""
+        lacking = tuple(budget for budget in self.budgets if budget.needed_gib > budget.available_gib)
+        return Fit(lacking, len(self.too_little) - len(lacking), bool(self.problems))
 
 
 def _algorithms(config: Config) -> tuple[str, ...]:
@@ -144,12 +198,13 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan: a table of the jobs, one for each kind of memory with a column for each stage, and the notes."""
+    """Print a plan: tables of the jobs, of each kind of memory by stage, and of a step's transfers; then the notes."""
     console = console or Console()
     shape = plan.shape
+    active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
     print_line(
         console,
-        f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters "
+        f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters{active} "
         f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
     )
     print_line(console, "\n".join(plan.algorithms) + "\n")
@@ -160,6 +215,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             print_line(console, f"{job.stage}: {job.options}")
     for place in dict.fromkeys(budget.place for budget in plan.budgets):
         _render_place(console, place, [budget for budget in plan.budgets if budget.place == place])
+    _render_traffic(console, plan)
+    print_line(console, _checkpoint_line(plan.checkpoint))
+    print_line(console, "assumed: " + "; ".join(plan.speeds.lines))
     for note in plan.notes:
         print_line(console, f"note: {note}")
 
@@ -183,3 +241,26 @@ def _render_place(console: Console, place: str, budgets: list[Budget]) -> None:
     rows.append(("a rank has", *(f"{budget.available_gib:.2f}" for budget in budgets), ""))
     columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
     print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)
+
+
+def _render_traffic(console: Console, plan: Plan) -> None:
+    """Print what a rank receives in a step, with the seconds that it takes at the assumed speeds."""
+    rows: list[tuple[str, ...]] = []
+    for item in plan.traffic:
+        numbers = (item.inside_gib, item.network_gib, item.seconds(plan.speeds))
+        rows.append((item.name, *(f"{number:.2f}" for number in numbers), item.how))
+    sums = (
+        sum(item.inside_gib for item in plan.traffic),
+        sum(item.network_gib for item in plan.traffic),
+        sum(item.seconds(plan.speeds) for item in plan.traffic),
+    )
+    rows.append(("all", *(f"{number:.2f}" for number in sums), "for one rank"))
+    columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
+    print_table(console, "Received by one rank in a step of training", columns, rows)
+
+
+def _checkpoint_line(checkpoint: CheckpointPlan) -> str:
+    return (
+        f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
+        f"in {checkpoint.write_s:.0f} s beside the next; at most {checkpoint.number} at a time"
+    )

@@ -44,7 +44,7 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
 def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
-    """Start an engine on a trained policy, in the precision that its training ended with.
+    """Start an engine on a trained policy, in the precision that its training ended with; no trainer is beside it.
 
     Raises:
         ValueError: `precision` asks for FP8 and the training left no recipe for it.
@@ -55,7 +55,7 @@ def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> 
             f"precision asks for FP8, but {policy_dir} has no {RECIPE_FILE}: its training used none, and the engine "
             'would silently compute in BF16; train it with this precision, or set all of it to "bf16"'
         )
-    return Engine(policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe)
+    return Engine(policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe, alone=True)
 
 
 class Engine:
@@ -73,6 +73,7 @@ class Engine:
         seed: int,
         speculate: bool = True,
         recipe: Recipe | None = None,
+        alone: bool = False,
         overrides: Mapping[str, Any] | None = None,
         control: ControlSettings | None = None,
     ) -> None:
@@ -86,6 +87,7 @@ class Engine:
             seed: The seed of vLLM's own generators and of the controller; no response depends on it.
             speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
+            alone: Whether no trainer shares the GPU, so that the engine can take most of its memory.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
             control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
@@ -101,7 +103,7 @@ class Engine:
         self.max_k, self.max_replay_k = config.speculation.draft_lengths if speculate else (0, 0)
         longest = max(self.max_k, self.max_replay_k)
         self.precision = EnginePrecision(config.precision, recipe)
-        arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision)
+        arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision, alone=alone)
         self._vllm = VllmEngine({**arguments, **(overrides or {})})
         self._runner = self._vllm.runner
         self.precision.loaded(self._vllm.policy, None)

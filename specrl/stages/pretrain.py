@@ -85,7 +85,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
     engines, own = ranks.world_size // size, ranks.rank // size
     prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
     with logs.phase("start of the engine"):
-        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
+        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True)
     with logs.phase("generation"):
         unscored = collect(
             engine,

@@ -16,13 +16,14 @@ from flows.commands.options import load
 from flows.execute import begin_run
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
-from flows.preflight import CHECKPOINT_BYTES, GIB, check_disk, check_draft_model, check_tracking
+from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
 from slurm import environment, submit
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.shapes import model_shape
+from specrl.projection.memory import MASTER_AND_MOMENTS
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +225,7 @@ def test_disk_is_looked_at_where_the_runs_will_lie(tmp_path: Path) -> None:
 
 def test_what_a_run_has_on_disk_already_needs_no_room_again(tmp_path: Path) -> None:
     config = parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(tmp_path)})
-    each = CHECKPOINT_BYTES * model_shape(config.model).parameters
+    each = MASTER_AND_MOMENTS * model_shape(config.model).parameters
     too_many = (shutil.disk_usage(tmp_path).free + 20 * GIB) // each
     config = change_config(config, [f"train.keep_checkpoints={too_many}"])
     (line,) = check_disk(config)

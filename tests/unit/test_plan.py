@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specrl.config import Config, ConfigError, load_config, parse_config
+from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import KNOWN_SHAPES, ModelShape, model_shape
 from specrl.projection.budgets import Budget
-from specrl.projection.memory import MemoryItem, peak_gib
+from specrl.projection.memory import MemoryItem, Rank, kv_bytes_per_token, peak_gib
 from specrl.projection.plan import Plan, plan, print_plan
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,8 @@ def test_idle_training_keeps_the_features_of_more_steps() -> None:
 
 def test_an_engine_that_sleeps_leaves_the_trainer_the_whole_gpu() -> None:
     path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
-    made = {sleeps: plan(load_config(path, [f"engine.sleep={sleeps}"])) for sleeps in ("false", "true")}
+    small = "engine.gpu_memory_fraction=0.35"
+    made = {sleeps: plan(load_config(path, [small, f"engine.sleep={sleeps}"])) for sleeps in ("false", "true")}
 
     def found(sleeps: str, place: str) -> Budget:
         budgets = made[sleeps].budgets
@@ -172,7 +174,7 @@ def test_the_peak_lies_between_what_stays_and_everything_together(parts: list[tu
     ("overrides", "parts"),
     [
         (["engine.gpu_memory_fraction=0.9"], ["train", "GPU, trainer", "engine.gpu_memory_fraction"]),
-        (["policy.tokens_per_micro_batch=65536"], ["train", "GPU, trainer", "policy.tokens_per_micro_batch"]),
+        (["policy.tokens_per_micro_batch=262144"], ["train", "GPU, trainer", "policy.tokens_per_micro_batch"]),
         (["engine.gpu_memory_fraction=0.05"], ["KV cache", "9216", "engine.gpu_memory_fraction"]),
         (["resources.memory_gib_per_rank=8"], ["train", "host", "resources.memory_gib_per_rank"]),
         (["model.max_length=65536"], ["model.max_length = 65536", "32768 positions"]),
@@ -227,6 +229,82 @@ def test_a_cache_smaller_than_all_requests_is_noted_and_smaller_than_one_refused
         ConfigError, match=r"one sequence of model\.max_length = 512 needs .* raise engine\.kv_cache_gib"
     ):
         plan(configured(engine={"kv_cache_gib": 0.001}))
+
+
+def items_of(made: Plan, place: str) -> dict[str, float]:
+    [budget] = [budget for budget in made.budgets if (budget.stage, budget.place) == ("train", place)]
+    return {item.name: item.gib for item in budget.items}
+
+
+def test_an_engine_in_fp8_holds_half_the_weights_and_twice_the_tokens() -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+
+    def engine(generation: str, kv_cache: str) -> tuple[dict[str, float], float]:
+        precision = [f'precision.generation="{generation}"', f'precision.kv_cache="{kv_cache}"']
+        config = load_config(path, [*precision, "engine.max_num_seqs=16"])
+        rank = Rank(model_shape(config.model), config, gpu=1, data_parallel=2)
+        return items_of(plan(config), "GPU, engine"), kv_bytes_per_token(rank)
+
+    (fp8, small), (bf16, large) = engine("fp8", "fp8"), engine("bf16", "bf16")
+    linear = 36 * KNOWN_SHAPES["Qwen/Qwen3-8B"].linear_parameters_per_layer / 2**30
+    assert bf16["engine weights"] - fp8["engine weights"] == pytest.approx(linear)
+    assert large / small == pytest.approx(2 * 37 / 38)  # the drafter's layer stays in BF16
+    assert fp8["KV cache"] > bf16["KV cache"] + 0.9 * linear
+
+
+def test_before_the_drafter_is_pretrained_the_engine_has_the_gpu_to_itself() -> None:
+    made = plan(load_config(ROOT / "configs" / "qwen3-8b-rl-zero.toml"))
+    available = {(budget.stage, budget.place): budget.available_gib for budget in made.budgets}
+    assert available["pretrain", "GPU, engine"] == pytest.approx(0.9 * 79)
+    assert available["pretrain", "GPU, trainer"] == 79
+    assert available["train", "GPU, engine"] < 0.6 * 79
+
+
+def transfers(config: Config) -> dict[str, tuple[float, float]]:
+    return {item.name: (item.inside_gib, item.network_gib) for item in plan(config).traffic}
+
+
+def test_what_a_step_sends_follows_from_the_layout() -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+    one = transfers(load_config(path))
+    assert sum(network for _, network in one.values()) == 0  # all on one node
+    parameters = 8_190_735_360 / 4
+    assert one["gradients and new weights"][0] == pytest.approx(parameters * 6 / 2 / 2**30, rel=1e-3)
+    two = transfers(load_config(path, ["stage_resources.train.nodes=2"]))
+    # Two of a node's ranks hold each shard: its ring of four ranks enters the node twice.
+    inside, network = two["gradients and new weights"]
+    assert inside == pytest.approx(network)
+    assert inside + network == pytest.approx(parameters * 6 * 3 / 4 / 2**30, rel=1e-3)
+    assert two["tensor parallel"][1] == 0
+    assert two["tensor parallel"][0] == pytest.approx(one["tensor parallel"][0] / 2)
+    # Weights go to the engine whole, and a rank has its own part already.
+    assert one["refit over ranks of a stage"][0] == pytest.approx(8_190_735_360 * 2 * 3 / 4 / 2**30, rel=1e-3)
+
+
+def test_speeds_are_printed_and_can_be_set() -> None:
+    made = plan(load_config(ROOT / "configs" / "qwen3-8b-rl-zero.toml", ["cluster.disk_gb_per_s=10"]))
+    text = printed(made)
+    assert "10 GB/s to the disk" in text and "40 GB/s for each rank between nodes" in text
+    assert made.checkpoint.write_s == pytest.approx(made.checkpoint.gib * 2**30 / 10e9)
+    assert made.checkpoint.gib * 2**30 == pytest.approx(12 * (8_190_735_360 + 400e6), rel=0.01)
+    assert "checkpoint: " in text and "gradients and new weights" in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["engine.gpu_memory_fraction=0.9"], ["resources.memory_gib_per_rank=8"], ["policy.tokens_per_micro_batch=262144"]],
+)
+def test_a_refused_plan_says_what_would_fit(overrides: list[str]) -> None:
+    path = ROOT / "configs" / "qwen3-8b-rl-zero.toml"
+    with pytest.raises(ConfigError, match="this would fit: --set ") as error:
+        plan(load_config(path, overrides))
+    changes = str(error.value).splitlines()[-1].partition(": ")[2].split("--set ")[1:]
+    assert plan(load_config(path, [*overrides, *(change.strip() for change in changes)])).budgets
+
+
+def test_a_batch_verifies_all_drafts_at_once() -> None:
+    assert batched_tokens(8, 0) == 2048
+    assert batched_tokens(128, 16) == 128 * 17
 
 
 def test_planning_imports_neither_torch_nor_vllm() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.sampler import seed_argument
@@ -48,6 +49,8 @@ def engine_arguments(
     seed: int,
     longest: int,
     precision: EnginePrecision,
+    *,
+    alone: bool,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
@@ -61,6 +64,7 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": seed,
         "max_num_seqs": config.engine.max_num_seqs,
+        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest),
         "tensor_parallel_size": config.engine.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
         "async_scheduling": False,
@@ -70,7 +74,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "disable_log_stats": True,
         "max_model_len": max_model_len,
-        **_memory(config),
+        **_memory(config, alone=alone),
         **precision.arguments(),
     }
     if updates:
@@ -191,9 +195,10 @@ def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     return hf_config
 
 
-def _memory(config: Config) -> dict[str, Any]:
+def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
-        return {"gpu_memory_utilization": config.engine.gpu_memory_fraction}
+        fraction = config.engine.gpu_memory_fraction
+        return {"gpu_memory_utilization": max(fraction, ALONE_FRACTION) if alone else fraction}
     return {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
 
 
