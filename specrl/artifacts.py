@@ -185,20 +185,42 @@ class TrainResult(Artifact):
     seconds: float
 
 
+class DefaultSpeed(Artifact):
+    """Plain generation by vLLM as it comes, in the rounds of a `SpeedPair`. Figures are medians.
+
+    That engine has its own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where there is a GPU.
+    It generates as many tokens after each prompt as the pair does.
+    """
+
+    tokens_per_s: float
+    speedup: float
+    """The ratio of the speculative tokens per second to these: what a user of plain vLLM gains."""
+    speedup_min: float
+    speedup_max: float
+    plain_ratio: float
+    """The ratio of the plain tokens per second of specrl's engine to these: what its exact sampler and its control of
+    drafts cost, or gain."""
+
+
 class SpeedPair(Artifact):
     """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians."""
 
     batch: int
     """The number of requests that run at the same time."""
     plain_tokens_per_s: float
+    """The rate of plain decoding by the same engine, whose drafts are switched off (k = 0)."""
     speculative_tokens_per_s: float
     speedup: float
+    """The ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0; `default` has
+    the ratio to vLLM as it comes."""
     speedup_min: float
     speedup_max: float
     decode_step_reduction: float
     """1 - speculative decoding steps / plain decoding steps."""
     tokens_equal: float
     """The share of responses that are the same with and without speculation, token for token."""
+    default: DefaultSpeed | None = None
+    """The same requests on vLLM as it comes; None where that engine was not started, or did not start."""
 
 
 class ParityCounts(Artifact):

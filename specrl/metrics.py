@@ -290,12 +290,30 @@ _DEFINITIONS = (
     Metric(
         "speedup/generation",
         "",
-        "Plain over speculative generation time in matched pairs, median over the batch sizes measured.",
+        "Plain over speculative generation time in matched pairs, median over the batch sizes measured; plain is k = 0 "
+        "on the same engine.",
     ),
     Metric(
         "speedup/generation_batch_I",
         "",
-        "Plain over speculative generation time in matched pairs at batch size I.",
+        "Plain over speculative generation time in matched pairs at batch size I; plain is k = 0 on the same engine.",
+    ),
+    Metric(
+        "speedup/generation_over_default",
+        "",
+        "Speculative tokens per second over those of vLLM as it comes, without drafts, for as many tokens after the "
+        "same prompts; median over the batch sizes measured.",
+    ),
+    Metric(
+        "speedup/generation_over_default_batch_I",
+        "",
+        "Speculative tokens per second over those of vLLM as it comes, at batch size I.",
+    ),
+    Metric(
+        "speedup/plain_over_default_batch_I",
+        "",
+        "Tokens per second of plain decoding with specrl's engine, k = 0, over those of vLLM as it comes, at batch "
+        "size I.",
     ),
     Metric("export/vllm_acceptance_length", "tokens", "Acceptance length of the exported directory in a fresh vLLM."),
 )

@@ -23,6 +23,7 @@ from typing import NoReturn
 from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, write_error
 from slurm.ranks.heartbeats import Heartbeats
+from slurm.ranks.preflight import check_rank
 from specrl import lifetime
 from specrl.config import Resources
 from specrl.events import record_event
@@ -88,6 +89,7 @@ class Supervisor:
                 self._begin()
             self.heartbeats.beat()
             threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
+            check_rank(self.request)
             self.backend.run_rank(self.request)
         except LeftJobError as left:
             return self._leave(left.stop) if self.rank == 0 else 0

@@ -44,6 +44,8 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += memory.copy_items(rank)
+    if stage == "validate" and _has_default_engine(rank):
+        host += memory.default_engine_items(rank)
     if not rank.gpu:
         kv = [_kv_item(stage, rank, _kv_given(stage, rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)
@@ -104,6 +106,11 @@ def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
 def _kv_per_token(stage: StageName, rank: Rank) -> float:
     """Return the bytes of a token in the KV cache of a stage's engine."""
     return memory.kv_bytes_per_token(rank, calibrated=stage != "pretrain")
+
+
+def _has_default_engine(rank: Rank) -> bool:
+    """Return whether the stage `validate` starts vLLM's default engine beside its own."""
+    return rank.config.validate_.default_engine and rank.config.speculation.draft_method.drafts
 
 
 def _kv_given(stage: StageName, rank: Rank) -> float:

@@ -382,6 +382,18 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
     return [*items, _item("engine workspace", hidden + scores, how, "generation")]
 
 
+def default_engine_items(rank: Rank) -> list[MemoryItem]:
+    """Return what vLLM's default engine needs in host memory: two processes and, on a CPU, weights and KV cache.
+
+    On GPUs that engine and the rank's own sleep in turn, and one of them always has its weights in host memory.
+    """
+    runtime = 2 * HOST_RUNTIME_GIB[rank.gpu] * GIB
+    weights = sum(item.gib * GIB for item in engine_items(rank, speculate=False) if item.phase is None)
+    cache = 0.0 if rank.gpu else rank.config.engine.kv_cache_gib * GIB
+    how = f"two processes, weights {weights / GIB:.2f}, KV cache {cache / GIB:.2f}; validate.default_engine"
+    return [_item("vLLM's default engine", runtime + weights * (2 if rank.gpu else 1) + cache, how)]
+
+
 def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
     """Return the bytes of one token's keys and values in all layers, the drafter's among them, on one rank.
 

@@ -84,7 +84,7 @@ def plan(
         advice = what_fits(config, found.fit, lambda changed: _Findings.of(changed, shape).fit)
         raise ConfigError("\n".join([*found.misfits, *([advice] if advice else [])]))
     jobs = tuple(_job(config, stage, (queues or {}).get(stage), (options or {}).get(stage, "")) for stage in STAGES)
-    trainer = _rank(config, "train", shape)
+    trainer = rank_of(config, "train", shape)
     speeds = Speeds.of(config, trainer.gpu)
     return Plan(
         name=config.name,
@@ -119,7 +119,7 @@ class _Findings:
         too_little: list[str] = []
         notes: list[str] = []
         for stage in STAGES if not problems else ():
-            rank = _rank(config, stage, shape)
+            rank = rank_of(config, stage, shape)
             budgets += stage_budgets(stage, rank)
             kv_problems, kv_notes = check_kv(stage, rank)
             too_little += kv_problems
@@ -161,7 +161,8 @@ def _job(config: Config, stage: StageName, queue: str | None, options: str) -> P
     )
 
 
-def _rank(config: Config, stage: StageName, shape: ModelShape) -> Rank:
+def rank_of(config: Config, stage: StageName, shape: ModelShape) -> Rank:
+    """Return one rank of a stage, with its layout."""
     asked = config.resources_of(stage)
     shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
     return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))

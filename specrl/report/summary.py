@@ -11,7 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
-from specrl.artifacts import ExportResult, PrepareResult, SetScore, TrainResult, ValidateResult, write_json
+from specrl.artifacts import (
+    ExportResult,
+    PrepareResult,
+    SetScore,
+    SpeedPair,
+    TrainResult,
+    ValidateResult,
+    write_json,
+)
 from specrl.config import STAGES, Config
 from specrl.events import read_events
 from specrl.export.card import serve_command
@@ -47,8 +55,10 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     """Return the contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
-    ratio of matched pairs, and `decode_step_reduction` is the mean over those batch sizes of 1 - speculative / plain
-    decoding steps.
+    ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
+    those batch sizes of 1 - speculative / plain decoding steps. `generation_speedup_over_default` maps batch size to
+    the ratio to plain decoding by vLLM as it comes, and `plain_over_default` to that of the engine with k = 0; both are
+    empty where `validate.default_engine` is false or that engine did not start.
     """
     config = read_config(run_dir)
     prepare = finished(stages, "prepare", PrepareResult)
@@ -116,6 +126,10 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
         "acceptance_length": validation.acceptance_length,
         "acceptance_rate_per_pos": validation.acceptance_rate_per_pos,
         "generation_speedup": {str(pair.batch): pair.speedup for pair in validation.speed},
+        "generation_speedup_over_default": {
+            str(pair.batch): pair.default.speedup for pair in validation.speed if pair.default
+        },
+        "plain_over_default": {str(pair.batch): pair.default.plain_ratio for pair in validation.speed if pair.default},
         "decode_step_reduction": fmean(reductions) if reductions else None,
     }
 
@@ -305,9 +319,22 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
         rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"
         equal = f"{pair.tokens_equal:.0%} of responses the same"
         rows.append((f"speedup, batch {pair.batch}", f"{pair.speedup:.2f}x ({spread}; {rates}; {equal})"))
+        rows += _default_rows(pair)
     if speculation["decode_step_reduction"] is not None:
         rows.append(("decoding steps saved", f"{speculation['decode_step_reduction']:.0%}"))
     return rows
+
+
+def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:
+    """Return the row of a matched pair against vLLM as it comes, where that was measured."""
+    if pair.default is None:
+        return []
+    default = pair.default
+    details = (
+        f"{default.speedup_min:.2f} to {default.speedup_max:.2f}; {default.tokens_per_s:.0f} tokens/s by default, "
+        f"k = 0 on specrl's engine {default.plain_ratio:.2f}x of that"
+    )
+    return [(f"speedup over vLLM as it comes, batch {pair.batch}", f"{default.speedup:.2f}x ({details})")]
 
 
 def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from specrl.rollout.vllm.load import (
     policy_weight_names,
 )
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import DraftObserver, Recorder
+from specrl.rollout.vllm.recorder import DraftObserver, Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.sampler import InvariantSampler
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.timing import IterationTimes, iteration_times
@@ -116,8 +117,7 @@ class Engine:
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._family = family_of(read_model_config(policy_dir))
-        self._policy_names = policy_weight_names(policy_dir)
-        self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self._drafter else frozenset()
+        self._directories = policy_dir, drafter_dir or policy_dir
         self._stopped = False
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
@@ -129,6 +129,16 @@ class Engine:
         drafting = Drafting(self._runner, self._sampler, self.config, controller, settings)
         drafting.install()
         return drafting
+
+    @cached_property
+    def _policy_names(self) -> frozenset[str]:
+        """The names of the policy's tensors on disk; an engine with dummy weights has none, and takes no refit."""
+        return policy_weight_names(self._directories[0])
+
+    @cached_property
+    def _drafter_names(self) -> frozenset[str]:
+        """The names of the drafter's tensors on disk; none without a drafter."""
+        return drafter_weight_names(self._directories[1]) if self._drafter else frozenset()
 
     @property
     def _drafter(self) -> torch.nn.Module | None:
@@ -282,6 +292,11 @@ class Engine:
         """Return a context manager that records drafts of `k` tokens after every token and verifies none."""
         assert self._drafting is not None and self.max_k, "no drafter"
         return DraftObserver(self._drafting, k)
+
+    def synthetic_acceptance(self, acceptance_length: float) -> SyntheticAcceptance:
+        """Return a context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
+        assert self.k, "drafts need a fixed length"
+        return SyntheticAcceptance(self._sampler, acceptance_length, self.k, self._vllm.vocab_size)
 
     def drafting_state(self) -> dict[str, Any] | None:
         """Return as JSON what the engine has learned about drafts and their times; None if it does not draft."""
@@ -450,6 +465,11 @@ class Engine:
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check_logprobs(case, response.tokens, response.logprobs, response.log_kept_mass)
         crafted.check_counters(generation.stats, speculates=self.speculates)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the engine was started on a GPU with sleep mode."""
+        return self._vllm.can_sleep
 
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache back to the trainer until `wake`.

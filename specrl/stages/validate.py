@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import median
 
 from specrl import logs
@@ -27,7 +28,7 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.exactness import measure_exactness
-from specrl.rollout.matched import matched_pair
+from specrl.rollout.matched import DefaultTurns, matched_pair
 from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
@@ -47,12 +48,12 @@ def main(context: StageContext) -> None:
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
         source = PromptSource(config, load_tokenizer(prepared.policy_dir))
         with logs.phase("start of the engine"):
-            engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
+            engine = start_engine(turn_taking(config), trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
-        speed = measure_speed(engine, prompts, config, progress) if engine.speculates else []
+        speed = measure_speed(engine, prompts, context, trained.policy_dir, ranks, progress)
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
@@ -130,8 +131,38 @@ def shortest(prompts: list[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.id))[:CHI_SQUARED_PROMPTS]
 
 
-def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progress: Progress) -> list[SpeedPair]:
-    """Measure one matched pair for each batch size of `validate.speed_batches`."""
+def turn_taking(config: Config) -> Config:
+    """Return the configuration with an engine that can sleep on a GPU while vLLM's default engine has its turn."""
+    if not (config.validate_.default_engine and config.speculation.draft_method.drafts):
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"sleep": True})})
+
+
+def measure_speed(
+    engine: Engine, prompts: list[Prompt], context: StageContext, policy_dir: Path, ranks: Ranks, progress: Progress
+) -> list[SpeedPair]:
+    """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
+
+    Args:
+        policy_dir: The folder of the policy that the engine has, from which vLLM's default engine loads it.
+    """
+    config = context.config
+    if not engine.speculates:
+        return []
+    turns = None
+    if config.validate_.default_engine:
+        with logs.phase("start of vLLM's default engine"):
+            turns = DefaultTurns(engine, ranks, config, policy_dir, context.stage_dir)
+    try:
+        return _speed_pairs(engine, prompts, config, turns, progress)
+    finally:
+        if turns is not None:
+            turns.shutdown()
+
+
+def _speed_pairs(
+    engine: Engine, prompts: list[Prompt], config: Config, turns: DefaultTurns | None, progress: Progress
+) -> list[SpeedPair]:
     origin = Origin(derive_seed(config.seed, "speed"), step=0)
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
@@ -141,7 +172,7 @@ def measure_speed(engine: Engine, prompts: list[Prompt], config: Config, progres
         # A batch larger than the held-out set asks the same prompts again, with other seeds.
         requests = [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
         with logs.phase(f"speed at batch {batch}"):
-            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats))
+            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats, turns))
     return pairs
 
 
@@ -155,4 +186,10 @@ def log(tracker: Tracker, result: ValidateResult) -> None:
     if result.speed:
         metrics["speedup/generation"] = median(pair.speedup for pair in result.speed)
     metrics |= {f"speedup/generation_batch_{pair.batch}": pair.speedup for pair in result.speed}
+    default = {pair.batch: pair.default for pair in result.speed if pair.default is not None}
+    if default:
+        metrics["speedup/generation_over_default"] = median(found.speedup for found in default.values())
+    for batch, found in default.items():
+        metrics[f"speedup/generation_over_default_batch_{batch}"] = found.speedup
+        metrics[f"speedup/plain_over_default_batch_{batch}"] = found.plain_ratio
     tracker.log_run_metrics(metrics)

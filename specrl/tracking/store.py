@@ -39,6 +39,7 @@ HEADLINES = (
     "validate/accuracy_after",
     "reward/mean",
     "speedup/generation",
+    "speedup/generation_over_default",
     "spec/acceptance_length",
 )
 """The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""

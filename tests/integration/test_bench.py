@@ -31,6 +31,8 @@ COLUMNS = {
     "speedup",
     "speedup_min",
     "speedup_max",
+    "speedup_over_default",
+    "default_tokens_per_s",
     "acceptance_length",
     "acceptance_rate_per_pos",
     "decode_steps",
@@ -113,6 +115,11 @@ def test_rollouts_are_compared_on_the_same_tokens(run_dir: Path) -> None:
         assert row["tokens_per_s"] > 0
     fixed, plain = cells["eagle3", 3, "tail64"], cells["none", 0, "tail64"]
     assert plain["speedup"] == 1
+    # vLLM as it comes, with its own sampler, takes part in every round.
+    for batch in (2, "tail64"):
+        assert len({row["default_tokens_per_s"] for row in rows if row["batch"] == batch}) == 1
+    assert all(row["speedup_over_default"] > 0 and row["default_tokens_per_s"] > 0 for row in rows)
+    assert "over default" in page
     assert fixed["acceptance_length"] > 1
     assert len(fixed["acceptance_rate_per_pos"]) == 3
     assert fixed["decode_steps"] < plain["decode_steps"]

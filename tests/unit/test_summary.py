@@ -14,6 +14,7 @@ from rich.console import Console
 from specrl.artifacts import (
     BestPolicy,
     CalibrateResult,
+    DefaultSpeed,
     ExactnessResult,
     ExportResult,
     ParityCounts,
@@ -49,6 +50,13 @@ SPEED = [
         speedup_max=ratio + 0.1,
         decode_step_reduction=0.6,
         tokens_equal=1.0,
+        default=DefaultSpeed(
+            tokens_per_s=50.0 * batch,
+            speedup=ratio * 0.8,
+            speedup_min=ratio * 0.7,
+            speedup_max=ratio * 0.9,
+            plain_ratio=0.8,
+        ),
     )
     for batch, ratio in ((1, 1.9), (4, 1.5), (16, 0.97))
 ]
@@ -177,8 +185,10 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
             "acceptance_rate_per_pos",
             "decode_step_reduction",
             "generation_speedup",
+            "generation_speedup_over_default",
             "k",
             "method",
+            "plain_over_default",
         ],
         "data": ["prompts_overlong", "prompts_seen"],
         "best": ["metric", "policy_dir", "step", "value"],
@@ -189,6 +199,8 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
         "export": ["drafter_dir", "model_version", "vllm_acceptance_length"],
     }
     assert summary["speculation"]["generation_speedup"] == {"1": 1.9, "4": 1.5, "16": 0.97}
+    assert summary["speculation"]["generation_speedup_over_default"]["1"] == pytest.approx(1.52)
+    assert summary["speculation"]["plain_over_default"] == {"1": 0.8, "4": 0.8, "16": 0.8}
     assert summary["speculation"]["decode_step_reduction"] == pytest.approx(0.6)
     assert summary["stages"]["train"] == {"key": "train-0123456789ab", "seconds": 240.0, "job_id": None}
 

@@ -20,11 +20,16 @@ from specrl.bench.tables import Spread, ratios
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant on one workload, compared with the strongest plain variant of the same rounds."""
+    """One variant on one workload, compared with plain decoding in the same rounds, in two ways."""
 
     workload: Workload
     variant: Variant
     speedup: Spread
+    """The ratio to the strongest plain variant of specrl's own engine, k = 0."""
+    over_default: Spread
+    """The ratio to vLLM as it comes."""
+    default_rate: float
+    """Median tokens per second of vLLM as it comes."""
     rate: float
     """Median tokens per second."""
     measured: Measurement
@@ -42,6 +47,8 @@ class Cell:
             "speedup": self.speedup.median,
             "speedup_min": self.speedup.least,
             "speedup_max": self.speedup.greatest,
+            "speedup_over_default": self.over_default.median,
+            "default_tokens_per_s": self.default_rate,
             "acceptance_length": stats.acceptance_length,
             "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
             "decode_steps": stats.decode_steps,
@@ -65,24 +72,27 @@ def measure_all(engines: Engines, loads: list[Workload]) -> list[Cell]:
     for load in loads:
         started = time.monotonic()
         variants = [*engines.plain_variants, *engines.variants(load)]
-        entries = measure(variants, load)
+        *entries, default = measure([*variants, engines.default], load)
         base = strongest(entries[: len(engines.plain_variants)])
         new = [
             Cell(
-                load,
-                entry.variant,
-                ratios(entry.rates, base.rates),
-                Spread.of(entry.rates).median,
-                entry,
-                differing(entry, base),
+                workload=load,
+                variant=variant,
+                speedup=ratios(entry.rates, base.rates),
+                over_default=ratios(entry.rates, default.rates),
+                default_rate=Spread.of(default.rates).median,
+                rate=Spread.of(entry.rates).median,
+                measured=entry,
+                num_differing=differing(entry, base),
             )
-            for entry in entries
+            for variant, entry in zip(variants, entries, strict=True)
         ]
         cells += [cell for cell in new if cell.measured is base or cell.variant.k != 0]
         fast = [cell for cell in new if cell.variant.k != 0]
         words = ", ".join(f"{cell.variant.method} k={cell.variant.k} {cell.speedup.median:.2f}x" for cell in fast)
         seconds = time.monotonic() - started
-        say(f"batch {load.name}: plain {Spread.of(base.rates).median:.0f} tokens/s; {words} ({seconds:.0f} s)")
+        plain = f"plain {Spread.of(base.rates).median:.0f} tokens/s, by default {Spread.of(default.rates).median:.0f}"
+        say(f"batch {load.name}: {plain}; {words} ({seconds:.0f} s)")
     return cells
 
 

@@ -1,19 +1,25 @@
-"""The engines of `specrl bench rollouts`: one or two for plain decoding, and one for each draft method."""
+"""The engines of `specrl bench rollouts`.
+
+There are one or two for plain decoding, one for each draft method, and vLLM as it comes.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 from specrl.bench.job import say
-from specrl.bench.rollouts.rounds import Variant, Workload, measure
+from specrl.bench.rollouts.rounds import DefaultVariant, Variant, Workload, measure
 from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config
 from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
+from specrl.rollout.matched import LOG_FILE
+from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 
 PLAIN = "none"
 GPU_SHARE = 0.85
@@ -23,14 +29,19 @@ KV_CACHE_GIB = 0.5
 
 
 class Engines:
-    """All engines of the benchmark, in one process: for each draft method the faster of an eager and a compiled one."""
+    """All engines of the benchmark: for each draft method the faster of an eager and a compiled one.
+
+    All but vLLM's default engine are in this process.
+    """
+
+    default: DefaultVariant
 
     def __init__(self, subject: Subject, settings: RolloutSettings) -> None:
         self.subject = subject
         self.settings = settings
         self.methods = methods_of(settings, subject.config)
         self.drafting: dict[str, Variant] = {}
-        most = len(self._choices()) + 1 + len(self.methods)  # plain ones, and the first method's two
+        most = len(self._choices()) + 2 + len(self.methods)  # plain ones, vLLM's own, and the first method's two
         self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / most)
         self.plain_variants = [self._variant(PLAIN, 0, compiled) for compiled in self._choices()]
 
@@ -43,6 +54,23 @@ class Engines:
         if self.drafting:
             return (next(iter(self.drafting.values())).compiled,)
         return (False, True) if self.settings.compile else (False,)
+
+    def add_default(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> None:
+        """Start vLLM's default engine.
+
+        Args:
+            lengths: The length of the response to each request of the workloads, by the request's seed.
+            local_rank: The number of this rank's GPU among those that it sees.
+            folder: The folder for what the engine prints.
+
+        Raises:
+            DefaultEngineError: It did not start.
+        """
+        config, started = self._config(PLAIN, self.settings.compile), time.monotonic()
+        gpu = GpuShare.beside(config, local_rank)
+        engine = DefaultEngine(self.subject.policy_dir, config, folder / LOG_FILE, gpu=gpu)
+        self.default = DefaultVariant(engine, lengths)
+        say(f"engine of vLLM as it comes: started in {time.monotonic() - started:.0f} s ({engine.facts})")
 
     def add_methods(self, pilot: Workload, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft methods, and keep the one that is faster on `pilot`, eager or compiled.
@@ -62,10 +90,11 @@ class Engines:
                 variant.engine.set_replay(stored)
         if len(variants) == 1:
             return variants[0]
-        best, *others = sorted(measure(variants, pilot), key=lambda entry: -median(entry.rates))
+        measured = zip(variants, measure(variants, pilot), strict=True)
+        best, *others = [variant for variant, entry in sorted(measured, key=lambda pair: -median(pair[1].rates))]
         for other in others:
-            other.variant.engine.shutdown()
-        return best.variant
+            other.engine.shutdown()
+        return best
 
     @property
     def profiled(self) -> Variant | None:
@@ -125,6 +154,7 @@ class Engines:
         """Stop all engines."""
         for variant in [*self.plain_variants, *self.drafting.values()]:
             variant.engine.shutdown()
+        self.default.engine.shutdown()
 
 
 def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:

@@ -20,7 +20,10 @@ HOW = """
 Every round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round).
 The speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the
 median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own without a drafter;
-{compiled}. At a fixed batch size the requests are held-out prompts whose responses have at least {max_tokens} tokens
+{compiled}. `over default` is the ratio to vLLM as it comes, in a process of its own: its own sampler, scheduler and
+limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; on a CPU it
+is compiled unless compiled engines were not tried. In the row of plain decoding this is the ratio of the two baselines.
+At a fixed batch size the requests are held-out prompts whose responses have at least {max_tokens} tokens
 and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are eight of
 them, one batch after another. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is
 part of the time. k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the
@@ -78,7 +81,8 @@ def _how(settings: RolloutSettings, cells: Sequence[Cell]) -> dict[str, object]:
 
 def cell_table(cells: Sequence[Cell]) -> str:
     """Return speed and acceptance of every variant on every workload."""
-    columns = ("batch", "method", "k", ">tokens/s", ">speedup", ">range", ">acceptance length", "by position", ">steps")
+    speeds = (">tokens/s", ">speedup", ">range", ">over default")
+    columns = ("batch", "method", "k", *speeds, ">acceptance length", "by position", ">steps")
     rows = []
     for cell in cells:
         stats = cell.measured.stats
@@ -91,6 +95,7 @@ def cell_table(cells: Sequence[Cell]) -> str:
                 f"{cell.rate:.0f}",
                 f"{cell.speedup.median:.2f}",
                 f"{low:.2f} - {high:.2f}",
+                f"{cell.over_default.median:.2f}",
                 f"{stats.acceptance_length:.2f}",
                 per_position(stats.acceptance_rate_per_pos[:8]),
                 str(stats.decode_steps),

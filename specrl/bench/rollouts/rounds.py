@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from specrl.bench.settings import ADAPTIVE, TAIL
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
+from specrl.rollout.vllm.default_engine import DefaultEngine
 
 MOST_WARM_UPS = 8
 """The largest number of uncounted runs of a variant on a workload."""
@@ -46,11 +47,28 @@ class Variant:
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
 
+@dataclass(frozen=True)
+class DefaultVariant:
+    """vLLM as it comes, which generates as many tokens after each prompt as the exact engines do."""
+
+    engine: DefaultEngine
+    lengths: Mapping[int, int]
+    """The length of the natural response to each request of the workloads, by the request's seed."""
+    k: int = 0
+
+    def generate(self, requests: list[Request], batch: int) -> list[Generation]:
+        """Generate `batch` requests at a time, with no prompt cached; the generations hold no tokens."""
+        lengths = [min(request.max_tokens, self.lengths[request.seed]) for request in requests]
+        parts = [lengths[start : start + batch] for start in range(0, len(requests), batch)]
+        seconds = self.engine.generate(requests, lengths, batch)
+        return [Generation([], SpeculationStats(), took, sum(part)) for part, took in zip(parts, seconds, strict=True)]
+
+
 @dataclass
 class Measurement:
     """The generations of one variant on one workload."""
 
-    variant: Variant
+    variant: Variant | DefaultVariant
     generations: list[list[Generation]] = field(default_factory=list)
     """The generations of each round."""
 
@@ -77,7 +95,7 @@ class Measurement:
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
-def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement]:
+def measure(variants: Sequence[Variant | DefaultVariant], workload: Workload) -> list[Measurement]:
     """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
 
     All variants of a round do the same work, since drafts change no token. The order begins with another variant in
@@ -93,14 +111,14 @@ def measure(variants: Sequence[Variant], workload: Workload) -> list[Measurement
     return measured
 
 
-def warm_up(variant: Variant, workload: Workload) -> None:
+def warm_up(variant: Variant | DefaultVariant, workload: Workload) -> None:
     """Generate the first round until the controller has calibrated its batch sizes, which it does only once.
 
     The long-tailed batch runs through all batch sizes up to its own.
     """
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
-        controller = variant.engine.controller if variant.k == ADAPTIVE else None
+        controller = variant.engine.controller if isinstance(variant, Variant) and variant.k == ADAPTIVE else None
         if controller is None:
             return
         sizes = [size for size in controller.chosen() if size <= workload.batch]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from specrl.report.doctor import machine, packages, services
+from specrl.report.doctor import gpu, machine, packages, services
 from specrl.report.doctor.check import Check
 from specrl.report.tables import print_line, print_table
 
@@ -21,9 +21,12 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
         runs_dir: The folder that will hold the runs.
         tracking_uri: The address of MLflow, as in `tracking.uri`.
     """
+    has_gpu = machine.has_gpu()
+    needs = gpu.GpuNeeds(transformer_engine=True, fp8_generation=True)
     return [
         *machine.checks(runs_dir),
-        *packages.checks(gpu=machine.has_gpu()),
+        *(gpu.gpu_checks(gpu.gather_facts(use_torch=False), needs) if has_gpu else []),
+        *packages.checks(gpu=has_gpu),
         *services.checks(runs_dir, tracking_uri),
     ]
 

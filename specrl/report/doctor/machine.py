@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from specrl.report.doctor.check import Check
+from specrl.report.doctor.gpu import check_without_driver, installed_torch
 from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30
@@ -90,7 +91,7 @@ def check_gpu() -> Check:
         return Check("GPU", "ok", "; ".join(gpus))
     if shutil.which("nvidia-smi"):
         return Check("GPU", "warn", "nvidia-smi lists none", "nvidia-smi -L shows why; until then, runs use the CPU")
-    return Check("GPU", "ok", "none; runs use the CPU")
+    return check_without_driver(installed_torch())
 
 
 def _gpus() -> list[str]:

@@ -113,13 +113,18 @@ class VllmEngine:
             raise RefitError("refit was sent a drafter, but the engine has none")
         refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the engine was started on a GPU with sleep mode."""
+        return bool(self.llm.model_config.enable_sleep_mode)
+
     def sleep(self) -> None:
         """Give the engine's GPU memory back; the next call must be `wake`.
 
         Raises:
             ValueError: The engine was started on a CPU or without `engine.sleep = true`.
         """
-        if not self.llm.model_config.enable_sleep_mode:
+        if not self.can_sleep:
             raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
         assert not self.llm.has_unfinished_requests(), "sleep while generating"
         self.llm.sleep(OFFLOAD)
@@ -129,7 +134,7 @@ class VllmEngine:
 
         On an engine that is awake or cannot sleep this does nothing.
         """
-        if self.llm.model_config.enable_sleep_mode and self.llm.is_sleeping():
+        if self.can_sleep and self.llm.is_sleeping():
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
 

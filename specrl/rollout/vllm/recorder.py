@@ -1,7 +1,11 @@
-"""Recorders inside an engine: what every token was picked from, and what the drafter proposes after every token."""
+"""Recorders inside an engine: what every token was picked from, and what the drafter proposes after every token.
+
+For benchmarks there is also an acceptance that is made up.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +16,7 @@ from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
 from specrl.rollout.vllm.drafting import Drafting
-from specrl.rollout.vllm.sampler import request_seed
+from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, request_seed
 
 LIKELY = 1e-3
 """The least probability of a token that is recorded in `Recorder.likely`."""
@@ -111,3 +115,60 @@ class DraftObserver:
                 seed = request_seed(self.drafting.runner.requests[request_id].sampling_params)
                 self.drafts.setdefault(seed, {})[len(record.logprobs)] = draft
         return [[] for _ in proposals]
+
+
+class SyntheticAcceptance:
+    """Makes up how many tokens of every draft are accepted, whatever they are, so that they come to a given mean.
+
+    It is for benchmarks of a model without a trained drafter alone: what is generated is not the policy's. All the work
+    of drafting, verification and sampling is done as ever. Use it as a context manager.
+    """
+
+    def __init__(self, sampler: InvariantSampler, acceptance_length: float, k: int, vocab_size: int) -> None:
+        """Prepare for drafts of up to `k` tokens and a mean acceptance length, bonus token included.
+
+        Raises:
+            ValueError: The acceptance length is not in [1, k + 1].
+        """
+        self._sampler, self._vocab_size = sampler, vocab_size
+        self._rate = rate_for(acceptance_length, k)
+        self._random = random.Random(0)
+
+    def __enter__(self) -> SyntheticAcceptance:
+        self._verify = self._sampler._verify
+        self._sampler._verify = self  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._sampler._verify
+
+    def __call__(
+        self, ids: list[str], starts: list[int], counts: list[int], picked: PickedRows, drafts: list[int]
+    ) -> list[list[int]]:
+        """Pretend that the policy has picked the beginning of every draft, then call the sampler's own method."""
+        tokens = list(picked.tokens)
+        first = first_draft = 0
+        for count in counts:
+            for index in range(count):
+                draft = drafts[first_draft + index]
+                if self._random.random() >= self._rate:
+                    tokens[first + index] = (draft + 1) % self._vocab_size
+                    break
+                tokens[first + index] = draft
+            first, first_draft = first + count + 1, first_draft + count
+        return self._verify(ids, starts, counts, picked._replace(tokens=tokens), drafts)
+
+
+def rate_for(acceptance_length: float, k: int) -> float:
+    """Return the rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length.
+
+    Raises:
+        ValueError: The acceptance length is not in [1, k + 1].
+    """
+    if not 1 <= acceptance_length <= k + 1:
+        raise ValueError(f"an acceptance length of {acceptance_length} is not in [1, {k + 1}], with k = {k}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate**power for power in range(k + 1)) < acceptance_length else (low, rate)
+    return (low + high) / 2

@@ -1,0 +1,74 @@
+"""Look at a rank's GPU in the first seconds of its job, before any model is loaded."""
+
+from __future__ import annotations
+
+import logging
+
+from slurm.backend import StageRequest
+from specrl.config import Config, ConfigError, StageName
+from specrl.models.shapes import model_shape
+from specrl.projection.budgets import stage_budgets
+from specrl.projection.plan import rank_of
+from specrl.report.doctor.check import Check
+from specrl.report.doctor.gpu import GpuNeeds, gather_facts, gpu_checks
+
+logger = logging.getLogger(__name__)
+
+MEGATRON_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
+"""The stages whose jobs compute with Megatron."""
+ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
+"""The stages whose jobs start an engine."""
+
+
+class PreflightError(RuntimeError):
+    """This machine's GPU cannot do what the stage asks of it; the message has a line for each reason."""
+
+
+def check_rank(request: StageRequest) -> None:
+    """Check the GPU of this rank, if its stage has one; what works, but perhaps slowly, is logged as a warning.
+
+    Raises:
+        PreflightError: The stage would fail later.
+    """
+    config, stage = request.context.config, request.context.stage
+    if not config.resources_of(stage).gpus_per_rank:
+        return
+    found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage))
+    for check in found:
+        if check.status == "warn":
+            logger.warning("%s", line_of(check))
+    failed = [line_of(check) for check in found if check.status == "fail"]
+    if failed:
+        raise PreflightError("\n".join(failed))
+
+
+def line_of(check: Check) -> str:
+    """Return a finding as one line: what was found, and what mends it."""
+    return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
+
+
+def needs_of(config: Config, stage: StageName) -> GpuNeeds:
+    """Return what a stage asks of the GPU of each of its ranks."""
+    resources = config.resources_of(stage)
+    has_engine = stage in ENGINE_STAGES
+    return GpuNeeds(
+        engine_fraction=config.engine.gpu_memory_fraction if has_engine else 0.0,
+        planned_gib=_planned_gib(config, stage),
+        given_gib=resources.gpu_memory_gib,
+        transformer_engine=stage in MEGATRON_STAGES,
+        fp8_generation=has_engine and stage != "pretrain" and config.precision.generation == "fp8",
+        several_ranks=resources.ranks > 1,
+    )
+
+
+def _planned_gib(config: Config, stage: StageName) -> float:
+    """Return the device memory that the plan counts for a rank; 0 where it does not know the model's shape.
+
+    An engine's share is not counted here: it is a part of the GPU that is there.
+    """
+    try:
+        shape = model_shape(config.model)
+    except ConfigError:
+        return 0.0
+    budgets = stage_budgets(stage, rank_of(config, stage, shape))
+    return sum(budget.needed_gib for budget in budgets if budget.place == "GPU, trainer")

@@ -1,0 +1,320 @@
+"""Check that a GPU can do what a stage asks of it: its driver, the packages built for it, its memory, its compiler.
+
+What is found is gathered once, into `GpuFacts`; the checks are functions of that and of `GpuNeeds`, so that all of them
+can be tried on a machine without a GPU. `specrl doctor` and every job with GPUs use the same checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from specrl.report.doctor.check import Check
+
+GIB = 2**30
+LEAST_NVCC = (12, 9)
+"""The first CUDA compiler that builds DeepGEMM's and FlashInfer's kernels."""
+MEMORY_SLACK_GIB = 1.0
+"""The memory of a GPU that may be missing, for the CUDA context of this process."""
+FIRST_FP8_CAPABILITY = (9, 0)
+"""The first compute capability with FP8 in blocks."""
+ENVIRONMENT = "make env LOCK=requirements/gpu.lock"
+DRIVERS = {12: "R525", 13: "R580"}
+"""The first driver branch for each major version of CUDA."""
+PROBE_SECONDS = 20
+"""How long the driver and the compiler may take to answer."""
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """The state of a GPU, its driver and the packages for it; a version is None where the thing is not there."""
+
+    driver: str | None = None
+    """The release of the NVIDIA driver, such as 580.82.07."""
+    driver_cuda: Version | None = None
+    """The newest version of CUDA that the driver has."""
+    torch: str | None = None
+    torch_cuda: Version | None = None
+    """The version of CUDA that torch was built for; None for a CPU build."""
+    torch_problem: str | None = None
+    """Why torch sees no GPU, in its own words; None where it sees one."""
+    capability: Version | None = None
+    """The compute capability of this rank's GPU; None where none was looked at."""
+    free_gib: float = 0.0
+    total_gib: float = 0.0
+    nccl: Version | None = None
+    """The version of the NCCL library that torch has loaded."""
+    nccl_package: Version | None = None
+    """The version of the NCCL package that is installed beside torch."""
+    transformer_engine: str | None = None
+    transformer_engine_problem: str | None = None
+    """The error with which Transformer Engine cannot be imported; None where it can, or where that was not tried."""
+    nvcc: Version | None = None
+    nvcc_path: str | None = None
+    """Where the compiler is, although the environment does not lead to it; None where it does, or there is none."""
+    compiles_flashinfer: bool = False
+    """Whether FlashInfer is installed without its precompiled kernels."""
+
+
+@dataclass(frozen=True)
+class GpuNeeds:
+    """What a stage asks of its GPU."""
+
+    engine_fraction: float = 0.0
+    """The part of the GPU's memory that the engine takes at its start; 0 without an engine."""
+    planned_gib: float = 0.0
+    """The memory that the plan counts for this rank, engine included; 0 where it knows the model's shape not."""
+    given_gib: float = 0.0
+    """`gpu_memory_gib` of the stage's resources; 0 where it is not known."""
+    transformer_engine: bool = False
+    """Whether the stage trains or scores with Megatron, whose layers on GPUs are Transformer Engine's."""
+    fp8_generation: bool = False
+    """Whether the engine's linear layers are in FP8, whose kernels are compiled at run time."""
+    several_ranks: bool = False
+    """Whether ranks exchange tensors, by NCCL."""
+
+
+def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
+    """Return the findings about a GPU on a machine with a driver; the first failure often explains the others."""
+    found = [check_driver(facts), check_device(facts, needs)]
+    if facts.total_gib:
+        found.append(check_memory(facts, needs))
+    if needs.several_ranks:
+        found.append(check_nccl(facts))
+    if needs.transformer_engine:
+        found.append(check_transformer_engine(facts))
+    if needs.fp8_generation or facts.compiles_flashinfer:
+        found.append(check_nvcc(facts, needs))
+    return found
+
+
+def check_driver(facts: GpuFacts) -> Check:
+    """Check that the driver is new enough for the CUDA version of torch."""
+    name = "GPU driver"
+    if facts.torch_cuda is None:
+        return Check(name, "fail", f"torch {facts.torch} is a build for CPUs", ENVIRONMENT)
+    wanted = f"torch {facts.torch} needs CUDA {dotted(facts.torch_cuda)}"
+    branch = DRIVERS.get(facts.torch_cuda[0], "a newer one")
+    if facts.driver_cuda is None:
+        fix = f"a driver {branch} or newer; nvidia-smi on the node shows whether one is loaded"
+        return Check(name, "fail", f"no NVIDIA driver; {wanted}", fix)
+    found = f"{facts.driver or 'unknown release'}, CUDA {dotted(facts.driver_cuda)}"
+    if facts.driver_cuda[0] < facts.torch_cuda[0]:
+        return Check(name, "fail", f"{found}; {wanted}", f"a driver {branch} or newer, which the site installs")
+    if facts.driver_cuda < facts.torch_cuda:
+        fix = f"kernels that are compiled at run time may not load; a driver with CUDA {dotted(facts.torch_cuda)}"
+        return Check(name, "warn", f"{found}; {wanted}", fix)
+    return Check(name, "ok", f"{found}; {wanted}")
+
+
+def check_device(facts: GpuFacts, needs: GpuNeeds) -> Check:
+    """Check that torch sees a GPU, if it was asked, and that it computes in FP8 where the engine shall."""
+    if facts.torch_problem is not None:
+        fix = "echo $CUDA_VISIBLE_DEVICES and nvidia-smi in the job show what it was given; gpus_per_rank asks for it"
+        return Check("GPU device", "fail", f"torch sees none: {facts.torch_problem}", fix)
+    if facts.capability is None:
+        return Check("GPU device", "ok", "not looked at")
+    capability = f"compute capability {dotted(facts.capability)}"
+    if needs.fp8_generation and facts.capability < FIRST_FP8_CAPABILITY:
+        return Check("GPU device", "fail", f"{capability} has no FP8 in blocks", 'precision.generation = "bf16"')
+    return Check("GPU device", "ok", capability)
+
+
+def check_memory(facts: GpuFacts, needs: GpuNeeds) -> Check:
+    """Check that the GPU has the memory that the plan was made for, and that it is free."""
+    found = f"{facts.free_gib:.1f} of {facts.total_gib:.1f} GiB free"
+    if facts.total_gib + MEMORY_SLACK_GIB < needs.given_gib and needs.planned_gib > facts.total_gib:
+        fix = f"set gpu_memory_gib = {facts.total_gib:.0f} in the stage's resources and see --dry-run for what fits"
+        return Check("GPU memory", "fail", f"{found}; the plan counts {needs.planned_gib:.1f} GiB", fix)
+    engine = needs.engine_fraction * facts.total_gib
+    wanted = min(max(engine, needs.planned_gib), facts.total_gib - MEMORY_SLACK_GIB)
+    if facts.free_gib < wanted:
+        fix = "another process is on this GPU (nvidia-smi names it): end it, or leave the node out (sbatch --exclude)"
+        return Check("GPU memory", "fail", f"{found}; this stage needs {wanted:.1f} GiB", fix)
+    return Check("GPU memory", "ok", found)
+
+
+def check_nccl(facts: GpuFacts) -> Check:
+    """Check that torch has NCCL, in the version of the package that was installed with it."""
+    if facts.nccl is None:
+        return Check("NCCL", "fail", "torch has none", ENVIRONMENT)
+    if facts.nccl_package is not None and facts.nccl_package[:2] != facts.nccl[:2]:
+        found = f"{dotted(facts.nccl)} is loaded, the package is {dotted(facts.nccl_package)}"
+        fix = "unset LD_LIBRARY_PATH and LD_PRELOAD, which lead to another NCCL; ranks with different ones hang"
+        return Check("NCCL", "fail", found, fix)
+    return Check("NCCL", "ok", dotted(facts.nccl))
+
+
+def check_transformer_engine(facts: GpuFacts) -> Check:
+    """Check that Transformer Engine is there and can be imported; it fits only the torch that it was built against."""
+    name = "Transformer Engine"
+    if facts.transformer_engine is None:
+        return Check(name, "fail", "not installed; Megatron's layers on GPUs are its own", ENVIRONMENT)
+    if facts.transformer_engine_problem is not None:
+        found = f"{facts.transformer_engine} cannot be imported: {facts.transformer_engine_problem}"
+        return Check(name, "fail", found, f"build it against torch {facts.torch}: make clean && {ENVIRONMENT}")
+    return Check(name, "ok", facts.transformer_engine)
+
+
+def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
+    """Check that there is a compiler for kernels that are compiled at run time.
+
+    FP8 in blocks is DeepGEMM's, which always compiles. FlashInfer compiles only what its packages do not bring.
+    """
+    what = "DeepGEMM's FP8 kernels" if needs.fp8_generation else "FlashInfer's kernels"
+    if facts.nvcc is None:
+        fix = f"{ENVIRONMENT}, which brings one; or load the site's module of CUDA, which sets CUDA_HOME"
+        return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"none, to compile {what}", fix)
+    if facts.nvcc_path is not None:
+        fix = f"export CUDA_HOME={Path(facts.nvcc_path).parents[1]}"
+        return Check("nvcc", "warn", f"{dotted(facts.nvcc)} is installed, but CUDA_HOME does not lead to it", fix)
+    if facts.nvcc < LEAST_NVCC or (facts.torch_cuda is not None and facts.nvcc[0] != facts.torch_cuda[0]):
+        wanted = f"{dotted(LEAST_NVCC)} or newer, of torch's CUDA {dotted((facts.torch_cuda or LEAST_NVCC)[:1])}"
+        fix = f"set CUDA_HOME to a CUDA toolkit {wanted}"
+        return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"{dotted(facts.nvcc)}, for {what}", fix)
+    return Check("nvcc", "ok", dotted(facts.nvcc))
+
+
+def check_without_driver(torch_version: str | None) -> Check:
+    """Return what the jobs of this environment need, on a machine without a driver such as a login node."""
+    cuda = cuda_of_build(torch_version)
+    if cuda is None:
+        return Check("GPU", "ok", "none; runs use the CPU")
+    branch = DRIVERS.get(cuda[0], "newer")
+    return Check(
+        "GPU", "ok", f"none here; jobs of this environment need CUDA {dotted(cuda)}, a driver {branch} or newer"
+    )
+
+
+def gather_facts(*, use_torch: bool) -> GpuFacts:
+    """Return what this machine has.
+
+    Args:
+        use_torch: Whether to import torch and Transformer Engine, and to look at the GPU. A job does, as it imports
+            them anyway; a login node does not.
+    """
+    driver_cuda, (nvcc, nvcc_path) = _driver_cuda(), _nvcc()
+    facts = {
+        "driver": _driver_release(),
+        "driver_cuda": driver_cuda,
+        "torch": _version("torch"),
+        "torch_cuda": cuda_of_build(_version("torch")),
+        "nccl_package": as_version(_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")),
+        "transformer_engine": _version("transformer-engine"),
+        "nvcc": nvcc,
+        "nvcc_path": nvcc_path,
+        "compiles_flashinfer": bool(find_spec("flashinfer")) and not find_spec("flashinfer_jit_cache"),
+    }
+    return GpuFacts(**{**facts, **(_facts_of_torch() if use_torch else {})})  # type: ignore[arg-type]
+
+
+def _facts_of_torch() -> dict[str, object]:
+    import torch
+
+    found: dict[str, object] = {"torch": torch.__version__, "torch_cuda": as_version(torch.version.cuda)}
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        free, total = torch.cuda.mem_get_info()
+        found |= {"free_gib": free / GIB, "total_gib": total / GIB, "capability": torch.cuda.get_device_capability()}
+        found["nccl"] = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # torch's own words for what is wrong
+        found["torch_problem"] = str(error).strip().splitlines()[0]
+        return found
+    if _version("transformer-engine") is not None:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError, RuntimeError) as error:
+            found["transformer_engine_problem"] = str(error).strip().splitlines()[0]
+    return found
+
+
+def _driver_cuda() -> Version | None:
+    """Return the CUDA version of the driver, which its library knows without a GPU being used."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int(0)
+    if library.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _driver_release() -> str | None:
+    """Return the release of the loaded driver."""
+    path = Path("/proc/driver/nvidia/version")
+    if path.is_file() and (found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text())):
+        return found[1]
+    line = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return line.splitlines()[0] if line else None
+
+
+def _nvcc() -> tuple[Version | None, str | None]:
+    """Return the compiler's version and, if only the Python packages have one, its path."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    known = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if (found := _nvcc_version(known)) is not None:
+        return found, None
+    for path in sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc")):
+        if (found := _nvcc_version(str(path))) is not None:
+            return found, str(path)
+    return None, None
+
+
+def _nvcc_version(path: str) -> Version | None:
+    found = re.search(r"release (\d+)\.(\d+)", _output([path, "--version"]))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _output(command: list[str]) -> str:
+    """Return what a command prints, or nothing where it is not there or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_torch() -> str | None:
+    """Return the version of the installed torch, or None without one."""
+    return _version("torch")
+
+
+def cuda_of_build(torch_version: str | None) -> Version | None:
+    """Return the CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
+
+    The name of PyPI's build has no such part; its CUDA packages tell.
+    """
+    if torch_version is None or "+cpu" in torch_version:
+        return None
+    if found := re.search(r"\+cu(\d+)(\d)$", torch_version):
+        return int(found[1]), int(found[2])
+    return (as_version(_version("cuda-toolkit")) or as_version(_version("nvidia-cuda-runtime")) or (13, 0))[:2]
+
+
+def as_version(text: str | None) -> Version | None:
+    """Return the leading numbers of a version."""
+    found = re.match(r"\d+(?:\.\d+)*", text or "")
+    return tuple(int(part) for part in found[0].split(".")) if found else None
+
+
+def dotted(parts: Version) -> str:
+    """Return a version as text."""
+    return ".".join(map(str, parts))

@@ -1,0 +1,289 @@
+"""vLLM as it comes, in a process of its own: the plain generation that speculative generation is compared with.
+
+Such an engine has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device
+has them. It runs in another process, because its environment variables and its compiled kernels are not those of
+`VllmEngine`. The two processes exchange lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from specrl.config import Config
+from specrl.processes import end_with_parent
+from specrl.rollout.requests import Request
+from specrl.rollout.vllm.arguments import ENVIRONMENT
+
+KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
+"""The variables of `ENVIRONMENT` that a default engine gets too: its threads run on the cores of this process, and it
+reports nothing to anybody."""
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which this process has joined a process group, of which a default engine is no part."""
+FREE_SHARE = 0.92
+"""The part of a GPU's free memory that the engine takes at most."""
+EXIT_SECONDS = 30
+"""How long the engine may take to end after it was told to."""
+
+
+class DefaultEngineError(RuntimeError):
+    """vLLM's default engine did not start, or it ended before it was told to."""
+
+
+class DefaultEngine:
+    """A process with vLLM's default engine, which decodes plainly unless `overrides` say otherwise."""
+
+    def __init__(
+        self,
+        policy_dir: Path,
+        config: Config,
+        log: Path,
+        *,
+        gpu: GpuShare | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the engine, and wait until it can generate.
+
+        Args:
+            policy_dir: The policy's Hugging Face directory. FP8 recipes in it are not read: the engine computes in
+                `model.dtype`.
+            config: The configuration, of which the model's type and length, the seed, the size of the engine's group
+                and of its KV cache are read. On a CPU the engine is compiled only if `engine.compile` says so.
+            log: The file that gets what the engine prints.
+            gpu: The GPUs and the share of their memory; None on a CPU.
+            overrides: Further arguments of vLLM's `LLM`.
+
+        Raises:
+            DefaultEngineError: The engine did not start; the message has the last line of the log.
+        """
+        self._log = log
+        self._asleep = False
+        environment = default_environment(os.environ)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu.devices
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "specrl.rollout.vllm.default_engine", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            )
+        self.facts: dict[str, Any] = self._ask(default_arguments(policy_dir, config, gpu) | dict(overrides or {}))
+        """What vLLM has chosen by itself: `async_scheduling`, `max_num_seqs`, `max_num_batched_tokens`, `eager`."""
+
+    def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
+        """Generate exactly so many tokens for each request, with no prompt cached and `batch` requests at a time.
+
+        The tokens are the engine's own, since its sampler has other random numbers. The work is that of responses of
+        these lengths: nothing ends at a stop token.
+
+        Returns:
+            The seconds that each batch took.
+
+        Raises:
+            DefaultEngineError: The engine has ended.
+        """
+        asked = [
+            {
+                "prompt": request.prompt_tokens,
+                "max_tokens": length,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+            }
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        answer = self._ask({"do": "generate", "requests": asked, "batch": batch})
+        assert answer["tokens"] == sum(lengths), "the default engine ended a response early"
+        seconds: list[float] = answer["seconds"]
+        return seconds
+
+    def sleep(self) -> None:
+        """Give the GPU memory back until `wake`; only for an engine with `enable_sleep_mode`."""
+        if not self._asleep:
+            self._ask({"do": "sleep"})
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again. An engine that is awake stays as it is."""
+        if self._asleep:
+            self._ask({"do": "wake"})
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """End the process; after an error it is killed."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.shutdown()
+            lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise DefaultEngineError(f"vLLM's default engine ended: {lines[-1]} (log: {self._log})")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class GpuShare:
+    """The GPUs of a default engine, and the part of their memory that it may take."""
+
+    def __init__(self, devices: str, share: float) -> None:
+        self.devices = devices
+        """The value of CUDA_VISIBLE_DEVICES."""
+        self.share = share
+        """The fraction of a GPU's memory."""
+
+    @classmethod
+    def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
+        """Return the share that the GPUs of this rank's engine have free at the moment; None on a CPU.
+
+        Raises:
+            DefaultEngineError: This rank does not see all GPUs of its engine.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        share = min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        return cls(engine_devices(visible.split(","), local_rank, config.engine.tensor_parallel), share)
+
+
+def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
+    """Return the GPUs of the engine that this rank belongs to, as CUDA_VISIBLE_DEVICES wants them.
+
+    Args:
+        visible: The GPUs that this rank sees.
+        local_rank: The number of the rank's own GPU among these.
+        size: The number of GPUs of an engine.
+
+    Raises:
+        DefaultEngineError: The rank sees fewer GPUs than its engine has.
+    """
+    first = local_rank // size * size
+    if first + size > len(visible):
+        raise DefaultEngineError(
+            f"vLLM's default engine needs {size} GPUs in one process, and this rank sees {len(visible)}: "
+            'cluster.sbatch.gpu-bind = "none" shows each rank all GPUs of its node'
+        )
+    return ",".join(visible[first : first + size])
+
+
+def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a default engine: this process's, without those that are meant for `VllmEngine`."""
+    ours = {name: value for name, value in ENVIRONMENT.items() if name not in KEPT_VARIABLES}
+    kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
+    kept = {name: value for name, value in kept.items() if ours.get(name) != value}
+    return {**{name: ENVIRONMENT[name] for name in KEPT_VARIABLES}, **kept}
+
+
+def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
+    arguments: dict[str, Any] = {
+        "model": str(policy_dir),
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+        "max_model_len": config.model.max_length,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        "generation_config": "vllm",
+    }
+    if gpu is not None:
+        return arguments | {"gpu_memory_utilization": gpu.share, "enable_sleep_mode": True}
+    cache = int(config.engine.kv_cache_gib * 2**30)
+    return arguments | {"kv_cache_memory_bytes": cache, "enforce_eager": not config.engine.compile}
+
+
+def serve(parent: int, channel: IO[str]) -> None:
+    """Start the engine of the first line on standard input, then do what the others ask, until standard input ends.
+
+    Args:
+        parent: The process that gives the orders.
+        channel: Where the answers go.
+    """
+    end_with_parent(parent)
+    llm = _start(json.loads(sys.stdin.readline()))
+    _answer(channel, _facts(llm))
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "generate":
+            _answer(channel, _generate(llm, order["requests"], order["batch"]))
+        else:
+            llm.sleep(1) if order["do"] == "sleep" else llm.wake_up()
+            _answer(channel, {})
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def _facts(llm: Any) -> dict[str, Any]:
+    config = llm.llm_engine.vllm_config
+    return {
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "eager": bool(config.model_config.enforce_eager),
+    }
+
+
+def _generate(llm: Any, requests: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = [
+        SamplingParams(
+            temperature=asked["temperature"],
+            top_p=asked["top_p"],
+            top_k=asked["top_k"],
+            max_tokens=asked["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for asked in requests
+    ]
+    prompts = [{"prompt_token_ids": asked["prompt"]} for asked in requests]
+    seconds, tokens = [], 0
+    for start in range(0, len(requests), batch):
+        part = slice(start, start + batch)
+        started = time.perf_counter()
+        outputs = llm.generate(prompts[part], params[part], use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+        tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {"seconds": seconds, "tokens": tokens}
+
+
+def _answer(channel: IO[str], answer: Mapping[str, Any]) -> None:
+    channel.write(json.dumps(answer) + "\n")
+    channel.flush()
+
+
+if __name__ == "__main__":
+    # What vLLM prints goes to the log, and only answers to the pipe.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        serve(int(sys.argv[1]), answers)

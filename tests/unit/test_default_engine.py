@@ -1,0 +1,42 @@
+"""How vLLM's default engine is started: with nothing of this project's in its environment or its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specrl.config import Config, EngineConfig
+from specrl.rollout.vllm.arguments import ENVIRONMENT
+from specrl.rollout.vllm.default_engine import (
+    DefaultEngineError,
+    GpuShare,
+    default_arguments,
+    default_environment,
+    engine_devices,
+)
+
+
+def test_it_chooses_its_own_scheduler_and_sampler() -> None:
+    config = Config(name="default", engine=EngineConfig(max_num_seqs=7))
+    on_gpu = default_arguments(Path("policy"), config, GpuShare("0", 0.4))
+    assert not {"max_num_seqs", "async_scheduling", "enforce_eager", "speculative_config"} & set(on_gpu)
+    assert on_gpu["gpu_memory_utilization"] == 0.4
+    on_cpu = default_arguments(Path("policy"), config, None)
+    assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2**30, True)
+
+
+def test_its_environment_is_the_users() -> None:
+    ours = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "HOME": "/home/me"}
+    theirs = default_environment(ours)
+    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
+    assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
+    chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "1"  # what the user has set stands
+
+
+def test_it_has_the_gpus_of_its_ranks_engine() -> None:
+    assert engine_devices(["0", "1", "2", "3"], local_rank=3, size=2) == "2,3"
+    assert engine_devices(["GPU-a"], local_rank=0, size=1) == "GPU-a"
+    with pytest.raises(DefaultEngineError, match="needs 2 GPUs in one process, and this rank sees 1"):
+        engine_devices(["5"], local_rank=0, size=2)

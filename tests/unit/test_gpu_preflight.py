@@ -1,0 +1,124 @@
+"""What a job with GPUs looks at in its first seconds; every failure is one line that says what mends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slurm.ranks.preflight import line_of, needs_of
+from specrl.config import Config, parse_config
+from specrl.report.doctor.gpu import (
+    GpuFacts,
+    GpuNeeds,
+    as_version,
+    check_without_driver,
+    cuda_of_build,
+    gather_facts,
+    gpu_checks,
+)
+
+FACTS = GpuFacts(
+    driver="580.82.07",
+    driver_cuda=(13, 0),
+    torch="2.13.0+cu130",
+    torch_cuda=(13, 0),
+    capability=(9, 0),
+    free_gib=138.0,
+    total_gib=139.8,
+    nccl=(2, 29, 7),
+    nccl_package=(2, 29, 7),
+    transformer_engine="2.20.2",
+    nvcc=(13, 0),
+)
+NEEDS = GpuNeeds(
+    engine_fraction=0.45,
+    planned_gib=60.0,
+    given_gib=139.0,
+    transformer_engine=True,
+    fp8_generation=True,
+    several_ranks=True,
+)
+
+
+def failures(facts: GpuFacts, needs: GpuNeeds = NEEDS) -> list[str]:
+    found = gpu_checks(facts, needs)
+    assert all(check.fix for check in found if check.status != "ok")
+    return [line_of(check) for check in found if check.status == "fail"]
+
+
+def test_a_gpu_that_can_do_it_all_passes() -> None:
+    assert [check.status for check in gpu_checks(FACTS, NEEDS)] == ["ok"] * 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"driver_cuda": (12, 8), "driver": "570.86"}, "570.86, CUDA 12.8; torch 2.13.0+cu130 needs CUDA 13.0; a driv"),
+        ({"driver_cuda": None}, "GPU driver: no NVIDIA driver; torch 2.13.0+cu130 needs CUDA 13.0; a driver R580"),
+        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "is a build for CPUs; make env LOCK=requirements/gpu.lock"),
+        ({"torch_problem": "No CUDA GPUs are available", "total_gib": 0.0}, "torch sees none: No CUDA GPUs"),
+        ({"capability": (8, 0)}, 'compute capability 8.0 has no FP8 in blocks; precision.generation = "bf16"'),
+        ({"free_gib": 20.0}, "GPU memory: 20.0 of 139.8 GiB free; this stage needs 62.9 GiB; another process"),
+        ({"nccl": (2, 18, 5)}, "NCCL: 2.18.5 is loaded, the package is 2.29.7; unset LD_LIBRARY_PATH"),
+        ({"transformer_engine": None}, "Transformer Engine: not installed"),
+        ({"transformer_engine_problem": "undefined symbol: _ZN3c10"}, "cannot be imported: undefined symbol"),
+        ({"nvcc": None}, "nvcc: none, to compile DeepGEMM's FP8 kernels; make env"),
+        ({"nvcc": (12, 4)}, "nvcc: 12.4, for DeepGEMM's FP8 kernels; set CUDA_HOME to a CUDA toolkit 12.9 or newer"),
+    ],
+)
+def test_each_failure_is_one_line_with_its_way_out(changed: dict[str, object], words: str) -> None:
+    [line] = failures(replace(FACTS, **changed))
+    assert words in line and "\n" not in line
+
+
+def test_only_what_a_stage_uses_is_asked_for() -> None:
+    without = replace(FACTS, nccl=None, transformer_engine=None, nvcc=None, capability=(8, 0))
+    assert failures(without, GpuNeeds(engine_fraction=0.9)) == []
+    assert failures(replace(FACTS, free_gib=100.0), GpuNeeds(engine_fraction=0.9))  # vLLM would refuse to start
+    compiling = replace(without, compiles_flashinfer=True)
+    assert [check.status for check in gpu_checks(compiling, GpuNeeds()) if check.name == "nvcc"] == ["warn"]
+
+
+def test_a_smaller_gpu_than_the_plans_is_named() -> None:
+    [line] = failures(replace(FACTS, total_gib=79.1, free_gib=78.5), replace(NEEDS, planned_gib=96.0))
+    assert "the plan counts 96.0 GiB; set gpu_memory_gib = 79" in line
+
+
+def test_a_stage_asks_for_what_it_runs() -> None:
+    config = parse_config(
+        {
+            "name": "gpu",
+            "model": {"source": "Qwen/Qwen3-8B", "max_length": 1024},
+            "precision": {"generation": "fp8"},
+            "resources": {"gpus_per_rank": 1, "ranks_per_node": 2, "gpu_memory_gib": 141.0},
+            "stage_resources": {"prepare": {"ranks_per_node": 1}},
+        }
+    )
+    assert needs_of(config, "prepare") == GpuNeeds(given_gib=141.0, planned_gib=3.0, transformer_engine=True)
+    train = needs_of(config, "train")
+    assert train.fp8_generation and train.several_ranks and train.transformer_engine
+    assert train.engine_fraction == config.engine.gpu_memory_fraction
+    assert train.planned_gib > 16
+    assert not needs_of(config, "validate").transformer_engine
+
+
+def test_versions_are_read_from_what_is_installed() -> None:
+    assert cuda_of_build("2.13.0+cu130") == (13, 0)
+    assert cuda_of_build("2.13.0+cu129") == (12, 9)
+    assert cuda_of_build("2.13.0+cpu") is None
+    assert as_version("2.29.7") == (2, 29, 7)
+    assert as_version(None) is None
+    assert "CUDA 13.0, a driver R580 or newer" in check_without_driver("2.13.0+cu130").found
+    assert check_without_driver("2.13.0+cpu").found == "none; runs use the CPU"
+
+
+def test_the_facts_of_this_machine_can_be_gathered() -> None:
+    facts = gather_facts(use_torch=True)
+    assert facts.torch is not None
+    if facts.torch_problem is not None:
+        assert failures(facts)  # a job that was given no GPU says so
+
+
+def test_a_config_without_gpus_asks_for_none() -> None:
+    assert Config(name="cpu").resources_of("train").gpus_per_rank == 0
