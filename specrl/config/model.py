@@ -22,7 +22,13 @@ class TinyModelConfig(Section):
     """Width of the hidden states. The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels
     (`hidden_size / num_heads`)."""
     intermediate_size: PositiveInt = 256
-    """Width of the MLP."""
+    """Width of the MLP. A family with experts gives it to the EAGLE-3 drafter only."""
+    num_experts: PositiveInt = 8
+    """Number of experts in each layer, for a family with experts."""
+    num_experts_per_tok: PositiveInt = 2
+    """Number of experts that compute each token; at most `num_experts`."""
+    moe_intermediate_size: PositiveInt = 128
+    """Width of one expert."""
     num_heads: PositiveInt = 4
     """Number of attention heads; it divides `hidden_size`."""
     num_kv_heads: PositiveInt = 2
@@ -32,11 +38,15 @@ class TinyModelConfig(Section):
     cannot)."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _sizes_fit(self) -> Self:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} must divide hidden_size = {self.hidden_size} and be a multiple of "
                 f"num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} must not exceed num_experts = {self.num_experts}"
             )
         return self
 

@@ -27,6 +27,9 @@ class PolicyConfig(Section):
     """Number of ranks that share each layer."""
     pipeline_parallel: Adjustable[PositiveInt] = 1
     """Number of ranks that share the stack of layers."""
+    expert_parallel: Adjustable[PositiveInt] = 1
+    """Number of ranks that share the experts of each layer, in a model with experts. They are taken from the ranks of a
+    pipeline stage: tensor parallelism does not split experts."""
     lr: Adjustable[PositiveFloat] = 1e-5
     """Peak learning rate of the RL updates."""
     lr_schedule: Adjustable[LrDecay] = "constant"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.families import Family, family_of
+from specrl.models.families import Family, expert_shape, family_of
 
 CONFIG_FILE = "config.json"
 """The model's configuration, as transformers writes it."""
@@ -58,6 +58,7 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     config = read_model_config(directory)
     try:
         family = family_of(config)
+        expert_shape(config)  # refuses layers without experts among those with
     except ConfigError as error:
         raise ConfigError(f"model directory {directory}: {error}") from error
     _check_family(config, family, directory)

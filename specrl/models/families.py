@@ -32,7 +32,8 @@ class Linear:
     engine: str
     """The module inside vLLM's transformer layer, such as `self_attn.qkv_proj`."""
     parts: tuple[str, ...]
-    """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows."""
+    """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows. In those of a
+    mixture of experts `{expert}` stands for the expert's number."""
     layout: Layout
     """How Megatron lays out the matrix or matrices."""
 
@@ -40,6 +41,11 @@ class Linear:
     def name(self) -> str:
         """The name of this layer in FP8 recipes and tables, such as `linear_qkv`."""
         return self.megatron.rpartition(".")[2]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether each expert has this layer."""
+        return "{expert}" in self.parts[0]
 
 
 ATTENTION = (
@@ -57,6 +63,38 @@ DENSE_MLP = (
     Linear("mlp.linear_fc2", "mlp.down_proj", ("mlp.down_proj",), "columns"),
 )
 """The linear layers of one SwiGLU, without experts."""
+EXPERTS = (
+    Linear(
+        "mlp.experts.linear_fc1",
+        "mlp.experts",
+        ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+        "gate_up",
+    ),
+    Linear("mlp.experts.linear_fc2", "mlp.experts", ("mlp.experts.{expert}.down_proj",), "columns"),
+)
+"""The linear layers of a mixture of SwiGLU experts, which the engine holds in one module."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """The layer that chooses the experts of each token, one row of weights for each expert; it is never in FP8."""
+
+    megatron: str
+    """The module inside Megatron's transformer layer."""
+    hf: str
+    """The module inside the Hugging Face layer and inside vLLM's."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The dimensions of a mixture of experts."""
+
+    num_experts: int
+    """The number of experts in each transformer layer."""
+    per_token: int
+    """The number of experts that compute each token."""
+    intermediate_size: int
+    """The width of one expert."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +127,8 @@ class Family:
     """The linear layers of attention."""
     mlp: tuple[Linear, ...] = DENSE_MLP
     """The linear layers after attention."""
+    router: Router | None = None
+    """The router, where the linear layers after attention are those of experts in every transformer layer."""
     mtp: MtpLayer | None = None
     """The multi-token-prediction layer, for `speculation.method = "mtp"`; None where the family has no such layer."""
     can_tie: bool = True
@@ -111,7 +151,7 @@ class Family:
         return {
             part.rpartition(".")[2]: linear.engine.rpartition(".")[2]
             for linear in self.linears
-            if len(linear.parts) > 1
+            if len(linear.parts) > 1 and not linear.is_expert
             for part in linear.parts
         }
 
@@ -129,6 +169,16 @@ def register_family(family: Family) -> Family:
 LLAMA = register_family(Family("llama", "LlamaForCausalLM", "llama"))
 register_family(Family("qwen2", "Qwen2ForCausalLM", "qwen2", qkv_bias=True))
 register_family(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True))
+register_family(
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        qk_norm=True,
+        mlp=EXPERTS,
+        router=Router("mlp.router", "mlp.gate"),
+    )
+)
 # MiMo is a Qwen2 with one more layer, the smallest model whose layer vLLM's CPU build can draft with. Its checkpoints
 # call themselves `mimo` and bring remote code; without the ignored keys they are the Qwen2 that transformers and vLLM
 # compute anyway. vLLM needs an untied head in the checkpoint.
@@ -188,6 +238,17 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
     return family
 
 
+def tiny_expert_shape(tiny: TinyModelConfig) -> ExpertShape | None:
+    """Return the dimensions of the random model's experts; None where its family has none.
+
+    Raises:
+        ConfigError: There is no such family.
+    """
+    if tiny_family(tiny).router is None:
+        return None
+    return ExpertShape(tiny.num_experts, tiny.num_experts_per_tok, tiny.moe_intermediate_size)
+
+
 def ties_embeddings(tiny: TinyModelConfig) -> bool:
     """Return whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can.
 
@@ -200,3 +261,37 @@ def ties_embeddings(tiny: TinyModelConfig) -> bool:
 def head_dim(hf: Any) -> int:
     """Return the number of channels of one attention head, given transformers' configuration object of a model."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
+    """Return the dimensions of a checkpoint's experts, given the contents of its `config.json`; None without experts.
+
+    Raises:
+        ConfigError: Some layers have no experts, or the dimensions are missing or make no sense.
+    """
+    family = family_of(config)
+    if family.router is None:
+        return None
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"{family.architecture} with decoder_sparse_step = {config.get('decoder_sparse_step', 1)} and "
+            f"mlp_only_layers = {config.get('mlp_only_layers') or []} is not supported: every layer must have experts, "
+            "that is 1 and []"
+        )
+    experts = config.get("num_experts", config.get("num_local_experts"))  # transformers writes the second name
+    per_token, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
+    if not experts or not per_token or not width or per_token > experts:
+        raise ConfigError(
+            f"{family.architecture} with num_experts = {experts}, num_experts_per_tok = {per_token} and "
+            f"moe_intermediate_size = {width}: all must be positive, and the second at most the first"
+        )
+    return ExpertShape(experts, per_token, width)
+
+
+def expert_shape_of_model(hf: Any) -> ExpertShape | None:
+    """Return the dimensions of a model's experts, given transformers' configuration object; None without experts.
+
+    Raises:
+        ConfigError: As in `expert_shape`.
+    """
+    return expert_shape({**hf.to_dict(), "architectures": [family_of_model(hf).architecture]})

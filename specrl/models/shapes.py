@@ -8,7 +8,16 @@ from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
 from specrl.models.directory import check_directory
-from specrl.models.families import FAMILIES, Family, family_of, ties_embeddings, tiny_family
+from specrl.models.families import (
+    FAMILIES,
+    ExpertShape,
+    Family,
+    expert_shape,
+    family_of,
+    ties_embeddings,
+    tiny_expert_shape,
+    tiny_family,
+)
 
 TINY_VOCAB_SIZE = 128
 """The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
@@ -107,6 +116,15 @@ KNOWN_SHAPES = {
     "Qwen/Qwen3-8B": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 40960),
     "Qwen/Qwen3-8B-Base": ModelShape(FAMILIES["qwen3"], 36, 4096, 12288, 32, 8, 128, 151936, False, 32768),
     "Qwen/Qwen3-32B": ModelShape(FAMILIES["qwen3"], 64, 5120, 25600, 64, 8, 128, 151936, False, 40960),
+    "Qwen/Qwen3-30B-A3B": ModelShape(
+        FAMILIES["qwen3_moe"], 48, 2048, 6144, 32, 4, 128, 151936, False, 40960, 128, 8, 768
+    ),
+    "Qwen/Qwen3-30B-A3B-Base": ModelShape(
+        FAMILIES["qwen3_moe"], 48, 2048, 6144, 32, 4, 128, 151936, False, 32768, 128, 8, 768
+    ),
+    "Qwen/Qwen3-235B-A22B": ModelShape(
+        FAMILIES["qwen3_moe"], 94, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536
+    ),
 }
 """The shapes of models that can be planned for before they are downloaded."""
 
@@ -143,6 +161,7 @@ def _tiny_shape(model: ModelConfig) -> ModelShape:
         vocab_size=TINY_VOCAB_SIZE,
         tied=ties_embeddings(tiny),
         max_positions=model.max_length,
+        **_expert_fields(tiny_expert_shape(tiny)),
     )
 
 
@@ -159,7 +178,15 @@ def _shape_of(hf: dict[str, Any]) -> ModelShape:
         vocab_size=hf["vocab_size"],
         tied=bool(hf.get("tie_word_embeddings", False)),
         max_positions=hf.get("max_position_embeddings", 2048),
-        num_experts=hf.get("num_experts", 0),
-        experts_per_token=hf.get("num_experts_per_tok", 0),
-        expert_size=hf.get("moe_intermediate_size", 0),
+        **_expert_fields(expert_shape(hf)),
     )
+
+
+def _expert_fields(experts: ExpertShape | None) -> dict[str, int]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.per_token,
+        "expert_size": experts.intermediate_size,
+    }

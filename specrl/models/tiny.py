@@ -23,6 +23,8 @@ CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 """The characters that are tokens: newline and the printable ones of ASCII."""
 BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}
 """The spelling that byte-level tokenizers use for the two characters that do not stand for themselves."""
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+"""The dimensions of a mixture of experts, by the names that `model.tiny` and transformers' configurations share."""
 INITIAL_STD = 0.05
 """The standard deviation of the random weights."""
 
@@ -39,8 +41,12 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     family, tied = tiny_family(tiny), ties_embeddings(tiny)
     config_class = CONFIG_MAPPING[family.model_type]
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    # Where a family sets the size of its heads by itself, its default is too large for a tiny model.
-    sizes = {"head_dim": tiny.hidden_size // tiny.num_heads} if hasattr(config_class(), "head_dim") else {}
+    sizes: dict[str, Any] = {}
+    if hasattr(config_class(), "head_dim"):  # the family's default is too large for a tiny model
+        sizes["head_dim"] = tiny.hidden_size // tiny.num_heads
+    if family.router is not None:  # the published checkpoints state these
+        sizes |= {"head_dim": tiny.hidden_size // tiny.num_heads, "norm_topk_prob": True}
+        sizes |= {name: getattr(tiny, name) for name in EXPERT_SIZES}
     hf_config = config_class(
         architectures=[family.architecture],
         dtype=config.dtype,
@@ -60,7 +66,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        weights = model_class(hf_config).state_dict()
+        weights = one_by_one(model_class(hf_config).state_dict())
         if family.mtp is not None:
             weights |= {family.mtp.prefix + name: weight for name, weight in _mtp_layer(model_class, hf_config).items()}
             hf_config.update({"num_nextn_predict_layers": 1})
@@ -70,6 +76,25 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     write_tensors(directory / WEIGHTS_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
     hf_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model with each expert's matrices by themselves, as checkpoints have them.
+
+    In memory transformers stacks the experts of a layer: gates above up projections [experts, 2 x width, hidden], and
+    down projections [experts, hidden, width].
+    """
+    named = dict[str, Tensor]()
+    for name, tensor in weights.items():
+        parent, _, own = name.rpartition(".")
+        if not parent.endswith(".experts"):
+            named[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
+        for expert, stacked in enumerate(tensor):
+            for part, matrix in zip(parts, stacked.chunk(len(parts)), strict=True):
+                named[f"{parent}.{expert}.{part}.weight"] = matrix
+    return named
 
 
 def _mtp_layer(model_class: Any, hf_config: Any) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from specrl.config import ConfigError, ModelConfig, TinyModelConfig
 from specrl.models.sources import check_source, load_tokenizer, materialise_model
 from specrl.models.tiny import CHARACTERS
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def tiny(**shape: Any) -> ModelConfig:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from specrl.config import Config, ConfigError, load_config, parse_config
 from specrl.config.rollout import batched_tokens
-from specrl.models.shapes import KNOWN_SHAPES, ModelShape, model_shape
+from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, Rank, kv_bytes_per_token, peak_gib
 from specrl.projection.plan import Plan, plan, print_plan
@@ -63,10 +63,9 @@ def test_known_shapes_have_the_published_number_of_parameters() -> None:
 
 
 def test_experts_count_once_each_and_only_those_of_a_token_are_active() -> None:
-    dense = KNOWN_SHAPES["Qwen/Qwen3-8B"]
-    shape = ModelShape(dense.family, 48, 2048, 6144, 32, 4, 128, 151936, False, 40960, 128, 8, 768)
-    assert shape.parameters == 30_532_122_624  # Qwen3-30B-A3B, whose card says 30.5 B and 3.3 B activated
-    assert shape.active_parameters == pytest.approx(3.35e9, rel=0.01)
+    dense, small, large = (KNOWN_SHAPES[f"Qwen/Qwen3-{name}"] for name in ("8B", "30B-A3B", "235B-A22B"))
+    assert (small.parameters, small.active_parameters) == (30_532_122_624, 3_353_032_704)
+    assert (large.parameters, large.active_parameters) == (235_093_634_560, 22_190_763_520)
     assert dense.active_parameters == dense.parameters
 
 

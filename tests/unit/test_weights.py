@@ -56,7 +56,8 @@ def shapes_on_disk(hf: LlamaConfig | Qwen2Config | Qwen3Config, names: tuple[str
 
 
 def make_map(hf: object, tensor: int, pipeline: int) -> WeightMap:
-    return weight_map(hf, tensor_parallel=tensor, pipeline_parallel=pipeline, fused_norms=False)
+    sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "expert_parallel": 1}
+    return weight_map(hf, **sizes, transformer_engine=False)
 
 
 def parts(parameter: Parameter, tensors: list[torch.Tensor], rank: int, size: int) -> list[torch.Tensor]:
@@ -103,7 +104,7 @@ def test_the_gate_and_up_rows_of_a_rank_belong_together() -> None:
 
 
 def test_llama3_rope_scaling_is_supported() -> None:
-    check_supported(LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE), 1, 1)
+    check_supported(LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE), 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +123,4 @@ def test_what_would_compute_something_else_is_refused(
     config: LlamaConfig | Qwen2Config, tensor: int, pipeline: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_supported(config, tensor, pipeline)
+        check_supported(config, tensor, pipeline, 1)

@@ -81,7 +81,8 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
         "midlayer.post_attention_layernorm": f"{last}post_attention_layernorm",
         "norm": "model.norm",
     }
-    if model.shape.intermediate_size == policy_config.intermediate_size:
+    has_mlp = family_of_model(policy_config).router is None
+    if has_mlp and model.shape.intermediate_size == policy_config.intermediate_size:
         sources |= {f"midlayer.mlp.{name}_proj": f"{last}mlp.{name}_proj" for name in ("gate", "up", "down")}
     for name, source in sources.items():
         model.get_parameter(f"{name}.weight").copy_(policy.read(f"{source}.weight"))

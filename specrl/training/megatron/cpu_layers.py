@@ -50,6 +50,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # sums its gradients
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

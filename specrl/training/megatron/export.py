@@ -2,8 +2,9 @@
 
 Tensors travel in messages of a part of a layer. The pipeline stage that holds them broadcasts its shards to the other
 stages, mostly over the network: so a rank receives there only what its own tensor-parallel rank holds. The
-tensor-parallel ranks, which share a node, then gather the whole. Every engine gets whole tensors, because vLLM's
-loaders take those and cut out the engine's own part.
+tensor-parallel ranks, which share a node, then gather the whole. An expert, which is whole on one expert-parallel rank,
+goes from there to the other stages, and in each of them to the other expert-parallel ranks. Every engine gets whole
+tensors, because vLLM's loaders take those and cut out the engine's own part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.models.buckets import buckets
-from specrl.training.megatron.parallel import from_stage
+from specrl.training.megatron.parallel import from_expert_rank, from_stage
 from specrl.training.megatron.weights import EMBEDDINGS, HEAD, Parameter, WeightMap, join
 
 
@@ -67,18 +68,25 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
 def messages(weights: WeightMap, element_size: int) -> Iterator[list[Part]]:
     """Yield what is sent together: tensors of one layer, those first that every rank holds whole.
 
+    Experts are sent with those of the same expert-parallel rank.
+
     Args:
         element_size: The bytes of one element.
     """
     parts = [part for parameter in weights.parameters if not parameter.is_copy for part in _parts(weights, parameter)]
-    for _, group in groupby(parts, key=lambda part: (part.parameter.stage, part.name.split(".")[:3])):
+    for _, group in groupby(parts, key=_sender):
         layer = list(group)
         for indices in buckets([part.numel * part.copies * element_size for part in layer]):
             yield sorted((layer[index] for index in indices), key=lambda part: part.copies > 1)
 
 
+def _sender(part: Part) -> tuple[object, ...]:
+    """Return what the parts of a message have in common: the layer, and who holds it."""
+    return part.parameter.stage, part.name.split(".")[:3], part.parameter.expert_rank
+
+
 def _parts(weights: WeightMap, parameter: Parameter) -> list[Part]:
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    _, size = parameter.place
     shapes = weights.part_shapes(parameter, size)
     copies = 1 if parameter.split == "none" else size
     return [
@@ -91,14 +99,13 @@ def _whole_tensors(
     weights: WeightMap, message: list[Part], own: Mapping[str, Tensor], like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one message (collective)."""
-    stage = message[0].parameter.stage
     shards: list[Tensor] | None = None
-    if stage == parallel_state.get_pipeline_model_parallel_rank():
+    if message[0].parameter.is_here:
         shards = _own_parts(weights, message, own)
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1 and message[-1].copies == 1:
+        if _is_everywhere(message):
             yield from ((part.name, shard) for part, shard in zip(message, shards, strict=True))
             return
-    flat = from_stage(stage, _joined(shards), (sum(part.numel for part in message),), like.dtype)
+    flat = _from_sender(message, _joined(shards), like.dtype)
     del shards
     whole = sum(part.numel for part in message if part.copies == 1)
     gathered = _gather(flat[whole:])
@@ -115,11 +122,31 @@ def _whole_tensors(
         offset = end
 
 
+def _is_everywhere(message: list[Part]) -> bool:
+    """Whether every rank holds all tensors of a message whole."""
+    has_one_stage = parallel_state.get_pipeline_model_parallel_world_size() == 1
+    is_shared = message[0].parameter.expert_rank is None or parallel_state.get_expert_model_parallel_world_size() == 1
+    return has_one_stage and is_shared and message[-1].copies == 1
+
+
+def _from_sender(message: list[Part], flat: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a message, which one stage and, of experts, one expert-parallel rank holds, on the others (collective)."""
+    stage, expert_rank = message[0].parameter.stage, message[0].parameter.expert_rank
+    shape = (sum(part.numel for part in message),)
+    if expert_rank is None:
+        return from_stage(stage, flat, shape, dtype)
+    if expert_rank == parallel_state.get_expert_model_parallel_rank():
+        flat = from_stage(stage, flat, shape, dtype)
+    return from_expert_rank(expert_rank, flat, shape, dtype)
+
+
 def _own_parts(weights: WeightMap, message: list[Part], own: Mapping[str, Tensor]) -> list[Tensor]:
     """Return what this rank holds of each tensor of a message."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    names = dict.fromkeys(part.parameter for part in message)
-    held = {parameter: weights.unmerge(parameter, own[parameter.name].detach(), size) for parameter in names}
+    parameters = dict.fromkeys(part.parameter for part in message)
+    held = {
+        parameter: weights.unmerge(parameter, own[parameter.name].detach(), parameter.place[1])
+        for parameter in parameters
+    }
     return [held[part.parameter][part.index] for part in message]
 
 

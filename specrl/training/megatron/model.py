@@ -22,11 +22,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from specrl.models.families import Family, family_of_model, head_dim
+from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
 from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, RotaryCausalAttention, SwiGLU
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
@@ -83,6 +84,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.family = family
         self.true_vocab_size = true_vocab_size
+        if self.post_process and self.config.sequence_parallel:
+            # `_score` gathers the sequence and picks positions first: the layer's input is whole, and its gradient is
+            # summed over the ranks as without sequence parallelism.
+            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
     def forward(self, tokens: Tensor, head: HeadInput) -> Tensor | HeadOutput:
         """Return this stage's hidden states [seq, batch, hidden], and on the last stage the scores.
@@ -117,6 +122,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return logits, first
 
     def _score(self, hidden: Tensor, head: HeadInput) -> HeadOutput:
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         batch = hidden.shape[1]
         row, column = head.mask.nonzero(as_tuple=True)
         chosen = hidden.flatten(0, 1).index_select(0, column * batch + row)
@@ -162,13 +169,14 @@ def _targets(hidden: Tensor, logits: Tensor, first: int, wanted: TargetInput) ->
     return columns_of(logits, wanted.draft_tokens, first, group)[own], top1[own]
 
 
-def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
     """Refuse a model or a layout with which the policy would silently compute something else.
 
     Args:
         hf: Transformers' configuration object of the model.
         tensor_parallel: `policy.tensor_parallel`.
         pipeline_parallel: `policy.pipeline_parallel`.
+        expert_parallel: `policy.expert_parallel`.
 
     Raises:
         ValueError: The line names what the model's configuration asks for and what is supported.
@@ -186,14 +194,18 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int) -> No
     if getattr(hf, "use_sliding_window", False):
         raise ValueError("use_sliding_window = true is not supported: use a checkpoint with full attention")
     rope_scaling_factor(hf)
-    for name, size, parts in (
-        ("num_attention_heads", hf.num_attention_heads, tensor_parallel),
-        ("num_key_value_heads", hf.num_key_value_heads, tensor_parallel),
-        ("intermediate_size", hf.intermediate_size, tensor_parallel),
-        ("num_hidden_layers", hf.num_hidden_layers, pipeline_parallel),
+    experts = expert_shape_of_model(hf)
+    if experts is None and expert_parallel > 1:
+        raise ValueError(f"policy.expert_parallel = {expert_parallel}: a {family.architecture} has no experts; use 1")
+    for name, size, kind, parts in (
+        ("num_attention_heads", hf.num_attention_heads, "tensor", tensor_parallel),
+        ("num_key_value_heads", hf.num_key_value_heads, "tensor", tensor_parallel),
+        ("num_hidden_layers", hf.num_hidden_layers, "pipeline", pipeline_parallel),
+        ("num_experts", experts.num_experts, "expert", expert_parallel)
+        if experts
+        else ("intermediate_size", hf.intermediate_size, "tensor", tensor_parallel),
     ):
         if size % parts:
-            kind = "pipeline" if name == "num_hidden_layers" else "tensor"
             raise ValueError(f"policy.{kind}_parallel = {parts} does not divide the model's {name} = {size}")
 
 
@@ -230,7 +242,7 @@ def transformer_config(
         recompute: Whether the backward pass computes activations anew instead of saving them.
         native_fp8: Whether Transformer Engine computes in blockwise FP8.
     """
-    family = family_of_model(hf)
+    family, experts = family_of_model(hf), expert_shape_of_model(hf)
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -256,6 +268,7 @@ def transformer_config(
         pipeline_model_parallel_size=pipeline,
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
+        expert_tensor_parallel_size=1,
         # Losses arrive divided by the global token count: nothing else may divide them (`Policy.train_step`).
         calculate_per_token_loss=True,
         perform_initialization=False,  # every parameter is loaded
@@ -268,8 +281,30 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         **(recompute_all if recompute else {}),
+        **(_expert_options(hf, experts, cuda=cuda) if experts else {}),
         **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
     )
+
+
+def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, Any]:
+    """Return the part of Megatron's configuration that is about experts.
+
+    There is no loss that balances their load, as usual in RL. The router computes in float32. With tensor parallelism
+    each rank routes its part of the sequence.
+    """
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,  # normalised after the choice, or over all experts
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": cuda,
+        "moe_permute_fusion": cuda,  # without it tokens are added up in no fixed order
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+    }
 
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
@@ -297,16 +332,23 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
 
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
 
 
 def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
     """Return Megatron's local layers, with its tensor parallelism, and `cpu_layers` between the linear ones."""
     frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.mlp.submodules.activation_func = SwiGLU
+    mlp = layer.mlp.submodules if config.num_moe_experts is None else layer.mlp.submodules.experts.submodules
+    mlp.activation_func = SwiGLU
     attention = layer.self_attention.submodules
     attention.core_attention = partial(RotaryCausalAttention, rotary=Rotary(frequencies))
     if config.qk_layernorm:

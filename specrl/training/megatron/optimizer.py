@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
@@ -52,15 +53,15 @@ class PolicyOptimizer:
         overrides = get_standard_config_overrides(options)
         self._ddp = ddp
         self._megatron = get_megatron_optimizer(options, [ddp], config_overrides=overrides)
-        (self._distributed,) = self._megatron.chained_optimizers
-        self._adam: Any = self._distributed.optimizer
+        self._parts: list[Any] = self._megatron.chained_optimizers
+        """The optimizer of what all data-parallel ranks share and, in a model with experts, that of the experts."""
         self._config = config
         self._planned_updates = num_updates
         self.num_updates = 0
         """The number of updates made so far."""
         self._is_fused = not torch.cuda.is_available()
         if self._is_fused:
-            for group in self._adam.param_groups:
+            for group in self._megatron.param_groups:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
     def zero_grad(self) -> None:
@@ -96,13 +97,14 @@ class PolicyOptimizer:
             The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
             and moments of these elements, by the names in `KINDS`. They are not copies.
         """
-        place = self._distributed.model_param_group_index_map.get(parameter)
-        if place is None:
+        owners = [part for part in self._parts if parameter in part.model_param_group_index_map]
+        if not owners:
             return None
-        elements = self._distributed._get_model_param_range_map(parameter)["param"]
-        group, position = place
-        main = self._adam.param_groups[group]["params"][position]
-        state = self._adam.state[main]
+        (owner,) = owners
+        elements = owner._get_model_param_range_map(parameter)["param"]
+        group, position = owner.model_param_group_index_map[parameter]
+        main = owner.optimizer.param_groups[group]["params"][position]
+        state = owner.optimizer.state[main]
         if not state:  # before the first update; Adam would begin with the same
             state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
             if self._counts_per_parameter:
@@ -122,24 +124,27 @@ class PolicyOptimizer:
             counters: What `counters` returned when that state was stored.
         """
         self.num_updates = counters["num_updates"]
-        if self._counts_per_parameter:
-            for state in self._adam.state.values():
-                state["step"].fill_(counters["adam_steps"])
-        else:
-            for group in self._adam.param_groups:
-                group["step"] = counters["adam_steps"]
-        self._distributed._copy_main_params_to_model_params()
+        for part in self._parts:
+            if self._counts_per_parameter:
+                for state in part.optimizer.state.values():
+                    state["step"].fill_(counters["adam_steps"])
+            else:
+                for group in part.optimizer.param_groups:
+                    group["step"] = counters["adam_steps"]
+            part._copy_main_params_to_model_params()
         self._ddp.start_param_sync(force_sync=True)
 
     @property
     def _counts_per_parameter(self) -> bool:
         """Whether the optimizer counts its steps for each parameter, as PyTorch does, or for each group of them."""
-        return isinstance(self._adam, torch.optim.Adam)
+        return isinstance(self._parts[0].optimizer, torch.optim.Adam)
 
     def _adam_steps(self) -> int:
         if self._counts_per_parameter:
-            found = {int(state["step"]) for state in self._adam.state.values() if state}
+            states = chain.from_iterable(part.optimizer.state.values() for part in self._parts)
+            found = {int(state["step"]) for state in states if state}
         else:
-            found = {int(group["step"]) for group in self._adam.param_groups if group["params"] and "step" in group}
+            groups = self._megatron.param_groups
+            found = {int(group["step"]) for group in groups if group["params"] and "step" in group}
         assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
         return found.pop() if found else 0

@@ -11,14 +11,18 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 
-def set_up(tensor: int, pipeline: int, seed: int) -> None:
+def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
     """Split the ranks into tensor x pipeline x data parallel groups, unless these sizes are set up already.
+
+    Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
+    groups that have all experts among them.
 
     All ranks must call it.
 
     Args:
         tensor: The number of tensor-parallel ranks, `policy.tensor_parallel`.
         pipeline: The number of pipeline stages, `policy.pipeline_parallel`.
+        expert: The number of ranks that share the experts of a layer, `policy.expert_parallel`.
         seed: The seed of Megatron's own random generators.
 
     Raises:
@@ -29,18 +33,25 @@ def set_up(tensor: int, pipeline: int, seed: int) -> None:
         raise ValueError(
             f"policy.tensor_parallel x policy.pipeline_parallel = {tensor} x {pipeline} does not divide {world} ranks"
         )
+    if world // pipeline % expert:
+        raise ValueError(
+            f"policy.expert_parallel = {expert} does not divide the {world // pipeline} ranks of a pipeline stage"
+        )
     if parallel_state.model_parallel_is_initialized():
         current = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
-        if current != (tensor, pipeline):
+        if current != (tensor, pipeline, expert):
             raise ValueError(
-                f"this process trains with tensor x pipeline parallel = {current[0]} x {current[1]}; "
-                f"{tensor} x {pipeline} needs a process of its own"
+                f"this process trains with tensor x pipeline x expert parallel = {' x '.join(map(str, current))}; "
+                f"{tensor} x {pipeline} x {expert} needs a process of its own"
             )
         return
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, expert_model_parallel_size=expert, expert_tensor_parallel_size=1
+    )
     with torch.random.fork_rng(devices=[]):
         # Names the random states that megatron's layers ask for; without dropout nothing draws from them.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -54,15 +65,28 @@ def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype:
         shape: The shape of that tensor, known on every stage.
         dtype: The type of that tensor, known on every stage.
     """
-    group = parallel_state.get_pipeline_model_parallel_group()
+    return _broadcast(parallel_state.get_pipeline_model_parallel_group(), stage, tensor, shape, dtype)
+
+
+def from_expert_rank(rank: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the tensor that expert-parallel rank `rank` holds, on all of them; all ranks of their group call it.
+
+    Arguments are as in `from_stage`.
+    """
+    return _broadcast(parallel_state.get_expert_model_parallel_group(), rank, tensor, shape, dtype)
+
+
+def _broadcast(
+    group: dist.ProcessGroup, source: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     if group.size() == 1:
         assert tensor is not None
         return tensor
-    if parallel_state.get_pipeline_model_parallel_rank() == stage:
+    if group.rank() == source:
         assert tensor is not None and tuple(tensor.shape) == shape and tensor.dtype == dtype
         tensor = tensor.contiguous()
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tensor = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+    dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
     return tensor

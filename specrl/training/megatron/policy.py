@@ -19,6 +19,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -132,8 +133,9 @@ class Policy:
         self.vocab_size: int = self.hf_config.vocab_size
         self.dtype = DTYPES[dtype]
         self.ranks = ranks
-        check_supported(self.hf_config, config.tensor_parallel, config.pipeline_parallel)
-        parallel.set_up(config.tensor_parallel, config.pipeline_parallel, seed)
+        sizes = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
+        check_supported(self.hf_config, *sizes)
+        parallel.set_up(*sizes, seed)
         self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
@@ -165,7 +167,8 @@ class Policy:
             self.hf_config,
             tensor_parallel=self.config.tensor_parallel,
             pipeline_parallel=self.config.pipeline_parallel,
-            fused_norms=cuda,
+            expert_parallel=self.config.expert_parallel,
+            transformer_engine=cuda,
         )
         weights.load(model, names, self.model_dir)
         return model, names, megatron
@@ -213,7 +216,9 @@ class Policy:
     @property
     def pad_multiple(self) -> int:
         """The number of which a micro-batch's padded length must be a multiple: pass it to `batches.pack`."""
-        return FP8_TOKENS if self.model.config.fp8 else 1
+        tokens = FP8_TOKENS if self.model.config.fp8 else 1
+        sequence = self.config.tensor_parallel if self.model.config.sequence_parallel else 1
+        return math.lcm(tokens, sequence)
 
     @property
     def optimizer(self) -> PolicyOptimizer:
@@ -372,7 +377,9 @@ class Policy:
         Outcomes are empty except on the last stage.
         """
         device = self.ranks.device
-        batches = [batch.to(device) for batch in micro_batches] or [empty_micro_batch(self.pad_multiple).to(device)]
+        count = self._num_micro_batches(len(micro_batches))
+        empty = [empty_micro_batch(self.pad_multiple)] * (count - len(micro_batches))
+        batches = [batch.to(device) for batch in (*micro_batches, *empty)]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         kept = [self._kept(batch, spec, windows) if batch.indices else None for batch in batches]
         items = list(zip(batches, kept, strict=True))
@@ -424,6 +431,15 @@ class Policy:
         if observer is None or (observer.training_only and not trains):
             return nullcontext()
         return observer.forward_pass(batch.lengths)
+
+    def _num_micro_batches(self, own: int) -> int:
+        """Return how many micro-batches this rank computes: ranks that share experts compute equally many."""
+        count = max(own, 1)
+        if self.config.expert_parallel == 1:
+            return count
+        most = torch.tensor(count, device=self.ranks.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+        return int(most)
 
     def _features(
         self, spec: FeatureSpec, kept: list[_Kept | None], inputs: LayerInputs, outcomes: list[_Outcome]

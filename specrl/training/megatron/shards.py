@@ -10,7 +10,6 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
-from megatron.core import parallel_state
 
 from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut
 from specrl.training.megatron.optimizer import PolicyOptimizer
@@ -19,17 +18,16 @@ from specrl.training.megatron.weights import Parameter, WeightMap
 
 def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
     """Return what this rank holds of each parameter of its part of the model; the tensors are not copies."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     own = dict(model.named_parameters())
     shards = []
     for parameter in weights.parameters:
-        if parameter.stage != parallel_state.get_pipeline_model_parallel_rank():
+        if not parameter.is_here:
             continue
         held = optimizer.share_of(own[parameter.name])
         if held is None:
             continue
         (start, stop), state = held
+        rank, size = parameter.place
         pieces = cut(bands(weights, parameter, rank, size), start, stop)
         length = sum(piece.size for piece in pieces)  # what follows is the padding of the vocabulary
         is_written = not parameter.is_copy and (parameter.split != "none" or rank == 0)

@@ -1,8 +1,8 @@
 """Weights between Hugging Face names and Megatron's shards, both ways, tensor by tensor, bit by bit.
 
 A `Parameter` names one Megatron parameter, the Hugging Face tensors that it is made of, and how tensor parallelism
-splits it. The list of them follows from the model's `Family` row and is the same on every rank, so that collectives
-match while weights stream (`export.py`).
+splits it or which expert-parallel rank holds it. The list of them follows from the model's `Family` row and is the same
+on every rank, so that collectives match while weights stream (`export.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from specrl.models.families import Family, Layout, family_of_model, head_dim
+from specrl.models.families import (
+    ExpertShape,
+    Family,
+    Layout,
+    Linear,
+    expert_shape_of_model,
+    family_of_model,
+    head_dim,
+)
 from specrl.models.hf_io import TensorReader
 
 Split = Layout | Literal["none", "vocabulary"]
@@ -29,10 +37,10 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of Megatron's model, on whichever pipeline stage holds it."""
+    """One parameter of Megatron's model, on whichever pipeline stage and expert-parallel rank holds it."""
 
     name: str
-    """Megatron's name, which counts layers from 0 in each pipeline stage."""
+    """Megatron's name, which counts layers from 0 in each pipeline stage, and experts in each expert-parallel rank."""
     stage: int
     """The pipeline stage that holds it."""
     split: Split
@@ -40,8 +48,27 @@ class Parameter:
     """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
     shape: tuple[int, ...]
     """Its shape when merged over the tensor-parallel ranks."""
+    expert_rank: int | None = None
+    """The expert-parallel rank that holds it; None where all of them do. It is whole there: tensor parallelism does not
+    split experts."""
     is_copy: bool = False
     """Whether it is the last stage's copy of a tied embedding, which is loaded but never exported."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds it, or its part of it."""
+        is_stage = self.stage == parallel_state.get_pipeline_model_parallel_rank()
+        return is_stage and self.expert_rank in (None, parallel_state.get_expert_model_parallel_rank())
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number among those that tensor parallelism splits the parameter over, and how many they are."""
+        if self.expert_rank is not None:
+            return 0, 1
+        return (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
 
 
 @dataclass(frozen=True)
@@ -135,12 +162,14 @@ def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
     return whole[: weights.vocab_size] if parameter.split == "vocabulary" else whole
 
 
-def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_norms: bool) -> WeightMap:
+def weight_map(
+    hf: Any, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, transformer_engine: bool
+) -> WeightMap:
     """Return the parameters of the model with transformers' configuration `hf`.
 
     Args:
-        fused_norms: Whether a layer's norms lie inside the linear layers that follow them, as Transformer Engine has
-            them.
+        transformer_engine: Whether the layers are Transformer Engine's, which has norms inside the linear layers that
+            follow them, and one module for all experts of a rank.
     """
     per_stage = hf.num_hidden_layers // pipeline_parallel
     last = pipeline_parallel - 1
@@ -148,7 +177,8 @@ def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_n
     parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", (EMBEDDINGS,), vocabulary)]
     for layer in range(hf.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
-        parameters += _layer_parameters(hf, family_of_model(hf), layer, stage, local, fused_norms)
+        place = _Place(layer, stage, local, expert_parallel, transformer_engine)
+        parameters += _layer_parameters(hf, family_of_model(hf), place)
     parameters.append(
         Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,))
     )
@@ -159,28 +189,43 @@ def weight_map(hf: Any, *, tensor_parallel: int, pipeline_parallel: int, fused_n
     return WeightMap(tuple(parameters), hf.num_key_value_heads, head_dim(hf), hf.vocab_size, hf.tie_word_embeddings)
 
 
-def _layer_parameters(
-    hf: Any, family: Family, layer: int, stage: int, local: int, fused_norms: bool
-) -> list[Parameter]:
-    hidden, inner = hf.hidden_size, hf.intermediate_size
+@dataclass(frozen=True)
+class _Place:
+    """One transformer layer and what decides how Megatron names its parameters."""
+
+    layer: int
+    """The layer's number in the whole model."""
+    stage: int
+    """The pipeline stage that holds it."""
+    local: int
+    """Its number there."""
+    expert_parallel: int
+    """The number of ranks over which its experts are divided."""
+    transformer_engine: bool
+    """Whether its modules are Transformer Engine's."""
+
+    def parameter(
+        self, name: str, split: Split, hf_names: Sequence[str], *shape: int, expert_rank: int | None = None
+    ) -> Parameter:
+        """Return a parameter of this layer, given the names inside Megatron's and inside the Hugging Face layer."""
+        names = tuple(f"model.layers.{self.layer}.{hf_name}" for hf_name in hf_names)
+        return Parameter(f"decoder.layers.{self.local}.{name}", self.stage, split, names, shape, expert_rank)
+
+
+def _layer_parameters(hf: Any, family: Family, place: _Place) -> list[Parameter]:
+    hidden, parameter = hf.hidden_size, place.parameter
     queries = hf.num_attention_heads * head_dim(hf)
     qkv_rows = queries + 2 * hf.num_key_value_heads * head_dim(hf)
-    attention_norm = f"{family.attention[0].megatron}.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    mlp_norm = f"{family.mlp[0].megatron}.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
-
-    def parameter(name: str, split: Split, hf_names: Sequence[str], *shape: int) -> Parameter:
-        names = tuple(f"model.layers.{layer}.{hf_name}" for hf_name in hf_names)
-        return Parameter(f"decoder.layers.{local}.{name}", stage, split, names, shape)
-
+    attention_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+    if place.transformer_engine:
+        attention_norm = f"{family.attention[0].megatron}.layer_norm_weight"
+        mlp_norm = mlp_norm if family.router else f"{family.mlp[0].megatron}.layer_norm_weight"
     parameters = [
         parameter(attention_norm, "none", ["input_layernorm.weight"], hidden),
         parameter(mlp_norm, "none", ["post_attention_layernorm.weight"], hidden),
     ]
-    shapes = {
-        linear: (hidden, queries) if linear.layout == "columns" else (qkv_rows, hidden) for linear in family.attention
-    }
-    shapes |= {linear: (hidden, inner) if linear.layout == "columns" else (2 * inner, hidden) for linear in family.mlp}
-    for linear, shape in shapes.items():
+    for linear in family.attention:
+        shape = (hidden, queries) if linear.layout == "columns" else (qkv_rows, hidden)
         weights = [f"{part}.weight" for part in linear.parts]
         parameters.append(parameter(f"{linear.megatron}.weight", linear.layout, weights, *shape))
         if linear.layout == "qkv" and family.qkv_bias:
@@ -193,6 +238,37 @@ def _layer_parameters(
             )
             for letter in "qk"
         ]
+    experts = expert_shape_of_model(hf)
+    if experts is not None:
+        parameters += _expert_parameters(hidden, family, experts, place)
+    else:
+        for linear in family.mlp:
+            weights = [f"{part}.weight" for part in linear.parts]
+            shape = _mlp_shape(linear, hidden, hf.intermediate_size)
+            parameters.append(parameter(f"{linear.megatron}.weight", linear.layout, weights, *shape))
+    return parameters
+
+
+def _mlp_shape(linear: Linear, hidden: int, inner: int) -> tuple[int, int]:
+    return (hidden, inner) if linear.layout == "columns" else (2 * inner, hidden)
+
+
+def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place: _Place) -> list[Parameter]:
+    """Return the router's weight and those of all experts, expert by expert."""
+    assert family.router is not None
+    router = [f"{family.router.hf}.weight"]
+    parameters = [place.parameter(f"{family.router.megatron}.weight", "none", router, experts.num_experts, hidden)]
+    per_rank = experts.num_experts // place.expert_parallel
+    for expert in range(experts.num_experts):
+        rank, local = divmod(expert, per_rank)
+        for linear in family.mlp:
+            parent, _, own = linear.megatron.rpartition(".")
+            name = f"{parent}.local_experts.{local}.{own}.weight"
+            if place.transformer_engine:
+                name = f"{linear.megatron}.weight{local}"
+            weights = [f"{part.format(expert=expert)}.weight" for part in linear.parts]
+            shape = _mlp_shape(linear, hidden, experts.intermediate_size)
+            parameters.append(place.parameter(name, linear.layout, weights, *shape, expert_rank=rank))
     return parameters
 
 
@@ -205,14 +281,13 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     Raises:
         ValueError: A tensor is missing, or has another shape than `config.json` says.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     own = dict(model.named_parameters())
     reader = TensorReader(directory)
     for parameter in weights.parameters:
-        if parameter.stage != parallel_state.get_pipeline_model_parallel_rank():
+        if not parameter.is_here:
             continue
         _check_shape(weights, parameter, reader, directory)
+        rank, size = parameter.place
         parts = []
         for name in parameter.hf:
             dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
@@ -220,8 +295,9 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
         target = own.pop(parameter.name)
         target.copy_(weights.merge(parameter, parts, size))
         # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the
-        # gradient's norm counts one rank's part only.
+        # gradient's norm counts one rank's part only. Experts are marked with the ranks that share them.
         target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
+        target.allreduce = parameter.expert_rank is None  # type: ignore[attr-defined]
     assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
 
 

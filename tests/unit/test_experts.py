@@ -1,0 +1,153 @@
+"""Mixtures of experts in the trainer: what it computes, what it holds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from specrl.config import ConfigError, ModelConfig, PolicyConfig
+from specrl.config.model import TinyModelConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.models.families import FAMILIES
+from specrl.models.shapes import model_shape
+from specrl.models.sources import check_source, materialise_model
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.megatron.model import check_supported
+from specrl.training.megatron.policy import Policy
+from specrl.training.megatron.weights import WeightMap, weight_map
+
+# isort: split
+from megatron.core import parallel_state
+
+TOKENS = [4 + i * 7 % 90 for i in range(40)]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def tiny(**shape: Any) -> ModelConfig:
+    tiny = TinyModelConfig(family="qwen3_moe", **EXPERTS, **shape)
+    return ModelConfig(source="tiny", dtype="float32", max_length=128, tiny=tiny)
+
+
+def moe_config(**changes: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(**{**SHAPE, **EXPERTS, "num_key_value_heads": 4, **changes})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return materialise_model(tiny(), 0, tmp_path_factory.mktemp("experts") / "model")
+
+
+@pytest.mark.parametrize("normalised", [True, False], ids=["weights of the chosen add up to 1", "weights of all do"])
+@torch.no_grad()
+def test_the_policy_computes_what_transformers_does_and_gives_the_same_bits_back(
+    policy_dir: Path, ranks: Ranks, tmp_path: Path, normalised: bool
+) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").symlink_to(policy_dir / "model.safetensors")
+    config = json.loads((policy_dir / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "norm_topk_prob": normalised}))
+    policy = Policy(directory, PolicyConfig(), dtype="float32", ranks=ranks, seed=0, trainable=False)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    [found] = policy.logprobs(pack([TokenSequence(TOKENS, 1, 0)], len(TOKENS)))
+    logits = model(torch.tensor([TOKENS])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found[0, :-1], expected, atol=2e-5, rtol=0)
+    policy.save_pretrained(tmp_path / "saved")
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "saved"))
+    assert before.keys() == after.keys() and "model.layers.5.mlp.experts.7.gate_proj.weight" in before
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_the_gradients_are_those_of_transformers(policy_dir: Path, ranks: Ranks) -> None:
+    """Experts, router and attention, seen in one norm and in where a step of plain size moves each weight."""
+    policy = Policy(policy_dir, PolicyConfig(clip_grad=1e9), dtype="float32", ranks=ranks, seed=0)
+    batches = pack([TokenSequence(TOKENS, 1, 0)], len(TOKENS))
+    metrics, _ = policy.train_step(batches, lambda logprobs, _, batch: (-(logprobs * batch.mask).sum(), {}))
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    logits = model(torch.tensor([TOKENS])).logits[0, :-1]
+    (-logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:])[:, None]).sum()).backward()
+    norms = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None])
+    assert metrics["grad_norm"] == pytest.approx(float(norms.norm()), rel=1e-4)
+
+
+def test_the_plan_counts_the_parameters_that_transformers_makes(policy_dir: Path) -> None:
+    shape = model_shape(tiny())
+    parameters = AutoModelForCausalLM.from_pretrained(policy_dir).parameters()
+    assert shape.parameters == sum(parameter.numel() for parameter in parameters)
+    assert shape.parameters - shape.active_parameters == 6 * 6 * 3 * 128 * 96
+    assert model_shape(ModelConfig(source=str(policy_dir), max_length=128)) == shape
+
+
+def names_of(expert_parallel: int, *, transformer_engine: bool) -> WeightMap:
+    sizes = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": expert_parallel}
+    return weight_map(moe_config(), **sizes, transformer_engine=transformer_engine)
+
+
+def test_each_expert_has_one_rank_of_each_group() -> None:
+    one, four = (names_of(size, transformer_engine=False).parameters for size in (1, 4))
+    assert [parameter.hf for parameter in one] == [parameter.hf for parameter in four]
+    experts = [parameter for parameter in four if parameter.expert_rank is not None]
+    assert {parameter.expert_rank for parameter in experts} == {0, 1, 2, 3}
+    [fifth] = [parameter for parameter in experts if parameter.hf == ("model.layers.3.mlp.experts.5.down_proj.weight",)]
+    assert (fifth.name, fifth.stage) == ("decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight", 1)
+    assert (fifth.expert_rank, fifth.shape) == (2, (64, 96))
+
+
+def test_transformer_engine_has_one_module_for_the_experts_of_a_rank() -> None:
+    names = {parameter.name for parameter in names_of(4, transformer_engine=True).parameters}
+    layer = {name.removeprefix("decoder.layers.1.") for name in names if name.startswith("decoder.layers.1.")}
+    assert layer == {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.router.weight",
+        *(f"mlp.experts.linear_fc{number}.weight{expert}" for number in (1, 2) for expert in (0, 1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "message"),
+    [
+        (moe_config(mlp_only_layers=[0]), (1, 1, 1), r"mlp_only_layers = \[0\]"),
+        (moe_config(decoder_sparse_step=2), (1, 1, 1), "decoder_sparse_step = 2"),
+        (moe_config(), (1, 1, 3), r"policy.expert_parallel = 3 .* num_experts = 8"),
+        (Qwen3Config(**SHAPE, num_key_value_heads=4), (1, 1, 2), r"policy.expert_parallel = 2: .* no experts"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    config: Qwen3Config | Qwen3MoeConfig, sizes: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_supported(config, *sizes)
+
+
+def test_a_directory_with_dense_layers_is_refused_on_the_login_node(policy_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((policy_dir / "config.json").read_text()) | {"mlp_only_layers": [0]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"{tmp_path}: .* every layer must have experts"):
+        check_source(ModelConfig(source=str(tmp_path), max_length=128))
+
+
+def test_the_router_is_no_layer_that_fp8_applies_to() -> None:
+    family = FAMILIES["qwen3_moe"]
+    assert family.router is not None
+    assert family.router.megatron not in {linear.megatron for linear in family.linears}
