@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -34,6 +35,7 @@ from specrl.bench.settings import (
     CheckpointSettings,
     ControlBenchSettings,
     DrafterSettings,
+    PlanSettings,
     PrecisionSettings,
     RolloutSettings,
 )
@@ -50,6 +52,7 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
     "checkpoints": CheckpointSettings,
+    "plan": PlanSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
 THREADS = Annotated[
@@ -88,12 +91,17 @@ def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
     """Return the function behind `specrl bench NAME`, with a signature from which Typer makes its options."""
 
     def measure(**given: Any) -> None:
-        shared = {key: given.pop(key) for key in SHARED}
+        shared = {key: given.pop(key) for key in shared_options}
         threads = 1 if "threads" in kind.model_fields else given.pop("threads")
-        execute(name, settings=parse_settings(kind, given), threads=threads, **shared)
+        settings = parse_settings(kind, given)
+        if kind.needs_run:
+            execute(name, settings=settings, threads=threads, **shared)
+        else:
+            execute_alone(name, settings, shared["json_path"], shared["page"], threads)
 
+    shared_options = {key: SHARED[key] for key in SHARED if kind.needs_run or key not in ("run", "runs_dir")}
     options = {key: _option(key, field) for key, field in kind.model_fields.items()}
-    annotations: dict[str, Any] = {**SHARED, "threads": THREADS, **options}
+    annotations: dict[str, Any] = {**shared_options, "threads": THREADS, **options}
     measure.__signature__ = Signature(  # type: ignore[attr-defined]
         [
             Parameter(key, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(key), annotation=annotation)
@@ -132,17 +140,47 @@ def execute(
         page=page,
         json_path=json_path.absolute() if json_path else run_dir / "bench" / f"{name}-rows.json",
     )
-    job_path = run_dir / "bench" / f"{name}.json"
+    _run(name, job, run_dir / "bench" / f"{name}.json", _environment(resources, threads))
+    pictures = sorted(page.parent.glob(f"{page.stem}-*.svg"))
+    log_files(config, {f"bench/{name}": [page, *pictures, job.json_path]})
+    print(f"page: {page}")
+
+
+def execute_alone(
+    name: str, settings: BenchSettings, json_path: Path | None, page: Path | None, threads: int | None
+) -> None:
+    """Run a benchmark that needs no finished run, in a folder that is removed afterwards, and wait for it.
+
+    Raises:
+        JobError: The benchmark failed.
+    """
+    page = (page or default_page(name)).absolute()
+    with TemporaryDirectory(prefix=f"specrl-bench-{name}-") as folder:
+        job = BenchJob(
+            entry=f"specrl.bench.{name}.main:main",
+            run_dir=Path(folder),
+            settings=settings.model_dump(mode="json"),
+            command=_command_line(name, None, settings),
+            page=page,
+            json_path=json_path.absolute() if json_path else Path(folder) / "rows.json",
+        )
+        _run(name, job, Path(folder) / "job.json", _environment(Resources(), threads))
+    print(f"page: {page}")
+
+
+def _run(name: str, job: BenchJob, job_path: Path, environment: Mapping[str, str]) -> None:
+    """Run the process of a benchmark and wait for it; its log lies beside the file of the job.
+
+    Raises:
+        JobError: The benchmark failed.
+    """
     job.save(job_path)
     log = job_path.with_suffix(".log")
     with log.open("wb") as errors:
         process = [sys.executable, "-m", "specrl.bench.job", str(job_path), str(os.getpid())]
-        code = subprocess.run(process, env=_environment(resources, threads), stderr=errors, check=False).returncode
+        code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
     if code:
         raise JobError(f"bench {name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
-    pictures = sorted(page.parent.glob(f"{page.stem}-*.svg"))
-    log_files(config, {f"bench/{name}": [page, *pictures, job.json_path]})
-    print(f"page: {page}")
 
 
 def _environment(resources: Resources, threads: int | None) -> dict[str, str]:
@@ -209,9 +247,9 @@ def _word(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _command_line(name: str, run: str, settings: BenchSettings) -> str:
-    """Return the command that asks for these settings."""
-    words = ["specrl", "bench", name, "--run", run]
+def _command_line(name: str, run: str | None, settings: BenchSettings) -> str:
+    """Return the command that asks for these settings; `run` is None for a benchmark that needs none."""
+    words = ["specrl", "bench", name, *(["--run", run] if run is not None else [])]
     for key, value in settings.model_dump(mode="json", exclude_defaults=True).items():
         option = key.replace("_", "-")
         if isinstance(value, bool):

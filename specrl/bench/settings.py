@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -21,6 +21,9 @@ TAIL_SIZE = 64
 
 class BenchSettings(Section):
     """The settings of a benchmark. Its docstring is the help of its command, a field's docstring that of an option."""
+
+    needs_run: ClassVar[bool] = True
+    """Whether the benchmark measures a finished run; otherwise it brings its own models."""
 
     def check(self, config: Config) -> None:
         """Check that this run has what the settings ask for.
@@ -239,3 +242,12 @@ class ControlBenchSettings(BenchSettings):
                 f'bench control replays drafts of an EAGLE-3 drafter; this run has speculation.method = "'
                 f'{config.speculation.method}"; use a run with "eagle3" or "eagle3+replay"'
             )
+
+
+class PlanSettings(BenchSettings):
+    """Compare the memory that `specrl run --dry-run` plans with what small runs take.
+
+    It needs no finished run.
+    """
+
+    needs_run = False

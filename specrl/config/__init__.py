@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -201,6 +202,7 @@ class Config(Section):
                         f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
                         "(nodes x ranks_per_node, in resources or stage_resources)"
                     )
+        self._check_expert_ranks(users)
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
@@ -213,6 +215,17 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} must divide "
                 f"train.prompts_per_step = {self.train.prompts_per_step}"
             )
+
+    def _check_expert_ranks(self, stages: Iterable[StageName]) -> None:
+        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them."""
+        size = self.policy.expert_parallel
+        for stage in stages:
+            ranks = self.resources_of(stage).ranks // self.policy.pipeline_parallel
+            if stage in ("pretrain", "calibrate", "train") and ranks % size:
+                raise ValueError(
+                    f"policy.expert_parallel = {size} does not divide the {ranks} ranks of a pipeline stage in the "
+                    f"{stage} stage (nodes x ranks_per_node / policy.pipeline_parallel)"
+                )
 
     def _check_gpu_options(self) -> None:
         """Check that the options of sbatch ask for as many GPUs as the ranks of a node need."""

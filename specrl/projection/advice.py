@@ -86,6 +86,7 @@ def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:
         yield "policy.tokens_per_micro_batch", str(config.model.max_length)
     for factor in (2, 4, 8):
         yield "policy.tensor_parallel", str(policy.tensor_parallel * factor)
+        yield "policy.expert_parallel", str(policy.expert_parallel * factor)
         yield "engine.tensor_parallel", str(engine.tensor_parallel * factor)
     yield from _resources(config, fit)
 

@@ -107,7 +107,7 @@ class Rank:
     @property
     def expert_parallel(self) -> int:
         """The number of ranks that share the experts of each layer."""
-        return 1
+        return self.config.policy.expert_parallel
 
     @property
     def expert_parameters(self) -> float:

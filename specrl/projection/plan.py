@@ -20,6 +20,8 @@ from specrl.projection.speeds import Speeds
 from specrl.projection.traffic import Transfer, step_traffic
 from specrl.report.tables import print_line, print_table
 
+FP8_BLOCK = 128
+"""The rows and columns of a block of FP8 weights with one scale."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The channels of a head for which vLLM has CPU kernels."""
 
@@ -182,6 +184,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         if shape.num_heads % parallel or max(shape.num_kv_heads, parallel) % min(shape.num_kv_heads, parallel):
             heads = f"{shape.num_heads} attention and {shape.num_kv_heads} KV heads"
             problems.append(f"{key} = {parallel} does not divide the {heads} of {source}")
+    problems += _expert_problems(config, shape)
     if shape.num_layers % config.policy.pipeline_parallel:
         stages = config.policy.pipeline_parallel
         problems.append(
@@ -195,6 +198,21 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
     if has_draft_vocabulary and config.drafter.draft_vocab_size >= shape.vocab_size:
         size = config.drafter.draft_vocab_size
         problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")
+    return problems
+
+
+def _expert_problems(config: Config, shape: ModelShape) -> list[str]:
+    """Return a line if expert parallelism does not suit the model, or an engine would cut through an FP8 block."""
+    size, engine, source = config.policy.expert_parallel, config.engine.tensor_parallel, config.model.source
+    problems = []
+    if not shape.num_experts and size > 1:
+        problems.append(f"policy.expert_parallel = {size}: {source} has no experts; it must be 1")
+    if shape.num_experts % size:
+        experts = f"the {shape.num_experts} experts"
+        problems.append(f"policy.expert_parallel = {size} does not divide {experts} of {source}")
+    if config.precision.generation == "fp8" and shape.num_experts and shape.expert_size // engine % FP8_BLOCK:
+        rows = f"the {shape.expert_size} rows of an expert of {source} in {engine} parts"
+        problems.append(f"engine.tensor_parallel = {engine}: {rows} cut through FP8 blocks of {FP8_BLOCK}")
     return problems
 
 

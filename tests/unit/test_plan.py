@@ -17,7 +17,7 @@ from specrl.config import Config, ConfigError, load_config, parse_config
 from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
-from specrl.projection.memory import MemoryItem, Rank, kv_bytes_per_token, peak_gib
+from specrl.projection.memory import MemoryItem, Rank, activations, kv_bytes_per_token, peak_gib
 from specrl.projection.plan import Plan, plan, print_plan
 
 ROOT = Path(__file__).parents[2]
@@ -313,3 +313,64 @@ def test_planning_imports_neither_torch_nor_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def expert_plan(*overrides: str) -> Plan:
+    """The plan of Qwen3-235B-A22B on 64 nodes, without bubbles."""
+    return plan(load_config(ROOT / "configs" / "qwen3-235b-a22b.toml", list(overrides)))
+
+
+def test_235b_on_64_nodes_has_the_bytes_that_its_layout_gives() -> None:
+    made = expert_plan()
+    shape, items, engine = made.shape, items_of(made, "GPU, trainer"), items_of(made, "GPU, engine")
+    experts = 94 * 128 * 3 * 4096 * 1536
+    assert shape.parameters == pytest.approx(235.1e9, rel=1e-3)
+    assert shape.active_parameters == pytest.approx(22.2e9, rel=1e-2)
+    assert next(job.gpus for job in made.jobs if job.stage == "train") == 512
+    own = experts / 2 / 32 + (shape.parameters - experts) / 2 / 4  # two stages; experts over 32 ranks, the rest over 4
+    assert items["policy weights"] * 2**30 == pytest.approx(2 * own, rel=0.02)
+    assert items["gradients"] == pytest.approx(2 * items["policy weights"])
+    # All ranks together hold the optimizer once: 12 bytes for each parameter.
+    assert 512 * items["masters and Adam moments"] * 2**30 == pytest.approx(12 * shape.parameters, rel=0.02)
+    assert engine["engine weights"] * 2**30 == pytest.approx(shape.parameters / 4, rel=0.02)  # FP8 on 4 GPUs
+    assert made.checkpoint.gib * 2**30 == pytest.approx(12 * shape.parameters, rel=0.01)
+    assert made.notes == ()
+
+
+def test_twice_the_expert_parallelism_is_half_the_experts_of_a_rank() -> None:
+    path = ROOT / "configs" / "qwen3-235b-a22b.toml"
+
+    def rank(size: int) -> Rank:
+        config = load_config(path, [f"policy.expert_parallel={size}", "resources.nodes=16"])
+        return Rank(model_shape(config.model), config, gpu=1, data_parallel=64)
+
+    small, large = rank(64), rank(32)
+    assert small.expert_parameters == large.expert_parameters / 2
+    assert small.shared_parameters == large.shared_parameters
+    assert small.optimizer_parameters == large.optimizer_parameters  # half as many ranks hold the same experts
+    assert activations(small, trainable=True) == activations(large, trainable=True)
+
+
+def test_experts_of_one_node_send_no_tokens_over_the_network() -> None:
+    path = ROOT / "configs" / "qwen3-30b-a3b.toml"
+
+    def tokens(*overrides: str) -> tuple[float, float]:
+        return transfers(load_config(path, list(overrides)))["tokens to experts and back"]
+
+    inside, network = tokens()
+    assert network == 0 and inside > 0
+    across = tokens("policy.expert_parallel=16", "resources.nodes=4")
+    assert across[1] == pytest.approx(across[0] * 8 / 7)  # of 15 other ranks, 8 are on another node
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.expert_parallel=3"], "policy.expert_parallel = 3 does not divide the 256 ranks of a pipeline stage"),
+        (["engine.tensor_parallel=8"], "the 1536 rows of an expert .* in 8 parts cut through FP8 blocks of 128"),
+        (["model.source=Qwen/Qwen3-8B", "policy.pipeline_parallel=1"], "policy.expert_parallel = 32: .* no experts"),
+    ],
+)
+def test_layouts_that_do_not_suit_experts_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        expert_plan(*overrides)
