@@ -51,9 +51,9 @@ class Segment:
     reason: Reason | None = None
     """Why it ended; None while it runs, and where nobody has said so yet."""
     first_step: int | None = None
-    """The RL step that the job began with."""
+    """The RL step that the job began with, or the part of the drafter's pretraining, counted by its checkpoints."""
     last_step: int | None = None
-    """The last RL step that it completed."""
+    """The last one that it completed."""
     gave_up: str | None = None
     """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from specrl import logs
+from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
 from specrl.data.dealing import deal_longest_first
@@ -25,6 +25,7 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.checkpoint.load import load_drafter_state
 from specrl.training.drafter.drafters import load_drafter, new_drafter, save_drafter
 from specrl.training.drafter.pretraining import pretrain
+from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.megatron.policy import Policy
 
 
@@ -137,6 +138,9 @@ def pretrain_drafter(
 
     Returns:
         The metrics of `Drafter.update`.
+
+    Raises:
+        LeftJobError: The ranks have left their job between two steps; another job goes on from there.
     """
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
@@ -153,14 +157,17 @@ def pretrain_drafter(
     own = deal_longest_first([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
     batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
+    checkpoints = TrainingCheckpoints(context.stage_dir / "training", batches, ranks, lifetime.current())
     with logs.phase("training of the drafter"):
         metrics = pretrain(
             policy,
             drafter,
             batches,
             config.drafter,
-            on_progress=lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+            lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+            checkpoints,
         )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
     save_drafter(drafter, policy, drafter_dir, policy_version=0)
+    checkpoints.finish()
     return metrics

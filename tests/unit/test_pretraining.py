@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,23 @@ import torch
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from specrl.config import PolicyConfig
+from specrl import lifetime
+from specrl.artifacts import PrepareResult, write_result
+from specrl.config import PolicyConfig, parse_config
+from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
+from specrl.lifetime import LeftJobError, Lifetime, Stop
 from specrl.processes import free_port
+from specrl.progress import Progress
+from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.stages.pretrain import answer_prompts, pretrain_drafter
+from specrl.tracking import Silent
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.pretraining import pretrain, windows
+from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron.policy import Policy
@@ -98,6 +109,92 @@ def test_progress_counts_the_steps_of_all_epochs(policy_dir: Path, ranks: Ranks)
     assert told == [(step + 1, 2 * len(own)) for step in range(2 * len(own))]
 
 
+class KilledError(Exception):
+    """The process was killed."""
+
+
+@pytest.mark.parametrize("window", [10**6, WINDOW])
+def test_an_interrupted_training_goes_on_to_the_bit(
+    policy_dir: Path, ranks: Ranks, tmp_path: Path, window: int
+) -> None:
+    """Left once on request, and killed once in the middle of the last epoch, with a step that is done again."""
+    policy, own = Counted(policy_dir, ranks), batches()
+    expected, straight = trained(policy, policy_dir, window, own)
+    steps: list[int] = []
+
+    def job(kill_after: int | None = None, leave_after: int | None = None) -> tuple[dict[str, float], Drafter]:
+        lifetime = Lifetime()
+
+        def on_progress(done: int, total: int) -> None:
+            steps.append(done)
+            if done == leave_after:
+                lifetime.ask_to_leave(Stop("walltime", "the test"))
+            if done == kill_after:
+                raise KilledError
+
+        checkpoints = TrainingCheckpoints(tmp_path, own, ranks, lifetime, seconds=0 if kill_after else 10**6)
+        drafter = make_drafter(policy_dir, ranks, max_tokens_per_window=window, epochs=6, lr=3e-3)
+        metrics = pretrain(policy, drafter, own, drafter.config, on_progress, checkpoints)
+        checkpoints.finish()
+        return metrics, drafter
+
+    with pytest.raises(LeftJobError, match="the test"):
+        job(leave_after=5)
+    [left] = tmp_path.glob("*")
+    last = 6 * len(own) - 3
+    with pytest.raises(KilledError):
+        job(kill_after=last)
+    assert left not in tmp_path.glob("*") and len(list(tmp_path.glob("*"))) == 1
+    other = make_drafter(policy_dir, ranks)
+    assert TrainingCheckpoints(tmp_path, own[1:], ranks, Lifetime()).restore(other) is None
+    metrics, drafter = job()
+    assert metrics == expected
+    assert_equal_state(drafter.state_dict(), straight.state_dict())
+    # A request is heard in the step after it.
+    assert steps == [*range(1, 7), *range(7, last + 1), *range(last, 6 * len(own) + 1)]
+    assert not tmp_path.exists()
+
+
+def test_the_stage_goes_on_with_its_responses_and_in_the_middle_of_the_training(
+    policy_dir: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine is started: the policy's directory has not even a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    write_result(tmp_path / "prepare", PrepareResult(policy_dir=policy_dir, seconds=1))
+    sections = {"name": "run", "model": {"dtype": "float32"}, "drafter": {"draft_vocab_size": 16, "epochs": 3}}
+    config = parse_config({**sections, "speculation": {"method": "eagle3"}})
+    responses = [[(start + 3 * step) % VOCAB for step in range(20 + start % 13)] for start in range(60)]
+    rows = [
+        Rollout(0, 0, 0, i, 0, 0, 0, [1, 2], row, [0.0] * len(row), "", "", "stop") for i, row in enumerate(responses)
+    ]
+
+    class Leaving(Progress):
+        """Asks to leave in the middle of the training."""
+
+        def update(self, done: float, total: float, **words: str) -> None:
+            if words["phase"] == "training the drafter" and done == 4:
+                lifetime.current().ask_to_leave(Stop("walltime", "the test"))
+
+    def job(name: str, kind: type[Progress]) -> dict[str, float]:
+        lifetime.set_current(Lifetime())
+        context = StageContext(config, "pretrain", name, tmp_path / name, {"prepare": tmp_path / "prepare"}, "")
+        progress = kind(context.stage_dir, enabled=False)
+        found = answer_prompts(context, ranks, context.stage_dir / "rollouts", progress)
+        return pretrain_drafter(context, ranks, found, context.stage_dir / "drafter", Silent(), progress)
+
+    for name in ("straight", "left"):
+        write_rollouts(rollout_path(tmp_path / name / "rollouts", 0, 0), rows)
+    expected = job("straight", Progress)
+    with pytest.raises(LeftJobError):
+        job("left", Leaving)
+    assert len(list((tmp_path / "left" / "training").iterdir())) == 1 and lifetime.current().last_step == 0
+    assert not (tmp_path / "left" / "drafter").exists()
+    assert job("left", Progress) == expected
+    files = [load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("straight", "left")]
+    assert_equal_state(*files)
+    assert sorted(path.name for path in (tmp_path / "left").iterdir()) == ["drafter", "rollouts"]
+
+
 AREAS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=3)
 
 
@@ -121,8 +218,22 @@ def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
     for name, window in (("once", 10**6), ("windows", WINDOW)):
         metrics, drafter = trained(policy, policy_dir, window, own)
         found[name] = (metrics, drafter.state_dict(), list(policy.areas))
+    found["left"] = left_and_resumed(policy, policy_dir, own, out / "training")
     torch.save(found, out / f"rank{rank}.pt")
     leave()
+
+
+def left_and_resumed(policy: Counted, policy_dir: Path, own: list[MicroBatch], folder: Path) -> Any:
+    """What comes of a training that only the second rank asked to leave."""
+    for asks in (policy.ranks.rank == 1, False):
+        lifetime = Lifetime()
+        if asks:
+            lifetime.ask_to_leave(Stop("preempted", "the second rank"))
+        checkpoints = TrainingCheckpoints(folder, own, policy.ranks, lifetime)
+        drafter = make_drafter(policy_dir, policy.ranks, epochs=6, lr=3e-3)
+        with suppress(LeftJobError):
+            metrics = pretrain(policy, drafter, own, drafter.config, checkpoints=checkpoints)
+    return metrics, drafter.state_dict()
 
 
 def test_ranks_with_more_and_fewer_micro_batches_go_through_the_same_windows(policy_dir: Path, tmp_path: Path) -> None:
@@ -132,6 +243,9 @@ def test_ranks_with_more_and_fewer_micro_batches_go_through_the_same_windows(pol
         (expected, state, _), (metrics, found, _) = rank["once"], rank["windows"]
         assert metrics == expected
         assert_equal_state(found, state)
+        assert rank["left"][0] == expected
+        assert_equal_state(rank["left"][1], state)
+    assert [path.name.partition("-")[2] for path in (tmp_path / "training").iterdir()] == ["00000001.safetensors"]
     areas = [rank["windows"][2] for rank in (first, second)]
     assert len(areas[0]) == len(areas[1]) > 6
     assert max(areas[0] + areas[1]) <= WINDOW and 0 in areas[1]

@@ -7,6 +7,7 @@ from itertools import repeat
 
 from specrl.config import DrafterConfig
 from specrl.training.batches import MicroBatch
+from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
@@ -19,6 +20,7 @@ def pretrain(
     batches: list[MicroBatch],
     config: DrafterConfig,
     on_progress: Callable[[int, int], None] | None = None,
+    checkpoints: TrainingCheckpoints | None = None,
 ) -> dict[str, float]:
     """Train the drafter for `config.epochs` on this rank's micro-batches (collective).
 
@@ -28,6 +30,12 @@ def pretrain(
     each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
     policy is frozen, and the steps are the same. Ranks that hold the policy together divide the rows of each
     micro-batch among them.
+
+    Args:
+        checkpoints: Of an interrupted training of the same drafter on the same micro-batches, which goes on.
+
+    Raises:
+        LeftJobError: The ranks have left the training between two steps, with a checkpoint.
     """
     spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
     windows_of = sample.windows if sample.is_divided else None
@@ -35,8 +43,17 @@ def pretrain(
     def features_of(part: list[MicroBatch]) -> list[Features | None]:
         return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
 
+    progress = checkpoints.restore(drafter) if checkpoints is not None else None
     if max(policy.ranks.gather(sum(batch.area for batch in batches))) <= config.max_tokens_per_window:
-        return drafter.update(features_of(batches), lr=config.lr, epochs=config.epochs, on_progress=on_progress)
+        features = features_of(batches)
+        return drafter.update(
+            features,
+            lr=config.lr,
+            epochs=config.epochs,
+            on_progress=on_progress,
+            boundaries=checkpoints,
+            progress=progress,
+        )
 
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]
@@ -46,7 +63,15 @@ def pretrain(
             yield from features_of(part)  # not kept by name: it goes before the next window comes
             yield from repeat(None, len(window) - len(part))
 
-    return drafter.update_streaming(stream, len(batches), lr=config.lr, epochs=config.epochs, on_progress=on_progress)
+    return drafter.update_streaming(
+        stream,
+        len(batches),
+        lr=config.lr,
+        epochs=config.epochs,
+        on_progress=on_progress,
+        boundaries=checkpoints,
+        progress=progress,
+    )
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:

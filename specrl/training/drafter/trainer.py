@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_tensors, write_drafter
 from specrl.training.drafter.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.mtp import HEAD, Mtp, mtp_shape
+from specrl.training.drafter.progress import Boundaries, TrainingProgress
 from specrl.training.drafter.ttt import Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.schedules import lr_factor
@@ -88,6 +90,19 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
         model.get_parameter(f"{name}.weight").copy_(policy.read(f"{source}.weight"))
     head = HEAD if HEAD in policy.names else EMBEDDINGS
     model.lm_head.weight.copy_(policy.read(head)[draft_tokens])
+
+
+class _StepResult(NamedTuple):
+    """What one step of the training gives."""
+
+    loss: Tensor
+    """float64 `[]`: this rank's share of the loss."""
+    sums: Tensor
+    """This rank's `Tally.sums`; zeros unless they were asked for."""
+    norm: float
+    """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
+    flag: bool
+    """Whether any rank gave its flag."""
 
 
 class Drafter:
@@ -205,6 +220,8 @@ class Drafter:
         lr: float,
         epochs: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
+        boundaries: Boundaries | None = None,
+        progress: TrainingProgress | None = None,
     ) -> dict[str, float]:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
 
@@ -213,6 +230,10 @@ class Drafter:
 
         With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the
         online update) is constant. `lr = 0` measures without moving anything.
+
+        Args:
+            boundaries: Is asked between the steps.
+            progress: What a training that was left between two steps goes on from; the drafter has to be as it was.
 
         Returns:
             `loss` (mean over the steps, nats, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics
@@ -225,7 +246,7 @@ class Drafter:
                 yield None if chosen is None else self._pack(chosen)
             yield from repeat(None)
 
-        return self._train(batches, len(features), lr, epochs, on_progress)
+        return self._train(batches, len(features), lr, epochs, on_progress, boundaries, progress)
 
     def update_streaming(
         self,
@@ -235,6 +256,8 @@ class Drafter:
         lr: float,
         epochs: int,
         on_progress: Callable[[int, int], None] | None = None,
+        boundaries: Boundaries | None = None,
+        progress: TrainingProgress | None = None,
     ) -> dict[str, float]:
         """Do what `update` does, with the same result, on features that do not fit into memory together (collective).
 
@@ -248,7 +271,7 @@ class Drafter:
             for features in stream(order):
                 yield None if features is None else self._pack(features)
 
-        return self._train(batches, size, lr, epochs, on_progress)
+        return self._train(batches, size, lr, epochs, on_progress, boundaries, progress)
 
     def _train(
         self,
@@ -257,30 +280,39 @@ class Drafter:
         lr: float,
         epochs: int,
         on_progress: Callable[[int, int], None] | None,
+        boundaries: Boundaries | None,
+        progress: TrainingProgress | None,
     ) -> dict[str, float]:
         """Do what `update` does on what `batches` yields for an order of this rank's micro-batches (collective)."""
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(size))
-        sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=self.ranks.device)
-        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        norms: list[float] = []
-        for epoch in range(epochs):
-            last = epoch == epochs - 1
+        so_far = progress or self._no_progress()
+        for epoch in range(so_far.done // max(num_steps, 1), epochs):
+            last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
             order = self._order(size, epoch) if train else list(range(size))
-            for index, batch in zip(range(num_steps), batches(order), strict=False):
-                done = epoch * num_steps + index
-                rate = lr * schedule(done, epochs * num_steps) if epochs > 1 else lr
-                step_loss, step_sums, norm = self._step(batch, rate, measure=last)
+            for batch in islice(batches(order[first:]), num_steps - first):
+                rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
+                wanted = boundaries is not None and boundaries.wanted()
+                result = self._step(batch, rate, measure=last, flag=wanted)
+                so_far.done += 1
                 if last:
-                    loss, sums = loss + step_loss, sums + step_sums
-                    norms.append(norm)
+                    so_far.loss, so_far.sums = so_far.loss + result.loss, so_far.sums + result.sums
+                    so_far.norms.append(result.norm)
                 if on_progress is not None:
-                    on_progress(done + 1, epochs * num_steps)
+                    on_progress(so_far.done, epochs * num_steps)
+                if boundaries is not None and result.flag and so_far.done < epochs * num_steps:
+                    boundaries.reached(self, so_far)
         self._updates += train
-        self._all_reduce(sums)
-        self._all_reduce(loss)
+        self._all_reduce(so_far.sums)
+        self._all_reduce(so_far.loss)
         steps = max(num_steps, 1)
-        return {"loss": loss.item() / steps, "grad_norm": sum(norms) / steps, **metrics_from_sums(sums.cpu())}
+        metrics = metrics_from_sums(so_far.sums.cpu())
+        return {"loss": so_far.loss.item() / steps, "grad_norm": sum(so_far.norms) / steps, **metrics}
+
+    def _no_progress(self) -> TrainingProgress:
+        device = self.ranks.device
+        sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=device)
+        return TrainingProgress(0, torch.zeros((), dtype=torch.float64, device=device), sums, [])
 
     def _pack(self, features: Features) -> ChainBatch | None:
         return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
@@ -295,8 +327,8 @@ class Drafter:
         Returns:
             The loss in nats, float64 `Tally.sums` on the CPU, and the gradient's norm before clipping.
         """
-        loss, sums, norm = self._step(self._pack(features), lr, measure=True, alone=True)
-        return loss.item(), sums.cpu(), norm
+        result = self._step(self._pack(features), lr, measure=True, alone=True)
+        return result.loss.item(), result.sums.cpu(), result.norm
 
     @torch.no_grad()
     def average(self, weight: float) -> None:
@@ -319,23 +351,24 @@ class Drafter:
             step.fill_(furthest)
 
     def _step(
-        self, batch: ChainBatch | None, lr: float, measure: bool, alone: bool = False
-    ) -> tuple[Tensor, Tensor, float]:
+        self, batch: ChainBatch | None, lr: float, measure: bool, *, alone: bool = False, flag: bool = False
+    ) -> _StepResult:
         """Run a forward pass and, with lr > 0, a backward pass and an optimizer step (collective unless `alone`).
 
         Args:
             batch: This rank's chains; a rank without any contributes zeros.
             measure: Whether drafts are counted.
             alone: Whether this rank's copy is trained without the other ranks.
-
-        Returns:
-            This rank's share of the loss, its `Tally.sums` (zeros unless `measure`), and the norm of the gradient,
-            which is that of all ranks unless `alone`.
+            flag: Is told to all ranks.
         """
         device, steps = self.ranks.device, self.config.ttt_steps
-        counts = torch.zeros(steps, dtype=torch.float64, device=device) if batch is None else batch.loss_counts()
+        shared = torch.zeros(steps + 1, dtype=torch.float64, device=device)
+        shared[steps] = flag
+        if batch is not None:
+            shared[:steps] = batch.loss_counts()
         if not alone:
-            self._all_reduce(counts)
+            self._all_reduce(shared)
+        counts = shared[:steps]
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
         self._gradient.zero_()
@@ -345,7 +378,7 @@ class Drafter:
             if tally is not None:
                 sums = tally.sums()
         norm = self._descend(lr, alone) if lr > 0 else 0.0
-        return loss.double(), sums, norm
+        return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
 
     def _descend(self, lr: float, alone: bool) -> float:
         """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""

@@ -1,0 +1,140 @@
+"""Checkpoints inside the drafter's pretraining, from which another job goes on exactly."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specrl.artifacts import digest
+from specrl.distributed import Ranks
+from specrl.lifetime import LeftJobError, Lifetime
+from specrl.models.hf_io import write_tensors
+from specrl.training.batches import MicroBatch
+from specrl.training.drafter.progress import TrainingProgress
+
+SAVE_SECONDS = 300.0
+"""The seconds from one checkpoint to the next; a kill loses at most these."""
+PREFIX = "progress/"
+"""The prefix of what is stored beside the drafter's own state."""
+
+logger = logging.getLogger(__name__)
+
+
+class ResumedDrafter(Protocol):
+    """What is needed of a drafter, which is the same on every rank."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class TrainingCheckpoints:
+    """Writes the drafter and its optimizer between two steps, and has the ranks leave their job there.
+
+    All ranks call every method that says it is collective.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        batches: list[MicroBatch],
+        ranks: Ranks,
+        lifetime: Lifetime,
+        seconds: float = SAVE_SECONDS,
+    ) -> None:
+        """Find out which training it is (collective).
+
+        Args:
+            directory: The folder of the checkpoints.
+            batches: This rank's micro-batches. A checkpoint of other ones, because there were more or fewer ranks, is
+                not used.
+            lifetime: Knows whether the ranks are to leave their job.
+            seconds: The time from one checkpoint to the next.
+        """
+        self._directory, self._ranks, self._lifetime, self._seconds = directory, ranks, lifetime, seconds
+        own = [(batch.indices, batch.lengths.tolist()) for batch in batches]
+        self._training = digest(ranks.gather(digest(own)))
+        self._part = 0
+        """The number of checkpoints of this training so far, by which its parts are counted for `Lifetime`."""
+        self._saved_at: float | None = None
+
+    def restore(self, drafter: ResumedDrafter) -> TrainingProgress | None:
+        """Restore the drafter from the newest checkpoint, and return how far its training was (collective).
+
+        Returns:
+            None if there is no checkpoint of this training.
+        """
+        path = self._ranks.gather(self._newest())[0]
+        if path is None:
+            return None
+        stored = load_file(path)
+        state = {name.removeprefix(PREFIX): stored.pop(name) for name in list(stored) if name.startswith(PREFIX)}
+        drafter.load_state_dict(stored)
+        self._part = int(state["part"])
+        logger.info("the drafter's training goes on after step %d", int(state["done"]))
+        return TrainingProgress(
+            done=int(state["done"]),
+            loss=state["loss"][self._ranks.rank].to(self._ranks.device),
+            sums=state["sums"][self._ranks.rank].to(self._ranks.device),
+            norms=state["norms"].tolist(),
+        )
+
+    def wanted(self) -> bool:
+        """Return whether this rank wants `reached` to be called after the present step of the training."""
+        if self._saved_at is None:  # the first step: what takes long before it is no part of the training
+            self._lifetime.begin_steps(self._part)
+            self._saved_at = time.monotonic()
+        due = self._ranks.is_first and time.monotonic() - self._saved_at >= self._seconds
+        return due or self._lifetime.stop is not None
+
+    def reached(self, drafter: ResumedDrafter, progress: TrainingProgress) -> None:
+        """Write a checkpoint and, if any rank is to leave its job, leave it (collective).
+
+        Raises:
+            LeftJobError: The ranks are to leave their job.
+        """
+        started = time.monotonic()
+        self._part += 1
+        self._save(drafter, progress)
+        self._ranks.barrier()
+        self._saved_at = time.monotonic()
+        self._lifetime.saved(self._saved_at - started)
+        stop = self._lifetime.at_boundary(self._ranks, self._part)
+        if stop is not None:
+            logger.info("leaving after step %d of the drafter's training: %s", progress.done, stop.text)
+            raise LeftJobError(stop)
+
+    def finish(self) -> None:
+        """Say that the training is over, and remove its checkpoints; the drafter is to be complete on disk."""
+        if self._saved_at is not None:
+            self._lifetime.end_steps()
+        if self._ranks.is_first:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _save(self, drafter: ResumedDrafter, progress: TrainingProgress) -> None:
+        everyone = self._ranks.gather((progress.loss.item(), progress.sums.tolist()))
+        if not self._ranks.is_first:
+            return
+        stored = {
+            "done": torch.tensor(progress.done),
+            "part": torch.tensor(self._part),
+            "loss": torch.tensor([loss for loss, _ in everyone], dtype=torch.float64),
+            "sums": torch.tensor([sums for _, sums in everyone], dtype=torch.float64),
+            "norms": torch.tensor(progress.norms, dtype=torch.float64),
+        }
+        # The name has the step, because a stage has got further when the names of its files have changed.
+        path = self._directory / f"{self._training}-{progress.done:08d}.safetensors"
+        write_tensors(path, drafter.state_dict() | {PREFIX + name: tensor for name, tensor in stored.items()})
+        for other in self._directory.glob("*.safetensors"):
+            if other != path:
+                other.unlink()
+
+    def _newest(self) -> Path | None:
+        return max(self._directory.glob(f"{self._training}-*.safetensors"), default=None)
