@@ -33,7 +33,8 @@ from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
-from specrl.training.update import update_policy
+from specrl.training.rollouts import RolloutBatch
+from specrl.training.update import PolicyUpdate, update_policy
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
@@ -167,28 +168,28 @@ class Trainer:
                 if self.config.engine.sleep:
                     self.engine.sleep()
             with timer("policy_update"):
-                policy_metrics, features = self.update_policy(step, generated.rollouts)
-                self.precision.check_quantised(policy_metrics["num_tokens"])
+                update = self.update_policy(step, generated.rollouts)
+                self.precision.check_quantised(update.metrics["num_tokens"])
                 kv_scales = self.precision.measure_kv_scales(timer)
-            mismatch = self.precision.check_agreement(generated.rollouts)
+            mismatch = self.precision.check_agreement(update.mismatch)
             with timer("drafter_update"):
-                drafter_metrics = self.update_drafter(features)
-            del features  # or they would still be held beside the next step's
+                drafter_metrics = self.update_drafter(update.features)
+            update.features.clear()  # or they would still be held beside the next step's
             with timer("refit"):
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
-            parts = StepParts(generated, policy_metrics, drafter_metrics, mismatch, refit)
+            parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
             others = self.generator.metrics() | controller_metrics(self.engine.controller)
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
                 record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
                 self.recorder.report(record, generated)
-                self.store(record, generated.rollouts, is_best=is_best)
+                self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
         self.recorder.finish(record, timer, num_steps, progress)
 
-    def update_policy(self, step: int, rollouts: list[Rollout]) -> tuple[dict[str, float], list[Features | None]]:
-        """Train the policy on the step's rollouts; return its metrics and the features that the drafter learns from."""
+    def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
+        """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
         spec = self.drafter.feature_spec if self.drafter is not None else None
         return update_policy(self.policy, rollouts, self.config, spec, step=step)
 
@@ -226,7 +227,7 @@ class Trainer:
         return version >= self.config.train.num_steps or self.early_stop.reason is not None
 
     def store(self, record: StepRecord, rollouts: list[Rollout], *, is_best: bool) -> None:
-        """Write this rank's rollouts and begin, when one is due, a checkpoint from which the next step can start.
+        """Write the rollouts of this rank and begin, when one is due, a checkpoint from which the next step can start.
 
         One is due every `train.checkpoint_every` steps, after the last step, and for the best policy so far.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from specrl.artifacts import atomic_path
 
@@ -50,6 +54,9 @@ class Rollout:
 
     With `sampling.top_p` or `top_k` the engine samples from a truncated distribution: the whole one at the sampling
     temperature, without the tokens that are dropped, divided by the mass of those that are kept.
+
+    What there is for each token is kept as an `array.array` of 4-byte numbers, whatever sequence it is made from: it is
+    sent and stored without a Python object for each number.
     """
 
     step: int
@@ -63,8 +70,8 @@ class Rollout:
     seed: int
     """The seed of the request, which with the policy and the prompt decides every token."""
     prompt_tokens: list[int]
-    response_tokens: list[int]
-    generation_logprobs: list[float]
+    response_tokens: Sequence[int]
+    generation_logprobs: Sequence[float]
     """The engine's log-prob of each response token, under the truncated distribution that it was sampled from."""
     response: str
     """The text of the response."""
@@ -83,23 +90,54 @@ class Rollout:
     finished_at: float = 0.0
     reward: float = 0.0
     advantage: float = 0.0
-    policy_logprobs: list[float] | None = None
+    policy_logprobs: Sequence[float] | None = None
     """The trainer's log-prob of each response token under the policy that sampled it, of the whole distribution at the
     sampling temperature; None where none was computed."""
-    log_kept_mass: list[float] | None = None
+    log_kept_mass: Sequence[float] | None = None
     """The logarithm of the mass that truncation kept at each response token; None where nothing can be dropped."""
 
+    def __post_init__(self) -> None:
+        self.response_tokens = as_array("i", self.response_tokens)
+        self.generation_logprobs = as_array("f", self.generation_logprobs)
+        if self.policy_logprobs is not None:
+            self.policy_logprobs = as_array("f", self.policy_logprobs)
+        if self.log_kept_mass is not None:
+            self.log_kept_mass = as_array("f", self.log_kept_mass)
+
     @property
-    def whole_generation_logprobs(self) -> list[float]:
+    def whole_generation_logprobs(self) -> Sequence[float]:
         """The engine's log-prob of each response token under the whole distribution, as `policy_logprobs` are."""
         if self.log_kept_mass is None:
             return self.generation_logprobs
-        return [a + b for a, b in zip(self.generation_logprobs, self.log_kept_mass, strict=True)]
+        both = (self.generation_logprobs, self.log_kept_mass)
+        return as_array("f", np.sum([np.asarray(values, np.float64) for values in both], axis=0))
+
+
+def as_array(kind: str, values: Sequence[Any] | NDArray[Any]) -> array[Any]:
+    """Return numbers as an array of `kind`, "i" for int32 and "f" for float32; an `array.array` is returned itself."""
+    if isinstance(values, array):
+        return values
+    if isinstance(values, np.ndarray):
+        return array(kind, values.astype(kind, copy=False).tobytes())
+    return array(kind, values)
 
 
 def to_table(rollouts: list[Rollout]) -> pa.Table:
     """Return an Arrow table of `ROLLOUT_SCHEMA` with one row for each rollout."""
-    return pa.Table.from_pylist([dataclasses.asdict(rollout) for rollout in rollouts], schema=ROLLOUT_SCHEMA)
+    columns = [_column([getattr(rollout, field.name) for rollout in rollouts], field.type) for field in ROLLOUT_SCHEMA]
+    return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column; lists, which may be millions of numbers, pass through an array each."""
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    numbers = kind.value_type.to_pandas_dtype()
+    rows = [np.asarray([] if row is None else row, numbers) for row in values]
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    missing = pa.array([row is None for row in values], pa.bool_())
+    flat = np.concatenate([np.empty(0, numbers), *rows])
+    return pa.ListArray.from_arrays(offsets, flat, type=kind, mask=missing)
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
@@ -111,7 +149,22 @@ def from_table(table: pa.Table) -> list[Rollout]:
     version = (table.schema.metadata or {}).get(b"specrl.schema_version", b"none").decode()
     if version != SCHEMA_VERSION:
         raise ValueError(f"rollout table has schema version {version}; this code reads version {SCHEMA_VERSION}")
-    return [Rollout(**row) for row in table.to_pylist()]
+    lists = {field.name: _arrays(table[field.name]) for field in ROLLOUT_SCHEMA if pa.types.is_list(field.type)}
+    lists["prompt_tokens"] = [list(row or ()) for row in lists["prompt_tokens"]]
+    others = table.select([name for name in table.column_names if name not in lists]).to_pylist()
+    per_token = zip(*lists.values(), strict=True)
+    return [Rollout(**row, **dict(zip(lists, rows, strict=True))) for row, rows in zip(others, per_token, strict=True)]
+
+
+def _arrays(column: pa.ChunkedArray) -> list[Any]:
+    """Return the rows of a column of lists as `array.array`, and None where there is none."""
+    found: list[Any] = []
+    for chunk in column.chunks:
+        offsets, kind = chunk.offsets.to_pylist(), "f" if pa.types.is_floating(chunk.type.value_type) else "i"
+        values = chunk.values.to_numpy(zero_copy_only=False)
+        bounds = zip(chunk.is_valid().to_pylist(), pairwise(offsets), strict=True)
+        found += [as_array(kind, values[start:end]) if there else None for there, (start, end) in bounds]
+    return found
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -59,9 +59,8 @@ class StepParts:
             seconds: The wall times so far on this rank, by part.
         """
         rollouts = self.generated.rollouts
-        rewards = [rollout.reward for rollout in rollouts]
-        groups = [rollout.prompt_id for rollout in rollouts]
-        lengths = [len(rollout.response_tokens) for rollout in rollouts]
+        rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()
+        lengths = rollouts.response_lengths.tolist()
         return {
             **timing_metrics(seconds),
             "timing/logprob_s": self.policy["logprob_s"],
@@ -73,7 +72,7 @@ class StepParts:
             **self.generated.metrics(),
             "rollout/response_length_mean": fmean(lengths),
             "rollout/response_length_max": float(max(lengths)),
-            "rollout/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+            "rollout/truncated_fraction": fmean(rollouts.truncated.tolist()),
             **{f"policy/{name}": value for name, value in self.policy.items() if name not in NOT_OF_THE_POLICY},
             **{f"drafter/{name}": value for name, value in self.drafter.items()},
             **({"drafter/sampled_fraction": self.policy["sampled_fraction"]} if self.drafter else {}),
@@ -150,10 +149,9 @@ class StepRecorder:
             drop_events(self.steps_dir.parent, OF_STEPS, first_step)
         self._ranks.barrier()
 
-    def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write those of the step's rollouts that this rank has generated as an Arrow file."""
-        own = [rollout for rollout in rollouts if rollout.rank == self._ranks.rank]
-        write_rollouts(rollout_path(self.rollouts_dir, step, self._ranks.rank), own)
+    def write_rollouts(self, step: int, rollouts: list[Rollout]) -> None:
+        """Write the rollouts of a step that are this rank's to write as an Arrow file."""
+        write_rollouts(rollout_path(self.rollouts_dir, step, self._ranks.rank), rollouts)
 
     def write(self, record: StepRecord) -> None:
         """Write the record and its picture on the first rank; a record of the same step is replaced."""
@@ -178,7 +176,7 @@ class StepRecorder:
             return
         for event in record.events:
             record_event(self.steps_dir.parent, "drafter", event, record.step)
-        if generated.failures:
+        if generated.failures.count:
             text = describe(generated.failures, len(generated.rollouts))
             record_event(self.steps_dir.parent, "reward", text, record.step)
 

@@ -63,6 +63,31 @@ class RewardFailure:
 
 
 @dataclass(frozen=True)
+class FailureTally:
+    """The failures of a reward, summed up: their number, their most frequent reasons and the first of them."""
+
+    count: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+    """(reason, failures) of the `REASONS` most frequent reasons."""
+    first: RewardFailure | None = None
+
+    @classmethod
+    def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
+        """Sum up failures."""
+        reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
+        return cls(len(failures), tuple(reasons), failures[0] if failures else None)
+
+    @classmethod
+    def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
+        """Sum up what several ranks have summed up, in their order."""
+        reasons, count, first = Counter[str](), 0, None
+        for tally in tallies:
+            reasons.update(dict(tally.reasons))
+            count, first = count + tally.count, first or tally.first
+        return cls(count, tuple(reasons.most_common(REASONS)), first)
+
+
+@dataclass(frozen=True)
 class Scores:
     """The rewards of the responses of one generation."""
 
@@ -323,26 +348,25 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
     return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
 
 
-def describe(failures: Sequence[RewardFailure], num_responses: int) -> str:
-    """Return one line about the failures among the responses of a generation."""
-    reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
-    counted = "; ".join(f"{count} x it {reason}" for reason, count in reasons)
-    first = failures[0]
+def describe(failures: FailureTally, num_responses: int) -> str:
+    """Return one line about the failures, of which there is one at least, among the responses of a generation."""
+    assert failures.first is not None, "there is a failure to describe"
+    counted = "; ".join(f"{count} x it {reason}" for reason, count in failures.reasons)
     return (
-        f"the reward failed on {len(failures)} of {num_responses} responses: {counted}; the first one: prompt "
-        f"{first.prompt!r}, response {first.response!r}"
+        f"the reward failed on {failures.count} of {num_responses} responses: {counted}; the first one: prompt "
+        f"{failures.first.prompt!r}, response {failures.first.response!r}"
     )
 
 
-def refuse_failure(failures: Sequence[RewardFailure], num_responses: int, config: DataConfig) -> None:
+def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
     """Refuse a reward that failed on all responses of a generation, over all ranks.
 
     Raises:
         RewardError: It did; the message names the first of them.
     """
-    if num_responses and len(failures) == num_responses:
+    if num_responses and failures.count == num_responses:
         raise RewardError(
-            f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures[0]}; "
+            f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures.first}; "
             "nothing can be learned from it, so fix it and resume the run"
         )
 

@@ -1,112 +1,230 @@
 """Measures of how far training and generation disagree about the tokens that were sampled.
 
-The functions of `training` and `generation` take flat float tensors of equal length: the natural log-probs that the
-trainer and the engine give to the response tokens that the engine sampled. Both are of the whole distribution at the
-sampling temperature, whatever `sampling.top_p` and `top_k` drop, so that the measures show numerics alone.
+They compare the natural log-probs that the trainer and the engine give to the response tokens that the engine sampled.
+Both are of the whole distribution at the sampling temperature, whatever `sampling.top_p` and `top_k` drop, so that the
+measures show numerics alone.
 Below, p is the engine's probability of a token, q the trainer's, and r = q / p its importance ratio; expectations over
 p are means over the tokens. Where `top_p` or `top_k` drop tokens, they are expectations over those that are kept.
+
+Each rank counts its share of the tokens, and one sum over the ranks gives the measures of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from specrl.schemas import Rollout
+from specrl.distributed import Ranks, sum_arrays
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 """The quantiles of the importance ratio that are logged, besides the maximum."""
 LARGE_RATIO = 2.0
 """The importance ratio above which `mismatch/truncated_fraction` counts a token, and `tis` truncates by default."""
 
+OCTAVES, PER_OCTAVE = (-30, 6), 64
+"""The histogram of |log r| has so many bins between one power of two and the next, from the first to the second power.
 
-def log_ratio(training: Tensor, generation: Tensor) -> Tensor:
+Smaller values are in a bin of their own around 0, and larger ones in the last bin.
+"""
+CHUNK_TOKENS = 2**18
+"""The number of tokens that are counted at once, which bounds the memory that it takes."""
+NUM_BINS = (OCTAVES[1] - OCTAVES[0]) * PER_OCTAVE
+TOKENS, NOT_NUMBERS, MULT_ERROR, KL, JS, LARGE = range(6)
+"""The places of the sums in `MismatchSums.totals`: the tokens, those of them whose log r is no number, the sums of
+exp(|log r|) and of the terms of KL and JS, and the tokens whose r is above `LARGE_RATIO`."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MismatchSums:
+    """Sums over tokens from which the measures are made; those of several shares add up.
+
+    The histogram decides quantiles and the largest thousandth: what is asked for is the mean of its bin, which differs
+    from the exact value by less than 1/64 of its |log r|, and is exact where the bin's tokens are equal.
+    """
+
+    totals: Floats
+    """[6]: see `TOKENS` and the names after it."""
+    counts: Floats
+    """[2 * NUM_BINS + 1]: the number of tokens by log r, in ascending order; the bin of 0 is in the middle."""
+    errors: Floats
+    """[2 * NUM_BINS + 1]: the sum of exp(|log r|) in each bin."""
+    largest: float
+    """The largest log r; minus infinity without any token."""
+
+    @classmethod
+    def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
+        """Count the tokens of a share, which may be none.
+
+        Args:
+            training: [tokens]: the trainer's log-probs.
+            generation: [tokens]: the engine's log-probs.
+
+        Raises:
+            ValueError: There is not the same number of tokens on both sides.
+        """
+        log_r = log_ratio(training, generation)
+        found = cls.nothing()
+        for start in range(0, len(log_r), CHUNK_TOKENS):
+            found += cls._of_chunk(log_r[start : start + CHUNK_TOKENS])
+        return found
+
+    @classmethod
+    def nothing(cls) -> MismatchSums:
+        """Return the sums over no token."""
+        return cls(np.zeros(6), np.zeros(2 * NUM_BINS + 1), np.zeros(2 * NUM_BINS + 1), -math.inf)
+
+    @classmethod
+    def _of_chunk(cls, log_r: Floats) -> MismatchSums:
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.exp(np.abs(log_r))
+            large = np.count_nonzero(log_r > math.log(LARGE_RATIO))
+            unknown = np.count_nonzero(np.isnan(log_r))
+            sums = (error.sum(), (np.expm1(log_r) - log_r).sum(), _js_terms(log_r).sum())
+        bins = _bins(log_r)
+        return cls(
+            totals=np.array([len(log_r), unknown, *sums, large], np.float64),
+            counts=np.bincount(bins, minlength=2 * NUM_BINS + 1).astype(np.float64),
+            errors=np.bincount(bins, error, minlength=2 * NUM_BINS + 1).astype(np.float64),
+            largest=float(log_r.max(initial=-math.inf)),
+        )
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
+            self.totals + other.totals,
+            self.counts + other.counts,
+            self.errors + other.errors,
+            float(np.maximum(self.largest, other.largest)),
+        )
+
+    def over(self, ranks: Ranks) -> MismatchSums:
+        """Return the sums over all ranks (collective)."""
+        largest = np.zeros(ranks.world_size)  # a place for each rank, so that a sum tells the maximum too
+        largest[ranks.rank] = self.largest
+        summed = sum_arrays(ranks, np.concatenate([self.totals, self.counts, self.errors, largest]))
+        totals, counts, errors, largest = np.split(
+            summed, np.cumsum([len(self.totals), len(self.counts), len(self.errors)])
+        )
+        return MismatchSums(totals, counts, errors, float(largest.max()))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that are compared."""
+        return int(self.totals[TOKENS])
+
+    @property
+    def token_mult_prob_error(self) -> float:
+        """The mean of exp(|log q - log p|); 1 is perfect agreement, and NeMo RL asks for less than 1.1."""
+        return self._mean(MULT_ERROR)
+
+    @property
+    def bulk_error(self) -> float:
+        """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
+
+        Rounding can make a token that is nearly a toss-up hundreds of times more likely. One such token among a
+        thousand would weigh as much as all others, although the engines agree. A single token gives 1, and NaN gives
+        NaN.
+        """
+        if self.totals[NOT_NUMBERS]:
+            return math.nan
+        kept = self.num_tokens - max(1, self.num_tokens // 1000)
+        if not kept:
+            return 1.0
+        counts, errors = _by_magnitude(self.counts), _by_magnitude(self.errors)
+        before = np.cumsum(counts) - counts
+        taken = np.clip(kept - before, 0, counts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            part = np.where(taken > 0, errors * (taken / counts), 0.0)
+        return float(part.sum() / kept)
+
+    @property
+    def kl(self) -> float:
+        """Schulman's k3 estimate of KL(p || q) in nats per token: the mean of r - 1 - log r.
+
+        It is unbiased, and none of its terms is negative.
+        """
+        return self._mean(KL)
+
+    @property
+    def js(self) -> float:
+        """The Jensen-Shannon divergence in nats per token, between 0 and log 2 in expectation.
+
+        It is E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2. None of its terms is negative,
+        because f is convex and f(1) = f'(1) = 0.
+        """
+        return self._mean(JS)
+
+    @property
+    def truncated_fraction(self) -> float:
+        """The share of the tokens whose r is above `LARGE_RATIO`, where truncated importance sampling cuts it off."""
+        return self._mean(LARGE)
+
+    def importance_ratio_quantiles(self) -> dict[float, float]:
+        """Return the quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
+        reached = np.cumsum(self.counts)
+        found = {}
+        for share in QUANTILES:
+            position = min(self.num_tokens, math.ceil(share * self.num_tokens))
+            place = int(np.searchsorted(reached, position))
+            error = float(self.errors[place] / self.counts[place])
+            found[share] = error if place >= NUM_BINS else 1 / error
+        with np.errstate(over="ignore"):
+            return found | {1.0: float(np.exp(self.largest))}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the `mismatch/...` metrics of `specrl.metrics`; none without a token."""
+        if not self.num_tokens:
+            return {}
+        quantiles = self.importance_ratio_quantiles()
+        return {
+            "mismatch/token_mult_prob_error": self.token_mult_prob_error,
+            "mismatch/bulk_error": self.bulk_error,
+            "mismatch/kl": self.kl,
+            "mismatch/js": self.js,
+            **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
+            "mismatch/truncated_fraction": self.truncated_fraction,
+        }
+
+    def _mean(self, place: int) -> float:
+        return float(self.totals[place] / self.totals[TOKENS])
+
+
+def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
     """Return log r = log q - log p as float64 [tokens].
 
     Raises:
-        ValueError: There are no tokens, or not the same number on both sides.
+        ValueError: There is not the same number of tokens on both sides.
     """
-    if training.shape != generation.shape or training.ndim != 1 or not len(training):
+    q, p = np.asarray(training, np.float64), np.asarray(generation, np.float64)
+    if q.shape != p.shape or q.ndim != 1:
         raise ValueError(
-            f"log-probs of training {tuple(training.shape)} and generation {tuple(generation.shape)} cannot be "
-            "compared: expected two flat tensors of the same length, at least 1"
+            f"log-probs of training {q.shape} and generation {p.shape} cannot be compared: expected two flat arrays of "
+            "the same length"
         )
-    return training.double() - generation.double()
+    return q - p
 
 
-def token_mult_prob_error(training: Tensor, generation: Tensor) -> float:
-    """Return the mean of exp(|log q - log p|); 1 is perfect agreement, and NeMo RL asks for less than 1.1."""
-    return float(log_ratio(training, generation).abs().exp().mean())
+def _js_terms(log_r: Floats) -> Floats:
+    log_mean = np.logaddexp(0.0, log_r) - math.log(2.0)  # log((1 + r) / 2)
+    return np.asarray(0.5 * (np.exp(log_r) * (log_r - log_mean) - log_mean))
 
 
-def bulk_error(training: Tensor, generation: Tensor) -> float:
-    """Return `token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
-
-    Rounding can make a token that is nearly a toss-up hundreds of times more likely. One such token among a thousand
-    would weigh as much as all others, although the engines agree. A single token gives 1, and NaN gives NaN.
-    """
-    terms = log_ratio(training, generation).abs().exp().sort().values
-    left_out = max(1, len(terms) // 1000)
-    kept = terms[:-left_out]
-    return float(terms[-1] if terms[-1].isnan() else kept.mean() if len(kept) else 1.0)
+def _bins(log_r: Floats) -> NDArray[np.int64]:
+    """Return the bin of each log r; those that are no number are in the middle."""
+    magnitude = np.clip(np.nan_to_num(np.abs(log_r), nan=0.0), 0.0, 2.0 ** OCTAVES[1] * (1 - 2.0**-20))
+    mantissa, exponent = np.frexp(magnitude)  # magnitude = mantissa * 2^exponent, mantissa in [1/2, 1)
+    place = (exponent.astype(np.int64) - 1 - OCTAVES[0]) * PER_OCTAVE + ((2 * mantissa - 1) * PER_OCTAVE).astype(int)
+    place = np.where(magnitude < 2.0 ** OCTAVES[0], 0, place + 1)
+    return np.asarray(NUM_BINS + np.where(log_r < 0, -place, place))
 
 
-def kl(training: Tensor, generation: Tensor) -> float:
-    """Return Schulman's k3 estimate of KL(p || q) in nats per token: the mean of r - 1 - log r.
-
-    It is unbiased, and none of its terms is negative.
-    """
-    log_r = log_ratio(training, generation)
-    return float((log_r.expm1() - log_r).mean())
-
-
-def js(training: Tensor, generation: Tensor) -> float:
-    """Return the Jensen-Shannon divergence in nats per token, between 0 and log 2 in expectation.
-
-    It is E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2. None of its terms is negative, because f
-    is convex and f(1) = f'(1) = 0.
-    """
-    log_r = log_ratio(training, generation)
-    log_mean = torch.logaddexp(torch.zeros_like(log_r), log_r) - math.log(2.0)  # log((1 + r) / 2)
-    return float((0.5 * (log_r.exp() * (log_r - log_mean) - log_mean)).mean())
-
-
-def importance_ratio_quantiles(training: Tensor, generation: Tensor) -> dict[float, float]:
-    """Return the quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
-    ordered = log_ratio(training, generation).exp().sort().values
-    positions = {share: min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1) for share in (*QUANTILES, 1.0)}
-    return {share: float(ordered[position]) for share, position in positions.items()}
-
-
-def truncated_fraction(training: Tensor, generation: Tensor, cap: float) -> float:
-    """Return the share of the tokens whose r is above `cap`, at which truncated importance sampling cuts it off."""
-    return float((log_ratio(training, generation) > math.log(cap)).double().mean())
-
-
-def mismatch_metrics(training: Tensor, generation: Tensor) -> dict[str, float]:
-    """Return the `mismatch/...` metrics of `specrl.metrics`."""
-    quantiles = importance_ratio_quantiles(training, generation)
-    return {
-        "mismatch/token_mult_prob_error": token_mult_prob_error(training, generation),
-        "mismatch/bulk_error": bulk_error(training, generation),
-        "mismatch/kl": kl(training, generation),
-        "mismatch/js": js(training, generation),
-        **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
-        "mismatch/truncated_fraction": truncated_fraction(training, generation, LARGE_RATIO),
-    }
-
-
-def rollout_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the `mismatch/...` metrics over all tokens of the rollouts that were trained on; empty without any."""
-    pairs = [(r.policy_logprobs, r.whole_generation_logprobs) for r in rollouts if r.policy_logprobs is not None]
-    if not pairs:
-        return {}
-    trained = torch.tensor([value for row, _ in pairs for value in row])
-    generated = torch.tensor([value for _, row in pairs for value in row])
-    return mismatch_metrics(trained, generated)
+def _by_magnitude(bins: Floats) -> Floats:
+    """Return bins of |log r|, in ascending order, from bins of log r."""
+    return np.concatenate([bins[NUM_BINS : NUM_BINS + 1], bins[NUM_BINS + 1 :] + bins[NUM_BINS - 1 :: -1]])
 
 
 def _suffix(share: float) -> str:

@@ -9,9 +9,8 @@ from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
-from specrl.precision.mismatch import rollout_mismatch
+from specrl.precision.mismatch import MismatchSums
 from specrl.precision.recipe import KvScales, Mode
-from specrl.schemas import Rollout
 from specrl.timeline import Timer
 
 
@@ -95,12 +94,17 @@ class PrecisionMonitor:
         scales, timer.scattered["kv_scales"] = found
         return scales
 
-    def check_agreement(self, rollouts: list[Rollout]) -> dict[str, float]:
+    def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
         """Return how far generation and training disagree about the tokens trained on, as `mismatch/...` metrics.
+
+        It is collective.
+
+        Args:
+            mismatch: The sums over this rank's share of the tokens.
 
         Raises:
             EngineMismatchError: They disagree by more than `precision.max_token_mult_prob_error`.
         """
-        metrics = rollout_mismatch(rollouts)
+        metrics = mismatch.over(self._ranks).metrics()
         check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)
         return metrics

@@ -9,10 +9,9 @@ from statistics import fmean
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
-from specrl.data.dealing import deal_longest_first
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import refuse_failure, start_rewards
+from specrl.data.reward_pool import FailureTally, refuse_failure, start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
@@ -21,12 +20,14 @@ from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.tracking import Tracker, stage_run
-from specrl.training.batches import TokenSequence, pack
+from specrl.training.batches import pack
 from specrl.training.checkpoint.load import load_drafter_state
 from specrl.training.drafter.drafters import load_drafter, new_drafter, save_drafter
 from specrl.training.drafter.pretraining import pretrain
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.megatron.policy import Policy
+from specrl.training.rollouts import RolloutBatch
+from specrl.training.shares import TrainingShares
 
 
 def main(context: StageContext) -> None:
@@ -36,7 +37,7 @@ def main(context: StageContext) -> None:
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rollouts_dir = context.stage_dir / "rollouts"
-        rollouts = answer_prompts(context, ranks, rollouts_dir, progress)
+        rollouts = RolloutBatch.gather(ranks, answer_prompts(context, ranks, rollouts_dir, progress))
         drafter_dir = context.stage_dir / "drafter" if context.config.speculation.draft_method.has_weights else None
         metrics: dict[str, float] = {}
         start = context.continues
@@ -44,7 +45,7 @@ def main(context: StageContext) -> None:
             take_drafter(context, start, ranks, drafter_dir)
         elif drafter_dir is not None:
             metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
-        rewards = [rollout.reward for share in ranks.gather(rollouts) for rollout in share]
+        rewards = rollouts.rewards.tolist()
         if ranks.is_first:
             tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
             tracker.log_metrics({"pretrain/num_responses": len(rewards), "pretrain/reward_mean": fmean(rewards)})
@@ -100,7 +101,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
             ),
         )
         rollouts, scores = unscored.scored()
-    refuse_failure(scores.failures, len(rollouts), config.data)
+    refuse_failure(FailureTally.of(scores.failures), len(rollouts), config.data)
     if rewards is not None:
         rewards.close()
     engine.shutdown()
@@ -123,7 +124,7 @@ def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, draft
 def pretrain_drafter(
     context: StageContext,
     ranks: Ranks,
-    rollouts: list[Rollout],
+    rollouts: RolloutBatch,
     drafter_dir: Path,
     tracker: Tracker,
     progress: Progress,
@@ -134,7 +135,7 @@ def pretrain_drafter(
     policy.
 
     Args:
-        rollouts: This rank's share of the responses; none on an engine's other ranks than the first.
+        rollouts: The responses of all ranks.
 
     Returns:
         The metrics of `Drafter.update`.
@@ -148,14 +149,10 @@ def pretrain_drafter(
         policy = Policy(
             policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
         )
-    everyone = [rollout for share in ranks.gather(rollouts) for rollout in share]
-    drafter = new_drafter(config, policy_dir, everyone, ranks)
-    sequences = [
-        TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
-        for index, rollout in enumerate(everyone)
-    ]
-    own = deal_longest_first([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
-    batches = pack([sequences[index] for index in own], config.drafter.tokens_per_micro_batch)
+    drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks)
+    shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
+    own = shares.deliver_tokens(rollouts)
+    batches = pack([own.sequence(number) for number in shares.own(0)], config.drafter.tokens_per_micro_batch)
     progress.update(0, 1, phase="features of the policy")
     checkpoints = TrainingCheckpoints(context.stage_dir / "training", batches, ranks, lifetime.current())
     with logs.phase("training of the drafter"):

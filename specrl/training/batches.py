@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -13,7 +15,7 @@ from torch import Tensor
 class TokenSequence:
     """A prompt and its response."""
 
-    tokens: list[int]
+    tokens: Sequence[int] | NDArray[np.int32]
     """Prompt, then response."""
     prompt_length: int
     """The number of leading tokens that are the prompt, at least 1."""
@@ -21,9 +23,9 @@ class TokenSequence:
     """The position in the caller's list."""
 
     @classmethod
-    def of(cls, prompt: list[int], response: list[int], index: int) -> TokenSequence:
+    def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
         """Return the sequence of a prompt's tokens and its response's."""
-        return cls(prompt + response, len(prompt), index)
+        return cls([*prompt, *response], len(prompt), index)
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length <= len(self.tokens):
@@ -108,7 +110,7 @@ def _pad(rows: list[TokenSequence], width: int) -> MicroBatch:
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, sequence in enumerate(rows):
         length = len(sequence.tokens)
-        tokens[row, :length] = torch.tensor(sequence.tokens)
+        tokens[row, :length] = torch.as_tensor(sequence.tokens)
         mask[row, sequence.prompt_length - 1 : length - 1] = True
     lengths = torch.tensor([len(sequence.tokens) for sequence in rows])
     return MicroBatch(tokens, mask, lengths, [sequence.index for sequence in rows])

@@ -3,82 +3,106 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import TokenTargets, policy_loss
-from specrl.config import Config, TrainConfig
-from specrl.data.dealing import deal_longest_first
+from specrl.config import Config
 from specrl.data.problems import derive_seed
-from specrl.schemas import Rollout
-from specrl.training.batches import MicroBatch, TokenSequence, pack
+from specrl.distributed import Ragged
+from specrl.precision.mismatch import MismatchSums
+from specrl.training.batches import MicroBatch, pack
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
+from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
+from specrl.training.shares import OwnRollouts, Rows, TrainingShares
 
 
-def assign_advantages(rollouts: list[Rollout], config: TrainConfig) -> None:
-    """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt."""
-    advantages = group_advantages(
-        [rollout.reward for rollout in rollouts], [rollout.prompt_id for rollout in rollouts], config.advantage
-    )
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        rollout.advantage = advantage
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """The results of `update_policy`."""
+
+    metrics: dict[str, float]
+    """The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
+    (means over the updates), `num_tokens`, prompts included, `logprob_s`, the seconds of separate log-prob passes, and,
+    where features are kept, `sampled_fraction`, the share of the sequences that they are of."""
+    features: list[Features | None]
+    """This rank's share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step
+    would fill the memory. They are the drafter's micro-batches, see `Drafter.update`."""
+    mismatch: MismatchSums
+    """The disagreement of the engines about this rank's share of the tokens trained on; every share is counted on one
+    rank only."""
+
+
+@dataclass(frozen=True)
+class LossInputRows:
+    """What the loss needs of this rank's rollouts, by their number."""
+
+    advantages: NDArray[np.float64]
+    own: OwnRollouts
+    old: Rows
+    """Log-probs before the first of several updates; empty with a single update."""
+    reference: Rows
+    """Log-probs under the reference policy; empty without a KL penalty."""
+
+    def targets(self, batch: MicroBatch) -> TokenTargets:
+        """Return the data of each token of a micro-batch."""
+        rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
+        advantages = [
+            np.full(len(row), self.advantages[number]) for number, row in zip(batch.indices, rows, strict=True)
+        ]
+        return TokenTargets(
+            advantages=align(advantages, batch.mask),
+            generation_logprobs=align(rows, batch.mask),
+            old_logprobs=_aligned(self.old, batch),
+            reference_logprobs=_aligned(self.reference, batch),
+        )
 
 
 def update_policy(
-    policy: Policy, rollouts: list[Rollout], config: Config, spec: FeatureSpec | None, *, step: int
-) -> tuple[dict[str, float], list[Features | None]]:
+    policy: Policy, rollouts: RolloutBatch, config: Config, spec: FeatureSpec | None, *, step: int
+) -> PolicyUpdate:
     """Train the policy on the rollouts that carry signal (collective).
 
-    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
-    their `policy_logprobs`, under the policy that sampled them.
+    Each rollout's tokens are sent to the ranks that train on it. With `updates_per_step = 1` the forward pass of the
+    update is the log-prob pass. The rollouts trained on are given their `policy_logprobs`, under the policy that
+    sampled them, on the rank that writes them.
 
     Args:
-        rollouts: All rollouts of the step, in the same order on every rank.
+        rollouts: All rollouts of the step.
         spec: The features that the drafter is trained on; with None, no features are kept.
         step: The RL step, which determines with `seed` the sample that the drafter learns from.
-
-    Returns:
-        The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
-        (means over the updates), `num_tokens`, prompts included, `logprob_s`, the seconds of separate log-prob passes,
-        and, where features are kept, `sampled_fraction`, the share of the sequences that they are of; and this rank's
-        share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step would
-        fill the memory. They are the drafter's micro-batches, see `Drafter.update`.
     """
-    chosen = [i for i, rollout in enumerate(rollouts) if _has_signal(rollout, config)]
-    parts = _split_by_group(rollouts, chosen, config.train.updates_per_step)
+    parts = _split_by_group(rollouts, _with_signal(rollouts, config), config.train.updates_per_step)
+    shares = TrainingShares.of(policy, rollouts, parts)
+    own = shares.deliver(rollouts)
+    batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
-    if len(parts) > 1:
-        _fill_logprobs(policy, rollouts, chosen, config)
-    reference = _reference_logprobs(policy, rollouts, chosen, config)
+    old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
+    rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
     logprob_s = time.perf_counter() - started
-    metrics: dict[str, float] = {}
-    features: list[Features] = []
-    own = [_own_micro_batches(policy, rollouts, part, config) for part in parts]
-    sample = _sample(policy, own, config, step) if spec is not None else None
-    for part, batches in zip(parts, own, strict=True):
-        num_tokens = sum(len(rollouts[i].response_tokens) for i in part)
-        recorded: dict[int, list[float]] = {}
-        loss = _loss(rollouts, reference, num_tokens, config, recorded, several=len(parts) > 1)
-        windows = sample.windows if sample is not None and sample.is_divided else None
-        temperature = config.sampling.temperature
-        result, kept = policy.train_step(batches, loss, features=spec, windows=windows, temperature=temperature)
-        features += kept
-        if len(parts) == 1:
-            _store_logprobs(policy, rollouts, recorded)
-        for name, value in result.items():
-            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
-    num_tokens = sum(len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in chosen)
+    recorded: Rows = {}
+    sample = _sample(policy, batches, config, step) if spec is not None else None
+    metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample)
+    features: list[Features | None] = []
+    if sample is not None:
+        sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
+        metrics["sampled_fraction"] = sampled / max(sum(map(len, parts)), 1)
+        features = sample.arrange(kept, chain.from_iterable(batches), policy.model_rank)
+    sampled_with = old or recorded
+    shares.return_logprobs(rollouts, sampled_with)
+    counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
+    mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
+    num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
-    if sample is None:
-        return metrics, []
-    num_sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
-    metrics["sampled_fraction"] = num_sampled / max(len(chosen), 1)
-    return metrics, sample.arrange(features, chain.from_iterable(own), policy.model_rank)
+    return PolicyUpdate(metrics, features, mismatch)
 
 
 def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: int) -> Sample:
@@ -92,95 +116,107 @@ def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: i
     )
 
 
-def align(rows: list[list[float]], mask: Tensor) -> Tensor:
+def align(rows: Sequence[ArrayLike], mask: Tensor) -> Tensor:
     """Return each sequence's values at the True places of its row of `mask` [batch, seq], and zeros elsewhere."""
-    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
+    flat = torch.from_numpy(_joined(rows)).to(mask.device)
     assert len(flat) == int(mask.sum()), "one value per response token"
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
 
 
-def _has_signal(rollout: Rollout, config: Config) -> bool:
-    return rollout.advantage != 0.0 or not config.train.drop_zero_signal_groups
+def _aligned(rows: Rows, batch: MicroBatch) -> Tensor | None:
+    return align([rows[number] for number in batch.indices], batch.mask) if rows else None
 
 
-def _split_by_group(rollouts: list[Rollout], chosen: list[int], parts: int) -> list[list[int]]:
+def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
+    return Ragged.of(rows, np.float32).values
+
+
+def _with_signal(rollouts: RolloutBatch, config: Config) -> list[int]:
+    """Return the numbers of the rollouts that are trained on."""
+    if not config.train.drop_zero_signal_groups:
+        return list(range(len(rollouts)))
+    return [int(number) for number in np.flatnonzero(rollouts.advantages)]
+
+
+def _split_by_group(rollouts: RolloutBatch, chosen: list[int], parts: int) -> list[list[int]]:
     """Deal the chosen rollouts out in parts whose numbers of groups differ by at most one; no group is divided."""
     groups: dict[int, list[int]] = {}
-    for index in chosen:
-        groups.setdefault(rollouts[index].prompt_id, []).append(index)
+    for number in chosen:
+        groups.setdefault(int(rollouts.prompt_ids[number]), []).append(number)
     dealt = [list(groups)[part::parts] for part in range(parts)]
-    return [[index for group in part for index in groups[group]] for part in dealt]
+    return [[number for group in part for number in groups[group]] for part in dealt]
 
 
-def _own_micro_batches(policy: Policy, rollouts: list[Rollout], part: list[int], config: Config) -> list[MicroBatch]:
-    sequences = [TokenSequence.of(rollouts[i].prompt_tokens, rollouts[i].response_tokens, i) for i in part]
-    own = deal_longest_first([len(sequence.tokens) for sequence in sequences], policy.dp_size)[policy.dp_rank]
-    return pack([sequences[i] for i in own], config.policy.tokens_per_micro_batch, policy.pad_multiple)
+def _micro_batches(policy: Policy, own: OwnRollouts, numbers: list[int], config: Config) -> list[MicroBatch]:
+    sequences = [own.sequence(number) for number in numbers]
+    return pack(sequences, config.policy.tokens_per_micro_batch, policy.pad_multiple)
 
 
-def _loss(
-    rollouts: list[Rollout],
-    reference: dict[int, list[float]],
-    num_tokens: int,
+def _run_updates(
+    policy: Policy,
+    rollouts: RolloutBatch,
+    parts: list[list[int]],
+    batches: list[list[MicroBatch]],
+    rows: LossInputRows,
+    recorded: Rows,
     config: Config,
-    recorded: dict[int, list[float]],
-    *,
-    several: bool,
-) -> LossFn:
+    spec: FeatureSpec | None,
+    sample: Sample | None,
+) -> tuple[dict[str, float], list[Features]]:
+    """Update the policy once for each part; return the means of the metrics, and the features that are kept.
+
+    Args:
+        batches: This rank's micro-batches of each part.
+        recorded: Gets the log-probs that a single update computes, by rollout.
+    """
+    metrics: dict[str, float] = {}
+    features: list[Features] = []
+    windows = sample.windows if sample is not None and sample.is_divided else None
+    for part, own in zip(parts, batches, strict=True):
+        loss = _loss(rows, int(rollouts.response_lengths[part].sum()), config, recorded)
+        temperature = config.sampling.temperature
+        result, kept = policy.train_step(own, loss, features=spec, windows=windows, temperature=temperature)
+        features += kept
+        for name, value in result.items():
+            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
+    return metrics, features
+
+
+def _loss(rows: LossInputRows, num_tokens: int, config: Config, recorded: Rows) -> LossFn:
     """Return the loss of a micro-batch as a share of the whole update's.
 
     Args:
-        reference: Log-probs under the reference policy by rollout; empty without a KL penalty.
         num_tokens: The number of response tokens of the whole update.
         recorded: Gets the log-probs that a single update on the batch computes, by rollout.
-        several: Whether this is one of several updates on the same batch.
     """
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = [rollouts[i] for i in batch.indices]
-        if not several:
+        if not rows.old:
             recorded.update(_rows(logprobs.detach(), batch))
-        targets = TokenTargets(
-            advantages=align([[row.advantage] * len(row.response_tokens) for row in rows], batch.mask),
-            generation_logprobs=align([row.whole_generation_logprobs for row in rows], batch.mask),
-            old_logprobs=align([row.policy_logprobs or [] for row in rows], batch.mask) if several else None,
-            reference_logprobs=align([reference[i] for i in batch.indices], batch.mask) if reference else None,
-        )
-        total, metrics = policy_loss(logprobs, entropy, batch.mask, targets, config.train)
+        total, metrics = policy_loss(logprobs, entropy, batch.mask, rows.targets(batch), config.train)
         return total / num_tokens, {name: value / num_tokens for name, value in metrics.items()}
 
     return loss
 
 
-def _rows(logprobs: Tensor, batch: MicroBatch) -> dict[int, list[float]]:
+def _rows(logprobs: Tensor, batch: MicroBatch) -> Rows:
     """Return the log-probs of each sequence's response tokens, by the sequence's index."""
-    return {i: logprobs[row][batch.mask[row]].tolist() for row, i in enumerate(batch.indices)}
+    return {i: logprobs[row][batch.mask[row]].cpu().numpy() for row, i in enumerate(batch.indices)}
 
 
-def _fill_logprobs(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> None:
-    """Set the rollouts' `policy_logprobs`, before several updates on one batch (collective)."""
-    _store_logprobs(policy, rollouts, _logprob_pass(policy, rollouts, chosen, config))
+def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
+    """Return the log-probs of this rank's rollouts under the policy as it is (collective)."""
+    flat = [batch for part in batches for batch in part]
+    found = policy.logprobs(flat, temperature=config.sampling.temperature)
+    rows: Rows = {}
+    for batch, logprobs in zip(flat, found, strict=True):
+        rows |= _rows(logprobs.to(batch.mask.device), batch)
+    return rows
 
 
-def _logprob_pass(policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config) -> dict[int, list[float]]:
-    batches = _own_micro_batches(policy, rollouts, chosen, config)
-    found = policy.logprobs(batches, temperature=config.sampling.temperature)
-    return {i: row for batch, logprobs in zip(batches, found, strict=True) for i, row in _rows(logprobs, batch).items()}
-
-
-def _reference_logprobs(
-    policy: Policy, rollouts: list[Rollout], chosen: list[int], config: Config
-) -> dict[int, list[float]]:
-    """Return every chosen rollout's log-probs under the reference policy; empty without a KL penalty (collective)."""
+def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
+    """Return the log-probs of this rank's rollouts under the reference policy (collective); none without a penalty."""
     if not config.train.kl_coef:
         return {}
     with policy.reference_weights():
-        own = _logprob_pass(policy, rollouts, chosen, config)
-    return {i: row for rank in policy.ranks.gather(own) for i, row in rank.items()}
-
-
-def _store_logprobs(policy: Policy, rollouts: list[Rollout], own: dict[int, list[float]]) -> None:
-    """Write each rank's log-probs into every rank's copy of the rollouts (collective)."""
-    for rank in policy.ranks.gather(own):
-        for index, row in rank.items():
-            rollouts[index].policy_logprobs = row
+        return _logprob_pass(policy, batches, config)

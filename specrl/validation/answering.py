@@ -14,8 +14,8 @@ from specrl.config import Config, ValidationSetConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import RewardPool, refuse_failure
-from specrl.distributed import Ranks
+from specrl.data.reward_pool import FailureTally, RewardPool, refuse_failure
+from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
@@ -85,33 +85,30 @@ def answer(
             learn=learn,
         )
         rollouts, scores = unscored.scored()
-    own_share = (_kept(rollouts, samples), unscored.generation.stats, scores.failures)
-    shares = ranks.gather(own_share)[::size]
-    responses = _joined([kept for kept, _, _ in shares])
-    all_failures = [failure for _, _, failures in shares for failure in failures]
-    refuse_failure(all_failures, responses.rewards.size, chosen.config.data)
+    responses = _gathered(ranks, rollouts if ranks.rank % size == 0 else [], samples, ranks.world_size // size)
+    engines = ranks.gather((unscored.generation.stats, FailureTally.of(scores.failures)))[::size]
+    failures = FailureTally.merge(failures for _, failures in engines)
+    refuse_failure(failures, responses.rewards.size, chosen.config.data)
     seconds = time.monotonic() - started
     correct_reward = chosen.config.validate_.correct_reward
     score = score_set(step, chosen.name, responses, chosen.settings.pass_sizes, correct_reward, seconds)
-    return score, SpeculationStats.merge(stats for _, stats, _ in shares)
+    return score, SpeculationStats.merge(stats for stats, _ in engines)
 
 
-def _kept(rollouts: list[Rollout], samples: int) -> SetResponses:
-    """Return what the scores need of responses, of which each `samples` belong to one prompt."""
-    shape = (len(rollouts) // samples, samples)
-    return SetResponses(
-        np.array([rollout.reward for rollout in rollouts], np.float64).reshape(shape),
-        np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64).reshape(shape),
-        np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_).reshape(shape),
-    )
+def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
+    """Return what the scores need of all responses, prompts in the order of the set (collective).
 
-
-def _joined(shares: list[SetResponses]) -> SetResponses:
-    """Return the responses of all engines, prompts in the order of the set, from which they were dealt in turn."""
-    count = sum(len(share.rewards) for share in shares)
-    order = np.argsort(np.concatenate([np.arange(i, count, len(shares)) for i in range(len(shares))]))
-    return SetResponses(
-        np.concatenate([share.rewards for share in shares])[order],
-        np.concatenate([share.lengths for share in shares])[order],
-        np.concatenate([share.truncated for share in shares])[order],
-    )
+    Args:
+        rollouts: The responses of this rank's engine, of which each `samples` belong to one prompt; the ranks of an
+            engine but the first have none.
+        num_engines: The number of engines, to which the prompts were dealt in turn.
+    """
+    own = {
+        "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
+        "lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
+        "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
+    }
+    columns, _ = gather_columns(ranks, own)
+    count = len(columns["rewards"]) // samples
+    order = np.argsort(np.concatenate([np.arange(i, count, num_engines) for i in range(num_engines)]))
+    return SetResponses(**{name: column.reshape(count, samples)[order] for name, column in columns.items()})

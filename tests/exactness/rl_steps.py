@@ -28,6 +28,7 @@ from specrl.stages.train import build
 from specrl.tracking import Silent
 from specrl.training.drafter.drafters import new_drafter, save_drafter
 from specrl.training.megatron.policy import Policy
+from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import update_policy
 from tests.exactness.toy import likely_tokens, policy_weights, write_policy
 
@@ -145,7 +146,8 @@ def policy_gradients(trainer: Trainer) -> dict[str, float | None]:
     """Gradient of each policy parameter after the drafter's update on features of the policy's own forward pass."""
     rollouts = read_rollouts(next(iter(sorted(trainer.recorder.rollouts_dir.glob("step=*/rank-*.arrow")))))
     assert trainer.drafter is not None
-    _, features = update_policy(trainer.policy, rollouts, trainer.config, trainer.drafter.feature_spec, step=0)
+    batch = RolloutBatch.gather(trainer.ranks, rollouts)
+    features = update_policy(trainer.policy, batch, trainer.config, trainer.drafter.feature_spec, step=0).features
     model = trainer.policy.model
     for parameter in model.parameters():
         parameter.grad = None

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
 from specrl.rollout.vllm import lifecycle
-from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
 
@@ -62,7 +62,7 @@ def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Fea
 
 def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    vocabulary = choose_draft_vocabulary([], VOCAB, 100)
+    vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), 100)
     drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), vocabulary, ranks)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB, (48, PROMPT), generator=generator)

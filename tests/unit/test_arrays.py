@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from specrl.distributed import Ragged, Ranks, Route, arrays, deliver, gather_columns, join, leave, sum_arrays
+from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
+from specrl.schemas import Rollout
+from specrl.training.rollouts import RolloutBatch
+from specrl.training.shares import TrainingShares
 
 LENGTHS = [5, 0, 3, 8, 1, 2, 700]
 HELD = [[0, 3], [1, 2, 4, 5, 6], []]
@@ -52,6 +58,48 @@ def check_delivery(ranks: Ranks) -> None:
             np.testing.assert_array_equal(found[name][position], expected)
 
 
+def rollouts_of(engine: int) -> list[Rollout]:
+    """Three responses of an engine to prompts 5 and 4, of which engine 1 answers the second."""
+    numbers = [(5, 1), (5, 0), (9, 0)] if engine == 0 else [(4, 0)]
+    return [
+        Rollout(0, engine, prompt, sample, 0, 0, 0, [prompt], [prompt, sample] * 2, [-0.5] * 4, "text", "", "stop")
+        for prompt, sample in numbers
+    ]
+
+
+def check_rollouts(ranks: Ranks) -> None:
+    """Numbers of all rollouts reach everyone; tokens go to the ranks that train on them."""
+    rollouts = rollouts_of(ranks.rank) if ranks.rank < 2 else []
+    for rollout in rollouts:
+        rollout.reward = rollout.prompt_id + rollout.sample / 3
+    batch = RolloutBatch.gather(ranks, rollouts, prompt_places={4: 0, 5: 1, 9: 2})
+    assert batch.prompt_ids.tolist() == [4, 5, 5, 9] and batch.samples.tolist() == [0, 0, 1, 0]
+    assert batch.engines.tolist() == [1, 0, 0, 0] and batch.response_lengths.tolist() == [4] * 4
+    assert batch.rewards.tolist() == [4, 5, 5 + 1 / 3, 9]
+    assert list(batch.held) == [[1, 2, 3], [0], []][ranks.rank]
+    assert all(batch.prompt_ids[number] == rollout.prompt_id for number, rollout in batch.held.items())
+    policy: Any = SimpleNamespace(dp_rank=ranks.rank, dp_size=3, tp_rank=0, pp_rank=0, pp_size=1, ranks=ranks)
+    shares = TrainingShares.of(policy, batch, [[0, 1, 2, 3]])
+    own = shares.deliver(batch)
+    trained = dict(enumerate(shares.dealt[0]))
+    assert [len(trained[rank]) for rank in range(3)] == [2, 1, 1]
+    for number in trained[ranks.rank]:
+        prompt, sample = int(batch.prompt_ids[number]), int(batch.samples[number])
+        assert own.sequence(number).tokens.tolist() == [prompt, prompt, sample, prompt, sample]
+        assert own.row("generation_logprobs", number).tolist() == [-0.5] * 4
+    found = {number: np.full(4, -number, np.float32) for number in trained[ranks.rank]}
+    shares.return_logprobs(batch, found)
+    assert all(list(rollout.policy_logprobs or ()) == [-number] * 4 for number, rollout in batch.held.items())
+
+
+def check_texts(ranks: Ranks) -> None:
+    """A pre-generated text goes only to the rank that answers its prompt next."""
+    made = [PregeneratedText(prompt, 2**62 + ranks.rank, [prompt] * ranks.rank) for prompt in (7, 8, 9)]
+    found = deliver_texts(ranks, made, {7: 0, 8: 1}, engine_size=1)
+    prompt = [7, 8][ranks.rank : ranks.rank + 1]
+    assert found == [PregeneratedText(p, 2**62 + rank, [p] * rank) for p in prompt for rank in range(3)]
+
+
 def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=3)
     ranks = join()
@@ -64,6 +112,8 @@ def run_rank(rank: int, folder: Path) -> None:
     assert columns["length"].tolist() == [0, 0, 1] and columns["length"].dtype == np.int32
     assert columns["reward"].tolist() == [1 / 3, 2 / 3, 2 / 3]
     assert sum_arrays(ranks, np.array([0.5, float(rank)])).tolist() == [1.5, 3.0]
+    check_rollouts(ranks)
+    check_texts(ranks)
     (folder / f"{rank}.done").touch()
     leave()
 

@@ -15,8 +15,9 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
-from specrl.rollout.bubbles.pregeneration import PendingResponse, PregeneratedText, by_tokens
+from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request

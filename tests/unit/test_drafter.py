@@ -18,7 +18,7 @@ from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter import ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
 from specrl.training.drafter.eagle3 import Eagle3Shape, feature_layers
-from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, schedule
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens, schedule
 from specrl.training.drafter.ttt import Tally, feed_context, metrics_from_sums, train_chains
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
@@ -304,10 +304,11 @@ def test_two_ranks_train_like_one_that_has_all_rows_and_an_idle_rank_takes_part(
 
 
 def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:
-    chosen = choose_draft_vocabulary([[7, 7, 9], [9, 7, 30]], vocab_size=40, size=5)
+    counts = count_tokens([[7, 7, 9], [9, 7, 30]], vocab_size=40)
+    chosen = choose_draft_vocabulary(counts, size=5)
     assert chosen.tolist() == [0, 1, 7, 9, 30]
-    assert choose_draft_vocabulary([[7, 7, 9], [9, 7, 30]], 40, 2).tolist() == [7, 9]
-    assert len(choose_draft_vocabulary([[1]], vocab_size=10, size=2048)) == 9
+    assert choose_draft_vocabulary(counts, 2).tolist() == [7, 9]
+    assert len(choose_draft_vocabulary(count_tokens([[1]], vocab_size=10), size=2048)) == 9
 
 
 @pytest.mark.parametrize("layers, expected", [(30, (2, 15, 27)), (36, (2, 18, 33)), (6, (1, 3, 5)), (7, (2, 3, 4))])

@@ -22,6 +22,7 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.features import Features, FeatureSpec, sequences
 from specrl.training.megatron.capture import LayerInputs
 from specrl.training.megatron.policy import Policy
+from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import even_sample, sample_sequences
 from specrl.training.update import update_policy
 from tests.unit.test_drafter import VOCAB, make_drafter, write_policy
@@ -116,9 +117,10 @@ def updated(
 ) -> tuple[dict[str, float], list[Features], dict[str, Tensor], list[Rollout]]:
     policy = Policy(policy_dir, PolicyConfig(lr=1e-2), dtype="float32", ranks=ranks, seed=0)
     rollouts = step_rollouts()
-    metrics, kept = update_policy(policy, rollouts, step_config(max_tokens, updates), SPEC, step=0)
-    features = [item for item in kept if item is not None]
-    return metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}, rollouts
+    batch = RolloutBatch.gather(ranks, rollouts)
+    update = update_policy(policy, batch, step_config(max_tokens, updates), SPEC, step=0)
+    features = [item for item in update.features if item is not None]
+    return update.metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}, rollouts
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specrl.config import Config
+from specrl.data.reward_pool import FailureTally
 from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.loop import Trainer
@@ -49,7 +50,7 @@ def run_steps(stage_dir: Path, steps: range, first_step: int, progress: Progress
     recorder.drop_from(first_step)
     for step in steps:
         record, timer = record_of(step, REPORTED, ["collapsed"]), Timer()
-        recorder.report(record, cast(Any, SimpleNamespace(failures=[])))
+        recorder.report(record, cast(Any, SimpleNamespace(failures=FailureTally())))
         if step % 2:
             recorder.log_record(record)  # as a step with a checkpoint does
             recorder.write(record)

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from specrl.metrics import METRICS, find_metric
-from specrl.precision.mismatch import (
-    bulk_error,
-    importance_ratio_quantiles,
-    js,
-    kl,
-    mismatch_metrics,
-    token_mult_prob_error,
-    truncated_fraction,
-)
+from specrl.precision.mismatch import QUANTILES, MismatchSums
 
 SOURCES = Path(__file__).parents[2] / "specrl"
 GROUPS = "|".join(sorted({name.partition("/")[0] for name in METRICS}))
@@ -73,7 +65,7 @@ def test_every_metric_says_what_it_counts() -> None:
 
 def test_equal_engines_do_not_disagree() -> None:
     logprobs = -torch.rand(1000) * 5
-    metrics = mismatch_metrics(logprobs, logprobs)
+    metrics = MismatchSums.of(logprobs, logprobs).metrics()
     assert metrics == {
         "mismatch/token_mult_prob_error": 1.0,
         "mismatch/bulk_error": 1.0,
@@ -100,26 +92,27 @@ def test_kl_and_js_estimates_converge_to_the_exact_values() -> None:
     middle = torch.log((p.exp() + q.exp()) / 2)
     exact_kl = float((p.exp() * (p - q)).sum())
     exact_js = float(0.5 * (p.exp() * (p - middle)).sum() + 0.5 * (q.exp() * (q - middle)).sum())
-    assert kl(training, generation) == pytest.approx(exact_kl, rel=0.02)
-    assert js(training, generation) == pytest.approx(exact_js, rel=0.02)
+    assert MismatchSums.of(training, generation).kl == pytest.approx(exact_kl, rel=0.02)
+    assert MismatchSums.of(training, generation).js == pytest.approx(exact_js, rel=0.02)
 
 
 def test_no_sample_makes_the_divergence_estimates_negative() -> None:
     training, generation = -torch.rand(5000) * 20, -torch.rand(5000) * 20
     for token in range(0, 5000, 100):
         one = slice(token, token + 1)
-        assert kl(training[one], generation[one]) >= 0
-        assert js(training[one], generation[one]) >= 0
+        assert MismatchSums.of(training[one], generation[one]).kl >= 0
+        assert MismatchSums.of(training[one], generation[one]).js >= 0
 
 
 def test_ratios_are_training_over_generation() -> None:
     generation = torch.full((1000,), -2.0)
     training = generation + torch.tensor([3.0] * 5 + [-1.0] * 995)
-    quantiles = importance_ratio_quantiles(training, generation)
+    quantiles = MismatchSums.of(training, generation).importance_ratio_quantiles()
     assert quantiles[1.0] == pytest.approx(20.0855, rel=1e-4)
     assert quantiles[0.5] == pytest.approx(0.36788, rel=1e-4)
-    assert truncated_fraction(training, generation, cap=2.0) == pytest.approx(0.005)
-    assert token_mult_prob_error(training, generation) == pytest.approx(0.005 * 20.0855 + 0.995 * 2.71828, rel=1e-4)
+    found = MismatchSums.of(training, generation)
+    assert found.truncated_fraction == pytest.approx(0.005)
+    assert found.token_mult_prob_error == pytest.approx(0.005 * 20.0855 + 0.995 * 2.71828, rel=1e-4)
 
 
 def test_the_bulk_of_the_tokens_is_without_the_largest_thousandth_and_one_at_least() -> None:
@@ -127,15 +120,33 @@ def test_the_bulk_of_the_tokens_is_without_the_largest_thousandth_and_one_at_lea
         generation = torch.full((count,), -2.0)
         training = generation.clone()
         training[:left_out] += 6.0
-        assert bulk_error(training, generation) == 1.0
+        assert MismatchSums.of(training, generation).bulk_error == 1.0
         training[left_out] += 6.0
-        assert bulk_error(training, generation) > 1.05
-    assert bulk_error(torch.tensor([-1.0]), torch.tensor([-2.0])) == 1.0
-    assert math.isnan(bulk_error(torch.tensor([-1.0, math.nan, -1.0]), torch.full((3,), -2.0)))
+        assert MismatchSums.of(training, generation).bulk_error > 1.05
+    assert MismatchSums.of(torch.tensor([-1.0]), torch.tensor([-2.0])).bulk_error == 1.0
+    assert math.isnan(MismatchSums.of(torch.tensor([-1.0, math.nan, -1.0]), torch.full((3,), -2.0)).bulk_error)
 
 
 def test_tokens_that_do_not_pair_up_are_refused() -> None:
     with pytest.raises(ValueError, match="same length"):
-        kl(torch.zeros(3), torch.zeros(4))
-    with pytest.raises(ValueError, match="at least 1"):
-        js(torch.zeros(0), torch.zeros(0))
+        MismatchSums.of(torch.zeros(3), torch.zeros(4))
+    assert MismatchSums.of(torch.zeros(0), torch.zeros(0)).metrics() == {}
+
+
+def test_sums_of_shares_give_the_measures_of_all_tokens() -> None:
+    """Ranks add up histograms instead of sending log-probs: quantiles and the bulk are those of the sorted ratios."""
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.tensor([1e-7, 1e-3, 0.1, 2.0]).repeat(5000)
+    log_r = (torch.randn(20_000, generator=generator) * scale).double()
+    log_r[7] = 30.0
+    shares = [MismatchSums.of(part, torch.zeros(len(part))) for part in log_r.split([1, 12_000, 7999])]
+    found = shares[0] + shares[1] + shares[2] + MismatchSums.of([], [])
+    ordered = log_r.sort().values
+    for share in QUANTILES:
+        expected = float(ordered[math.ceil(share * len(ordered)) - 1])
+        assert math.log(found.importance_ratio_quantiles()[share]) == pytest.approx(expected, rel=1 / 64, abs=1e-9)
+    assert found.importance_ratio_quantiles()[1.0] == pytest.approx(math.exp(30.0))
+    terms = log_r.abs().exp().sort().values
+    assert found.token_mult_prob_error == pytest.approx(float(terms.mean()), rel=1e-12)
+    assert found.bulk_error == pytest.approx(float(terms[:-20].mean()), rel=1e-4)
+    assert found.truncated_fraction == float((log_r > math.log(2)).double().mean())

@@ -13,7 +13,8 @@ from specrl.config import Config, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
-from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration
+from specrl.rollout.bubbles.pregeneration import Pregeneration
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
 from specrl.rollout.refit.drafter_guard import DrafterGuard

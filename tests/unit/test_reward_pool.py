@@ -17,6 +17,7 @@ from specrl.config import Config, DataConfig, EngineConfig, Resources
 from specrl.data import reward_pool
 from specrl.data.problems import Prompt
 from specrl.data.reward_pool import (
+    FailureTally,
     RewardError,
     RewardFailure,
     RewardPool,
@@ -160,11 +161,12 @@ def test_a_reward_that_loses_every_process_stops_early(monkeypatch: pytest.Monke
 
 
 def test_a_reward_that_fails_on_every_response_is_refused() -> None:
-    failures = [RewardFailure("Q", "A", "raised ValueError: no")] * 3
-    refuse_failure(failures, 4, data())
-    assert describe(failures, 4).startswith("the reward failed on 3 of 4 responses: 3 x it raised ValueError: no; the")
+    failures = [RewardFailure("Q", "A", "raised ValueError: no"), RewardFailure("R", "B", "raised ValueError: no")]
+    tally = FailureTally.merge([FailureTally(), FailureTally.of(failures), FailureTally.of(failures[:1])])
+    refuse_failure(tally, 4, data())
+    assert describe(tally, 4).startswith("the reward failed on 3 of 4 responses: 3 x it raised ValueError: no; the")
     with pytest.raises(RewardError, match="failed on all 3 responses: the first one raised ValueError: no; prompt 'Q'"):
-        refuse_failure(failures, 3, data())
+        refuse_failure(tally, 3, data())
 
 
 def test_a_pool_is_closed_at_once_whatever_it_is_doing() -> None:

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from specrl.config import Config, parse_config
-from specrl.precision.mismatch import rollout_mismatch
+from specrl.distributed import Ranks
+from specrl.precision.mismatch import MismatchSums
 from specrl.schemas import Rollout
-from specrl.training.batches import TokenSequence, pack
-from specrl.training.update import _loss, _own_micro_batches, align
+from specrl.training.rollouts import RolloutBatch
+from specrl.training.shares import TrainingShares
+from specrl.training.update import LossInputRows, _loss, _micro_batches, align
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 def test_align_puts_values_where_the_mask_is_true() -> None:
@@ -19,13 +23,15 @@ def test_align_puts_values_where_the_mask_is_true() -> None:
 
 
 def test_micro_batches_are_padded_as_the_policy_needs() -> None:
-    policy: Any = SimpleNamespace(dp_rank=0, dp_size=1, pad_multiple=16)
+    policy: Any = SimpleNamespace(dp_rank=0, dp_size=1, tp_rank=0, pp_rank=0, pp_size=1, pad_multiple=16, ranks=ALONE)
     lengths = (3, 14, 30)
     rollouts = [
         Rollout(0, 0, 0, i, 0, 0, 0, [5, 6], [7] * length, [0.0] * length, "", "", "stop")
         for i, length in enumerate(lengths)
     ]
-    batches = _own_micro_batches(policy, rollouts, [0, 1, 2], Config(name="pad"))
+    batch = RolloutBatch.gather(ALONE, rollouts)
+    shares = TrainingShares.of(policy, batch, [[0, 1, 2]])
+    batches = _micro_batches(policy, shares.deliver(batch), shares.own(0), Config(name="pad"))
     assert [batch.tokens.shape[1] for batch in batches] == [32]
     assert [batch.num_tokens for batch in batches] == [sum(lengths)]
 
@@ -43,17 +49,25 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
     rollout = Rollout(
         *(0, 0, 0, 0, 0, 0, 0, [5], [6, 7, 8], sampled, "", "", "stop"), advantage=1.0, policy_logprobs=whole
     )
-    batch = pack([TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, 0)], 64)[0]
     config = parse_config({"name": "truncated", "train": {"correction": correction}})
+    policy: Any = SimpleNamespace(dp_rank=0, dp_size=1, tp_rank=0, pp_rank=0, pp_size=1, pad_multiple=1, ranks=ALONE)
 
     def loss() -> float:
+        rollouts = RolloutBatch.gather(ALONE, [rollout])
+        shares = TrainingShares.of(policy, rollouts, [[0]])
+        own = shares.deliver(rollouts)
+        batch = _micro_batches(policy, own, shares.own(0), config)[0]
         logprobs = align([whole], batch.mask)
-        return float(_loss([rollout], {}, 3, config, {}, several=False)(logprobs, logprobs, batch)[0])
+        rows = LossInputRows(rollouts.advantages, own, {}, {})
+        return float(_loss(rows, 3, config, {})(logprobs, logprobs, batch)[0])
+
+    def mismatch() -> dict[str, float]:
+        return MismatchSums.of(rollout.policy_logprobs or [], rollout.whole_generation_logprobs).metrics()
 
     rollout.log_kept_mass = mass
     assert loss() == pytest.approx(-1.0, abs=1e-6)  # a weight of 1 and an advantage of 1 at each token
-    assert rollout_mismatch([rollout])["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-6)
-    assert rollout_mismatch([rollout])["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-6)
+    assert mismatch()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-6)
+    assert mismatch()["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-6)
     rollout.log_kept_mass = None  # as if nothing had been dropped
     assert loss() > -0.6
-    assert rollout_mismatch([rollout])["mismatch/token_mult_prob_error"] > 4
+    assert mismatch()["mismatch/token_mult_prob_error"] > 4

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from specrl.bench.job import say
@@ -19,7 +20,7 @@ from specrl.config import Config, PrecisionConfig, SpeculationConfig
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
-from specrl.precision.mismatch import mismatch_metrics
+from specrl.precision.mismatch import MismatchSums
 from specrl.precision.recipe import Recipe
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
@@ -94,8 +95,8 @@ def compare(
     for generation, by_seed in sampled.items():
         for seed, rollouts in by_seed.items():
             trained = score(policy, rollouts, config)
-            generated = torch.tensor([value for rollout in rollouts for value in rollout.whole_generation_logprobs])
-            metrics = mismatch_metrics(trained, generated)
+            generated = np.concatenate([rollout.whole_generation_logprobs for rollout in rollouts])
+            metrics = MismatchSums.of(trained, generated).metrics()
             pairs.append(EnginePair(generation, precision, seed, len(generated), metrics))
             say(f"{NAMES[generation, precision]}, seed {seed}: error {metrics[ERROR]:.4f}, {len(generated)} tokens")
     if linears is not None:

@@ -98,7 +98,7 @@ def _measured_of(runs: Mapping[str, SettingRun], *names: str) -> list[str]:
 
 
 def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
-    return {(row.step, row.prompt_id, row.sample): row.response_tokens for row in read_folder(rollouts_dir)}
+    return {(row.step, row.prompt_id, row.sample): list(row.response_tokens) for row in read_folder(rollouts_dir)}
 
 
 def _stored(runs: Mapping[str, SettingRun]) -> str:

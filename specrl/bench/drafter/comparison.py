@@ -36,7 +36,8 @@ from specrl.rollout.matched import matched_pair
 from specrl.schemas import Rollout
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
-from specrl.training.update import assign_advantages, update_policy
+from specrl.training.rollouts import RolloutBatch
+from specrl.training.update import update_policy
 
 TASK, OFF_TASK = "task", "off-task"
 SPEED_REQUESTS = 8
@@ -124,7 +125,7 @@ class DrafterComparison:
             )
             for observed in self.drafters:
                 observed.follow(narrow(features, spec, observed.drafter), self.config)
-            update_policy(self.policy, rollouts, self.config, None, step=step)
+            update_policy(self.policy, self._batch(rollouts), self.config, None, step=step)
             self.refit(self.drafters[-1], version=step + 1)
             words = ", ".join(f"{observed.name} {observed.lengths[-1]:.2f}" for observed in self.drafters)
             reward = fmean(rollout.reward for rollout in rollouts)
@@ -136,9 +137,12 @@ class DrafterComparison:
         prompts = self.source.batch(step)
         samples = self.settings.samples_per_prompt
         unscored = collect(self.engine, prompts, samples, self.config, self.rewards, origin)
-        rollouts, _ = unscored.scored()
-        assign_advantages(rollouts, self.config.train)
-        return rollouts, unscored.generation.stats.acceptance_length
+        return unscored.scored()[0], unscored.generation.stats.acceptance_length
+
+    def _batch(self, rollouts: list[Rollout]) -> RolloutBatch:
+        batch = RolloutBatch.gather(self.ranks, rollouts)
+        batch.assign_advantages(self.config.train)
+        return batch
 
     def refit(self, observed: ObservedDrafter, version: int) -> None:
         """Give the engine the current policy and this drafter, and every drafter what it shares with the policy."""

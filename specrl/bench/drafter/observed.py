@@ -17,7 +17,7 @@ from specrl.distributed import Ranks
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter import pretraining
-from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import Policy
 from specrl.training.sample import even_sample
@@ -51,9 +51,8 @@ class ObservedDrafter:
 
 def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks: Ranks, epochs: int) -> Drafter:
     """Return a new drafter, trained on the policy's responses as in the pretrain stage."""
-    draft_tokens = choose_draft_vocabulary(
-        [rollout.response_tokens for rollout in rollouts], policy.vocab_size, config.drafter.draft_vocab_size
-    )
+    counts = count_tokens([rollout.response_tokens for rollout in rollouts], policy.vocab_size)
+    draft_tokens = choose_draft_vocabulary(counts, config.drafter.draft_vocab_size)
     drafter = Drafter.create(policy.model_dir, config.drafter, draft_tokens, ranks, config.seed)
     settings = config.drafter.model_copy(update={"epochs": epochs})
     pretraining.pretrain(policy, drafter, micro_batches(rollouts, settings.tokens_per_micro_batch), settings)

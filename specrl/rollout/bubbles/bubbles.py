@@ -18,8 +18,9 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
-from specrl.rollout.bubbles.pregeneration import PregeneratedText, Pregeneration, by_tokens
+from specrl.rollout.bubbles.pregeneration import Pregeneration, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
@@ -59,6 +60,7 @@ class Bubbles:
             training: The training of the drafter; None unless `bubbles.use` asks for it.
         """
         self._ranks, self._engine = ranks, engine
+        self._engine_size = config.engine.tensor_parallel
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
@@ -145,13 +147,21 @@ class Bubbles:
         return bubble, texts
 
     def close(
-        self, bubbles: Sequence[Bubble], texts: Sequence[Sequence[PregeneratedText]], stats: SpeculationStats
+        self,
+        bubbles: Sequence[Bubble],
+        texts: Sequence[PregeneratedText],
+        next_engines: Mapping[int, int],
+        stats: SpeculationStats,
     ) -> None:
-        """End the generation of all ranks: learn what the previous bubbles brought, keep the texts of the present ones.
+        """End the generation of all ranks (collective).
+
+        Learn what the previous bubbles brought, and keep the texts of the present ones to the prompts that this rank's
+        engine answers next.
 
         Args:
             bubbles: The bubbles of all ranks in this step, in rank order.
-            texts: The texts that each rank generated in its bubble.
+            texts: The texts that this rank generated in its bubble.
+            next_engines: The engine that answers each prompt of the next step, by the prompt's id.
             stats: The counters of this step's drafts, over all engines.
         """
         if self._spent:
@@ -163,7 +173,9 @@ class Bubbles:
         before = self._expected if self._expected is not None else idle
         self._expected = self._memory * before + (1 - self._memory) * idle
         self._stored = {}
-        for text in (text for rank in texts for text in rank):
+        if self._pregeneration is None:
+            return
+        for text in deliver_texts(self._ranks, texts, next_engines, self._engine_size):
             self._stored.setdefault(text.prompt_id, []).append(text)
 
     def _use(self, step: int) -> tuple[list[Span], int]:

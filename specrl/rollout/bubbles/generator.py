@@ -11,37 +11,47 @@ from typing import Any
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import RewardFailure, RewardPool, refuse_failure
+from specrl.data.reward_pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
-from specrl.rollout.bubbles.pregeneration import PregeneratedText
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.timeline import Bubble, Pace
-from specrl.training.update import assign_advantages
+from specrl.training.rollouts import RolloutBatch
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What all ranks generated in one step; the same on every rank."""
+    """What all ranks generated in one step; the same on every rank but for the rollouts that it holds."""
 
-    rollouts: list[Rollout]
+    rollouts: RolloutBatch
     """All rollouts with rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
     stats: SpeculationStats
     """Counters of speculation, summed over the engines; `decode_steps` are those of the engine that took the most."""
     bubbles: list[Bubble]
     """The bubble of each rank, in rank order."""
-    failures: list[RewardFailure]
+    failures: FailureTally
     """The responses on which the reward failed."""
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
 
     def metrics(self) -> dict[str, float]:
         """Return what the rewards cost, by the names in MLflow."""
-        return {"reward/failures": float(len(self.failures)), "timing/reward_s": self.reward_s}
+        return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s}
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What every rank is told of the generation of one rank, besides numbers of its rollouts."""
+
+    stats: SpeculationStats
+    bubble: Bubble
+    failures: FailureTally
+    reward_s: float
 
 
 @dataclass(frozen=True)
@@ -49,11 +59,8 @@ class _Share:
     """What one rank contributes to a step."""
 
     rollouts: list[Rollout]
-    stats: SpeculationStats
-    bubble: Bubble
     texts: list[PregeneratedText]
-    failures: list[RewardFailure]
-    reward_s: float
+    counters: _Counters
 
 
 class RolloutGenerator:
@@ -101,21 +108,21 @@ class RolloutGenerator:
             RewardError: The reward fails on every response.
         """
         prompts = self.source.batch(step)
-        shares = self._ranks.gather(self._own_share(prompts, step))
-        engines = shares[:: self._config.engine.tensor_parallel]  # the ranks of one engine have the same rollouts
-        stats = over_engines([share.stats for share in engines])
-        bubbles = [share.bubble for share in shares]
-        self._bubbles.close(bubbles, [share.texts for share in shares], stats)
-        place = {prompt.id: index for index, prompt in enumerate(prompts)}
-        rollouts = sorted(
-            (rollout for share in engines for rollout in share.rollouts),
-            key=lambda rollout: (place[rollout.prompt_id], rollout.sample),
-        )
-        self._lengths.learn(prompts, ((rollout.prompt_id, len(rollout.response_tokens)) for rollout in rollouts))
-        failures = [failure for share in engines for failure in share.failures]
+        size = self._config.engine.tensor_parallel
+        own = self._own_share(prompts, step)
+        places = {prompt.id: index for index, prompt in enumerate(prompts)}
+        rollouts = RolloutBatch.gather(self._ranks, own.rollouts, engine_size=size, prompt_places=places)
+        counters = self._ranks.gather(own.counters)
+        engines = counters[::size]  # the ranks of one engine count the same
+        stats = over_engines([engine.stats for engine in engines])
+        failures = FailureTally.merge(engine.failures for engine in engines)
         refuse_failure(failures, len(rollouts), self._config.data)
-        assign_advantages(rollouts, self._config.train)
-        return StepRollouts(rollouts, stats, bubbles, failures, max(share.reward_s for share in shares))
+        rollouts.assign_advantages(self._config.train)
+        lengths = zip(rollouts.prompt_ids.tolist(), rollouts.response_lengths.tolist(), strict=True)
+        self._lengths.learn(prompts, lengths)
+        bubbles = [rank.bubble for rank in counters]
+        self._bubbles.close(bubbles, own.texts, self._next_engines(step), stats)
+        return StepRollouts(rollouts, stats, bubbles, failures, max(rank.reward_s for rank in counters))
 
     def probed(self, acceptance_length: float) -> None:
         """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
@@ -139,11 +146,22 @@ class RolloutGenerator:
         self._engine.restore_drafting(state["drafting"])
         self._bubbles.restore(state["bubbles"])
 
+    def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        """Return each engine's share of the prompts, by the response lengths that are expected now."""
+        return deal(prompts, self._lengths, self._ranks.world_size // self._config.engine.tensor_parallel)
+
+    def _next_engines(self, step: int) -> dict[int, int]:
+        """Return the engine that will answer each of the next step's prompts, by the prompt's id."""
+        if not self._config.bubbles.pregenerates or step + 1 >= self._config.train.num_steps:
+            return {}
+        shares = self._deal(self.source.batch(step + 1))
+        return {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
+
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
         """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""
         config, ranks = self._config, self._ranks
-        size, samples = config.engine.tensor_parallel, config.train.samples_per_prompt
-        own = deal(prompts, self._lengths, ranks.world_size // size)[ranks.rank // size]
+        samples = config.train.samples_per_prompt
+        own = self._deal(prompts)[ranks.rank // config.engine.tensor_parallel]
         self._bubbles.open(own)
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)
@@ -165,4 +183,5 @@ class RolloutGenerator:
         )
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
         rollouts, scores = unscored.scored()
-        return _Share(rollouts, unscored.generation.stats, bubble, texts, scores.failures, scores.waited_s)
+        counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
+        return _Share(rollouts, texts, counters)

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.engine import Engine, Request
 from specrl.timeline import PREGENERATION
-
-
-class PregeneratedText(NamedTuple):
-    """A pre-generated response, which may lack its end."""
-
-    prompt_id: int
-    seed: int
-    """The seed that it was sampled with."""
-    tokens: list[int]
 
 
 @dataclass

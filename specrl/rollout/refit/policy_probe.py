@@ -22,7 +22,7 @@ def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
     """Return a few of the policy's own responses with their prompts, each cut to `MAX_TOKENS` tokens."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     rollouts = read_rollouts(first)[:NUM_SEQUENCES]
-    return [(rollout.prompt_tokens + rollout.response_tokens)[:MAX_TOKENS] for rollout in rollouts]
+    return [[*rollout.prompt_tokens, *rollout.response_tokens][:MAX_TOKENS] for rollout in rollouts]
 
 
 def expected_difference(config: PrecisionConfig) -> float:

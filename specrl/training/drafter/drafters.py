@@ -8,26 +8,24 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from specrl.config import Config
-from specrl.distributed import Ranks
+from specrl.distributed import Ranks, sum_arrays
 from specrl.schemas import Rollout
 from specrl.training.drafter.mtp import Mtp
-from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary
+from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.megatron.policy import Policy
 
 
 def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks) -> Drafter:
-    """Return the drafter that pretraining starts from.
+    """Return the drafter that pretraining starts from (collective).
 
     Args:
-        responses: Responses of the policy, from which EAGLE-3's draft vocabulary is chosen.
+        responses: This rank's responses of the policy; EAGLE-3's draft vocabulary is chosen from those of all ranks.
     """
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
-    draft_tokens = choose_draft_vocabulary(
-        [response.response_tokens for response in responses],
-        AutoConfig.from_pretrained(policy_dir).vocab_size,
-        config.drafter.draft_vocab_size,
-    )
+    vocab_size = AutoConfig.from_pretrained(policy_dir).vocab_size
+    counts = sum_arrays(ranks, count_tokens([response.response_tokens for response in responses], vocab_size))
+    draft_tokens = choose_draft_vocabulary(counts, config.drafter.draft_vocab_size)
     return Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
 
 

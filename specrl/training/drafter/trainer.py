@@ -6,14 +6,15 @@ parameters only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -41,22 +42,28 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's names of its moments."""
 
 
-def choose_draft_vocabulary(token_lists: Iterable[Sequence[int]], vocab_size: int, size: int) -> Tensor:
+def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token of the vocabulary occurs, [vocab_size]."""
+    counts = np.zeros(vocab_size, np.int64)
+    for tokens in token_lists:
+        counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
+    return counts
+
+
+def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
     """Choose the most frequent tokens of the task's responses, filled up with the lowest ids that never occur.
 
-    They are at most `vocab_size - 1` tokens: with the full vocabulary, vLLM would take the drafter's head for the
+    They are at most one token less than the vocabulary: with all of it, vLLM would take the drafter's head for the
     policy's own.
+
+    Args:
+        counts: [vocab_size]: how often each token occurs.
 
     Returns:
         The target ids, int64 `[min(size, vocab_size - 1)]`, sorted.
     """
-    size = min(size, vocab_size - 1)
-    counts = Counter(token for tokens in token_lists for token in tokens)
-    by_frequency = sorted(counts, key=lambda token: (-counts[token], token))
-    chosen = by_frequency[:size]
-    unseen = (token for token in range(vocab_size) if token not in counts)
-    chosen += [token for token, _ in zip(unseen, range(size - len(chosen)), strict=False)]
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
+    by_frequency = np.argsort(-counts, kind="stable")  # the lowest of equally frequent ids first
+    return torch.from_numpy(np.sort(by_frequency[: min(size, len(counts) - 1)]))
 
 
 @torch.no_grad()

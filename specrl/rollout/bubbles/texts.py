@@ -1,0 +1,48 @@
+"""Pre-generated texts on their way from the ranks that made them to those that draft with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
+
+
+class PregeneratedText(NamedTuple):
+    """A pre-generated response, which may lack its end."""
+
+    prompt_id: int
+    seed: int
+    """The seed that it was sampled with."""
+    tokens: list[int]
+
+
+def deliver_texts(
+    ranks: Ranks, texts: Sequence[PregeneratedText], next_engines: Mapping[int, int], engine_size: int
+) -> list[PregeneratedText]:
+    """Send each text to the ranks of the engine that answers its prompt next (collective).
+
+    Args:
+        texts: The texts that this rank's engine generated; the first rank of an engine sends them.
+        next_engines: The engine that answers each prompt next, by the prompt's id; texts to other prompts are dropped.
+        engine_size: The number of consecutive ranks that are one engine.
+
+    Returns:
+        The texts to the prompts that this rank's engine answers next, in the order of the ranks that made them.
+    """
+    sent = list(texts) if ranks.rank % engine_size == 0 else []
+    numbers = {
+        "prompt_id": np.array([text.prompt_id for text in sent], np.int64),
+        "seed": np.array([text.seed for text in sent], np.int64),
+    }
+    columns, sender = gather_columns(ranks, numbers)
+    reader = np.array([next_engines.get(prompt, -1) for prompt in columns["prompt_id"].tolist()], np.int64)
+    everyone = range(ranks.world_size)
+    wanted = [np.flatnonzero(reader == rank // engine_size) for rank in everyone]
+    route = Route(sender, wanted, [np.flatnonzero(sender == rank) for rank in everyone])
+    tokens = deliver(ranks, {"tokens": Ragged.of([text.tokens for text in sent], np.int32)}, route)["tokens"]
+    own = wanted[ranks.rank]
+    about = zip(columns["prompt_id"][own].tolist(), columns["seed"][own].tolist(), tokens, strict=True)
+    return [PregeneratedText(prompt, seed, row.tolist()) for prompt, seed, row in about]

@@ -1,0 +1,133 @@
+"""The rollouts of a step over all ranks: every rank knows their numbers, and holds the tokens of its own alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrl.algorithms.advantages import group_advantages
+from specrl.config import TrainConfig
+from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
+from specrl.schemas import Rollout
+
+
+@dataclass
+class RolloutBatch:
+    """What a rank knows of the rollouts that all ranks generated; entry i of each array is about rollout i.
+
+    All is the same on every rank but `held`.
+    """
+
+    prompt_ids: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    engines: NDArray[np.int64]
+    """The number of the engine that generated each rollout."""
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    truncated: NDArray[np.bool_]
+    """Whether the response was cut off."""
+    advantages: NDArray[np.float64]
+    """The advantages, 0 until `assign_advantages` has set them."""
+    engine_size: int
+    """The number of consecutive ranks that are one engine."""
+    held: dict[int, Rollout]
+    """The rollouts that this rank's engine generated, by their number, which ascends."""
+
+    @classmethod
+    def gather(
+        cls,
+        ranks: Ranks,
+        rollouts: Sequence[Rollout],
+        *,
+        engine_size: int = 1,
+        prompt_places: Mapping[int, int] | None = None,
+    ) -> RolloutBatch:
+        """Gather the numbers of the rollouts of all engines (collective).
+
+        Args:
+            rollouts: The rollouts of this rank's engine. All ranks of an engine have the same ones, and rewards,
+                advantages and all else are those of its first rank.
+            engine_size: The number of consecutive ranks that are one engine.
+            prompt_places: The place of each prompt by its id. The rollouts are in the order of these and, within each
+                prompt, of its samples; by default they are in the order of the ranks.
+        """
+        speaks = ranks.rank % engine_size == 0
+        columns, origin = gather_columns(ranks, _numbers(rollouts if speaks else []))
+        order = np.arange(len(origin))
+        if prompt_places is not None:
+            places = np.array([prompt_places[prompt] for prompt in columns["prompt_ids"].tolist()], np.int64)
+            order = np.lexsort((columns["samples"], places))
+        engines = origin[order] // engine_size
+        # The rows of an engine were gathered in its own order, which `order` then changed.
+        gathered = np.flatnonzero(origin // engine_size == ranks.rank // engine_size)
+        number_of = np.argsort(order)[gathered]
+        held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
+        return cls(
+            **{name: column[order] for name, column in columns.items()},
+            engines=engines,
+            engine_size=engine_size,
+            held=dict(sorted(held.items())),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each rollout, prompt and response together."""
+        return self.prompt_lengths + self.response_lengths
+
+    def own(self, ranks: Ranks) -> list[Rollout]:
+        """Return the rollouts that this rank writes: those of its engine on the engine's first rank."""
+        return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
+
+    def assign_advantages(self, config: TrainConfig) -> None:
+        """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt."""
+        found = group_advantages(self.rewards.tolist(), self.prompt_ids.tolist(), config.advantage)
+        self.advantages = np.array(found, np.float64)
+        for number, rollout in self.held.items():
+            rollout.advantage = found[number]
+
+    def held_by(self, world_size: int) -> list[NDArray[np.int64]]:
+        """Return the numbers of the rollouts that each rank holds."""
+        by_engine = [np.flatnonzero(self.engines == engine) for engine in range(world_size // self.engine_size)]
+        return [by_engine[rank // self.engine_size] for rank in range(world_size)]
+
+    def homes(self) -> NDArray[np.int64]:
+        """Return one of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
+        found = self.first_ranks()
+        for engine in np.unique(self.engines):
+            own = self.engines == engine
+            found[own] += np.arange(np.count_nonzero(own)) % self.engine_size
+        return found
+
+    def first_ranks(self) -> NDArray[np.int64]:
+        """Return the first rank of the engine that generated each rollout."""
+        return self.engines * self.engine_size
+
+    def deliver(
+        self, ranks: Ranks, columns: Mapping[str, Ragged], wanted: Sequence[NDArray[np.int64]]
+    ) -> dict[str, Ragged]:
+        """Send rows of the rollouts to the ranks that want them (collective); see `specrl.distributed.deliver`.
+
+        Args:
+            columns: A row for each rollout in `held`.
+            wanted: By rank, the numbers of the rollouts whose rows it wants.
+        """
+        return deliver(ranks, columns, Route(self.first_ranks(), wanted, self.held_by(ranks.world_size)))
+
+
+def _numbers(rollouts: Sequence[Rollout]) -> dict[str, NDArray[np.generic]]:
+    return {
+        "prompt_ids": np.array([rollout.prompt_id for rollout in rollouts], np.int64),
+        "samples": np.array([rollout.sample for rollout in rollouts], np.int64),
+        "prompt_lengths": np.array([len(rollout.prompt_tokens) for rollout in rollouts], np.int64),
+        "response_lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
+        "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
+        "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
+        "advantages": np.array([rollout.advantage for rollout in rollouts], np.float64),
+    }

@@ -1,0 +1,165 @@
+"""Which rank trains on which rollouts; their tokens go there, and log-probs come back to where they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrl.data.dealing import deal_near_home
+from specrl.distributed import Ragged, Ranks, Route, deliver, gather_rows
+from specrl.schemas import Rollout, as_array
+from specrl.training.batches import TokenSequence
+from specrl.training.rollouts import RolloutBatch
+
+Rows = dict[int, NDArray[np.float32]]
+"""A value for each response token, by the number of the rollout."""
+
+
+class PlaceInPolicy(Protocol):
+    """The place of a rank in the layout of the policy, as `Policy` tells it."""
+
+    ranks: Ranks
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank among the data-parallel ranks."""
+        ...
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        ...
+
+    @property
+    def tp_rank(self) -> int:
+        """The number of this rank among the tensor-parallel ranks."""
+        ...
+
+    @property
+    def pp_rank(self) -> int:
+        """The number of this rank's pipeline stage."""
+        ...
+
+    @property
+    def pp_size(self) -> int:
+        """The number of pipeline stages."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnRollouts:
+    """The rollouts that this rank trains on, as arrays."""
+
+    places: dict[int, int]
+    """The position in the columns by the number of the rollout."""
+    columns: Mapping[str, Ragged]
+    """By name, a row for each rollout: `prompt` and `response`, int32 tokens, and `generation_logprobs`, float32, the
+    engine's log-prob of each response token under the whole distribution. The latter has rows only on ranks that
+    compute the loss, those of the last pipeline stage."""
+
+    def row(self, column: str, number: int) -> NDArray[np.generic]:
+        """Return the row of a rollout."""
+        return self.columns[column][self.places[number]]
+
+    def sequence(self, number: int) -> TokenSequence:
+        """Return the tokens of a rollout, prompt and response."""
+        prompt = self.columns["prompt"][self.places[number]]
+        response = self.columns["response"][self.places[number]]
+        return TokenSequence(np.concatenate([prompt, response]), len(prompt), number)
+
+
+@dataclass(frozen=True)
+class TrainingShares:
+    """The rollouts that each data-parallel rank trains on, in one or several updates; the same on every rank."""
+
+    ranks: Ranks
+    dealt: list[list[list[int]]]
+    """By update and data-parallel rank: the numbers of its rollouts."""
+    dp_ranks: NDArray[np.int64]
+    """By rank: its data-parallel rank."""
+    computes_loss: NDArray[np.bool_]
+    """By rank: whether it is on the last pipeline stage, where log-probs are computed and compared."""
+    is_first_shard: NDArray[np.bool_]
+    """By rank: whether it is the first of the tensor-parallel ranks, which all have the same log-probs."""
+
+    @classmethod
+    def of(cls, place: PlaceInPolicy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:
+        """Deal each update's rollouts in shares of about equal length; most stay where they are (collective).
+
+        Args:
+            parts: By update, the numbers of the rollouts.
+        """
+        own = [place.dp_rank, place.pp_rank == place.pp_size - 1, place.tp_rank == 0]
+        layout = gather_rows(place.ranks, np.array(own, np.int64))
+        homes, lengths = layout[rollouts.homes(), 0], rollouts.lengths
+        dealt = []
+        for part in parts:
+            shares = deal_near_home(lengths[part].tolist(), homes[part].tolist(), place.dp_size)
+            dealt.append([[part[item] for item in share] for share in shares])
+        return cls(place.ranks, dealt, layout[:, 0], layout[:, 1] == 1, layout[:, 2] == 1)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its data-parallel rank about log-probs."""
+        return bool(self.computes_loss[self.ranks.rank] and self.is_first_shard[self.ranks.rank])
+
+    def own(self, update: int) -> list[int]:
+        """Return the numbers of the rollouts that this rank trains on in one of the updates."""
+        return self.dealt[update][int(self.dp_ranks[self.ranks.rank])]
+
+    def deliver_tokens(self, rollouts: RolloutBatch) -> OwnRollouts:
+        """Send each rollout's tokens to the ranks that train on it (collective)."""
+        trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
+        columns = rollouts.deliver(self.ranks, token_columns(list(rollouts.held.values())), trained)
+        return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
+
+    def deliver(self, rollouts: RolloutBatch) -> OwnRollouts:
+        """Send each rollout's tokens, and the engine's log-probs to the ranks that compute the loss (collective)."""
+        own = self.deliver_tokens(rollouts)
+        trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
+        compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
+        logprobs = rollouts.deliver(self.ranks, logprob_columns(list(rollouts.held.values())), compared)
+        return OwnRollouts(own.places, {**own.columns, **logprobs})
+
+    def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
+        """Give rollouts the `policy_logprobs` that were found, on the ranks that write them (collective).
+
+        Args:
+            found: The log-probs of this rank's rollouts; they are not read on a rank that computes no loss.
+        """
+        everyone = range(self.ranks.world_size)
+        held = [self._trained_by(rank) if self.computes_loss[rank] else _NONE for rank in everyone]
+        sender = np.full(len(rollouts), -1, np.int64)
+        for rank in np.flatnonzero(self.computes_loss & self.is_first_shard):
+            sender[held[rank]] = rank
+        written_by = np.where(sender >= 0, rollouts.first_ranks(), -1)
+        wanted = [np.flatnonzero(written_by == rank) for rank in everyone]
+        rows = Ragged.of([found[number] for number in held[self.ranks.rank].tolist()], np.float32)
+        returned = deliver(self.ranks, {"logprobs": rows}, Route(sender, wanted, held))["logprobs"]
+        for number, row in zip(wanted[self.ranks.rank].tolist(), returned, strict=True):
+            rollouts.held[number].policy_logprobs = as_array("f", row)
+
+    def _trained_by(self, rank: int) -> NDArray[np.int64]:
+        """Return the numbers of the rollouts that a rank trains on in any of the updates, in ascending order."""
+        dp_rank = int(self.dp_ranks[rank])
+        return np.array(sorted(number for update in self.dealt for number in update[dp_rank]), np.int64)
+
+
+def token_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
+    """Return the tokens of rollouts as columns to deliver."""
+    return {
+        "prompt": Ragged.of([rollout.prompt_tokens for rollout in rollouts], np.int32),
+        "response": Ragged.of([rollout.response_tokens for rollout in rollouts], np.int32),
+    }
+
+
+def logprob_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
+    """Return the engine's log-probs of rollouts as a column to deliver, under the whole distribution."""
+    return {"generation_logprobs": Ragged.of([rollout.whole_generation_logprobs for rollout in rollouts], np.float32)}
+
+
+_NONE = np.empty(0, np.int64)
