@@ -47,7 +47,11 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the jobs and the memory of each rank, and submit nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the jobs, the memory of each rank, and what a step sends and stores; submit nothing.",
+        ),
     ] = False,
 ) -> None:
     """Run all stages of a configuration.

@@ -43,7 +43,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
-        host += memory.copy_items(rank)
+        host += [*memory.copy_items(rank), memory.rollout_item(rank)]
     if stage == "validate" and _has_default_engine(rank):
         host += memory.default_engine_items(rank)
     if not rank.gpu:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from specrl.config import Config
 from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import ModelShape
+from specrl.projection.exchange import ExchangeShape, exchange_cost
 from specrl.projection.refit import Layout, refit_cost
 
 GIB = 2**30
@@ -37,6 +38,10 @@ the logits and their log-probabilities."""
 GRAPHS_GIB = 2.0
 """The GiB of a compiled engine's CUDA graphs, which stay on the GPU while the engine sleeps."""
 GRAPHS = "engine's CUDA graphs"
+EXPERTS_IN_A_BYTE = 256
+"""The largest number of experts that are told apart by one byte (`rollout/vllm/experts/routes.py`)."""
+PREGENERATED = 0.5
+"""The assumed share of the next step's tokens that idle engines generate before it."""
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
 ATTENTION_SCORES = 2**26
@@ -98,6 +103,12 @@ class Rank:
         """How the trainer's ranks share the policy."""
         policy = self.config.policy
         return Layout(policy.tensor_parallel, policy.pipeline_parallel, self.expert_parallel)
+
+    @property
+    def route_bytes(self) -> int:
+        """The bytes in which the experts of one token are kept, in all layers; 0 without experts."""
+        shape = self.shape
+        return shape.num_layers * shape.experts_per_token * (1 if shape.num_experts <= EXPERTS_IN_A_BYTE else 2)
 
     @property
     def layers(self) -> int:
@@ -412,6 +423,35 @@ def refit_item(rank: Rank) -> MemoryItem:
     """Return what a refit holds beside the parameters: the tensors of a message, in parts and whole."""
     peak = refit_cost(rank.shape, rank.layout, element_size=rank.dtype_bytes).peak_bytes
     return _item("refit buffer", peak, "tensors on their way, in parts and whole", "refit")
+
+
+def step_rollouts(rank: Rank, mean_tokens: float) -> ExchangeShape:
+    """Return what is known of the rollouts of a step before it.
+
+    Args:
+        mean_tokens: The mean number of tokens of a prompt with its response.
+    """
+    config = rank.config
+    prompt = min(config.max_prompt_tokens, mean_tokens / 2)
+    return ExchangeShape(
+        prompts=config.train.prompts_per_step,
+        samples=config.train.samples_per_prompt,
+        prompt_tokens=round(prompt),
+        response_tokens=round(mean_tokens - prompt),
+        ranks=config.resources_of("train").ranks,
+        engine_size=config.engine.tensor_parallel,
+        tensor_parallel=config.policy.tensor_parallel,
+        pipeline_parallel=config.policy.pipeline_parallel,
+        kept_mass=config.sampling.top_p < 1 or config.sampling.top_k > 0,
+        route_bytes=rank.route_bytes,
+        pregenerated=PREGENERATED if config.bubbles.pregenerates else 0.0,
+    )
+
+
+def rollout_item(rank: Rank) -> MemoryItem:
+    """Return the host memory of a step's rollouts, if all of them have the full length."""
+    shape = step_rollouts(rank, rank.config.model.max_length)
+    return _item("rollouts of a step", exchange_cost(shape).host, f"{shape.rollouts} of full length on all ranks")
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:

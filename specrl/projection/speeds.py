@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specrl.config import Config
+from specrl.projection.memory import PREGENERATED
 
 GB = 1e9
 """The bytes of a GB, in which speeds are given."""
@@ -49,6 +50,7 @@ class Speeds:
             f"{host:g} GB/s from a rank to host memory",
             f"{disk:g} GB/s to the disk of runs_dir, for all nodes together (cluster.disk_gb_per_s)",
             f"{mean:g} tokens of prompt and response on average, {MEAN_FILL:.0%} of model.max_length",
+            f"{PREGENERATED:.0%} of the next step's tokens generated before it, where idle engines do that",
             "transfers are counted one after another, none of them hidden behind computation",
         )
         return cls(inside, network, host, disk, mean, lines)

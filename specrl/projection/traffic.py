@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrl.projection.memory import FP32, GIB, Rank
+from specrl.projection.exchange import exchange_cost
+from specrl.projection.memory import FP32, GIB, Rank, step_rollouts
 from specrl.projection.refit import refit_cost
 from specrl.projection.speeds import GB, Speeds
 
@@ -163,11 +164,11 @@ def _generation(rank: Rank, speeds: Speeds) -> Transfer:
 
 
 def _exchange(rank: Rank, speeds: Speeds) -> Transfer:
-    """Return the rollouts that a rank gets from others: tokens and log-probs of its share of the update."""
+    """Return the rollouts that the first rank of an engine gets from others, and passes on to the others of its own."""
     every = _group(rank, rank.config.resources_of("train").ranks)
-    tokens = _tokens_of_step(rank, speeds) / rank.data_parallel
-    size = tokens * 2 * FP32
-    return every.direct("exchange of rollouts", size * every.share, f"{tokens:.0f} tokens x int32 and float32")
+    shape = step_rollouts(rank, speeds.mean_tokens)
+    how = f"{shape.rollouts} rollouts: numbers of all, tokens and log-probs of its own share"
+    return every.direct("exchange of rollouts", exchange_cost(shape).received, how)
 
 
 def _tokens_of_step(rank: Rank, speeds: Speeds) -> float:

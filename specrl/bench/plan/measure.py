@@ -3,7 +3,8 @@
 Counted are the bytes that torch's CPU allocator has given out: those of all tensors, and nothing else. Libraries, the
 interpreter and files that are mapped into memory are not among them, nor are they in what is compared with it. An
 engine on a CPU packs the weights of its linear layers into memory of its own; what its start has taken from the C
-library beyond tensors is added for that. Another engine was started and ended before, so that no import is among it.
+library beyond tensors is added for that. `warm_up` has started and ended another engine before, so that no import is
+among it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def measure(size: Size, folder: Path) -> MeasuredSize:
     """Run each part of a step of the train stage once on one rank, and return its memory beside the plan.
 
     Args:
-        folder: An empty folder.
+        folder: A folder that does not exist.
     """
     policy_dir = folder / "policy"
     config = write_policy(size, policy_dir)
@@ -106,11 +107,23 @@ def measure(size: Size, folder: Path) -> MeasuredSize:
     (budget,) = budgets.stage_budgets("train", rank)
     items = tuple(item for item in budget.items if item.name != budgets.LIBRARIES)
     new_drafter(config, policy_dir).save(folder / "drafter", policy_version=0)
-    Engine(policy_dir, folder / "drafter", config=config, seed=0).shutdown()
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         taken = run_parts(size, config, policy_dir, folder)
     phases = phases_of(profiled)
     return MeasuredSize(size, items, phases, taken - (phases["engine"].held - phases["drafter"].held))
+
+
+def warm_up(size: Size, folder: Path) -> None:
+    """Start and end an engine of this size, which imports all that an engine needs.
+
+    Args:
+        folder: A folder that does not exist.
+    """
+    policy_dir = folder / "policy"
+    config = write_policy(size, policy_dir)
+    new_drafter(config, policy_dir).save(folder / "drafter", policy_version=0)
+    Engine(policy_dir, folder / "drafter", config=config, seed=0).shutdown()
 
 
 def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> int:
