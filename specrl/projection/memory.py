@@ -457,14 +457,14 @@ def rollout_item(rank: Rank) -> MemoryItem:
 def copy_items(rank: Rank) -> list[MemoryItem]:
     """Return the copies in host memory of what the stage trains.
 
-    A checkpoint is written from a copy of the rank's part of the optimizer while the next step runs. The guard of the
-    drafter keeps its last good version, and after a refit has the next one beside it for a moment.
+    A checkpoint is written from a copy of the rank's part of the optimizer and, on the first rank, of the drafter while
+    the next step runs. The guard of the drafter keeps its last good version.
     """
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
-        items += [_item("last good drafter", size, how), _item("next good drafter", size, how, "refit")]
+        items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]
     return items
 
 

@@ -102,8 +102,10 @@ def save_steps(folder: Path, retention: Retention, *steps: int, best: int | None
     for step in steps:
         while policy.num_updates < step:
             policy.train()
-        checkpoints.save(step, ToyDrafter().state, {"about": step}, {"rank": 0})
+        drafter = ToyDrafter()
+        checkpoints.save(step, drafter.state, {"about": step}, {"rank": 0})
         policy.train()  # while it is written
+        drafter.state["model/fc"].add_(1)
         checkpoints.wait()
         if step == best:
             checkpoints.mark_best(step)

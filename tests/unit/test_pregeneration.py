@@ -132,19 +132,35 @@ def test_what_is_unfinished_at_the_end_is_kept_and_nothing_follows_the_last_step
     assert not activity.work(lambda: False) and activity.texts == []
 
 
-def test_the_last_good_drafter_is_the_one_that_a_checkpoint_restored() -> None:
+def test_the_guard_copies_a_drafter_once_for_each_change_into_the_same_memory() -> None:
+    copies: list[float] = []
     state = {"fc": torch.zeros(2)}
-    drafter = SimpleNamespace(state_dict=lambda: state, named_weights=dict, load_state_dict=state.update)
-    guard = DrafterGuard(cast(Engine, SimpleNamespace(speculates=True)), cast(Any, drafter), [], ALONE)
-    state["fc"] = torch.ones(2)  # a checkpoint is loaded after the guard was made
+
+    def state_dict() -> dict[str, torch.Tensor]:
+        copies.append(state["fc"][0].item())
+        return state
+
+    drafter = SimpleNamespace(state_dict=state_dict, named_weights=dict, load_state_dict=dict, changes=0)
+    guard = DrafterGuard(cast(Engine, CountingEngine()), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    state["fc"] += 1  # a checkpoint is loaded after the guard was made
+    drafter.changes += 1
     guard.renew()
-    restored = guard.drafter_state()
-    assert restored is not None and torch.equal(restored["fc"], torch.ones(2))
+    address = guard._last_good["fc"].data_ptr()
+    for version in range(3):
+        assert not guard.check(version).reloaded
+        assert guard._last_good["fc"].tolist() == [1, 1]
+    assert copies == [1]
+    state["fc"] += 1
+    drafter.changes += 1
+    guard.check(4)
+    guard.check(4)
+    assert copies == [1, 2] and guard._last_good["fc"].tolist() == [2, 2]
+    assert guard._last_good["fc"].data_ptr() == address != state["fc"].data_ptr()
 
 
 def test_the_guard_probes_the_drafter_without_stored_text() -> None:
     engine = CountingEngine()
-    drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict)
+    drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict, changes=0)
     guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
     assert guard.check(1).acceptance_length == 2.0
     assert engine.stored_when_asked == [0]

@@ -28,9 +28,9 @@ from specrl.models.shapes import model_shape
 from specrl.projection import budgets, memory
 from specrl.projection.memory import MemoryItem, Rank
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.refit.drafter_guard import snapshot
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.host_copy import HostTensors
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -141,6 +141,7 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> int
     with phase("engine"):
         engine = Engine(policy_dir, folder / "drafter", config=config, seed=0)
     taken = allocated_bytes() - before
+    last_good = HostTensors()
     for step in range(2):  # the second step's peak has Adam's moments and the guard's copy from its beginning
         with phase(f"generation {step}"):
             engine.generate(requests(size))
@@ -151,12 +152,12 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> int
         del features
         with phase(f"refit {step}"):
             engine.refit(policy.hf_weights(), drafter.named_weights(), version=step + 1)
-            good = snapshot(drafter)
+            last_good.take(drafter.state_dict())
         if not step:
             with phase("checkpoint"):
                 checkpoints = Checkpoints(folder / "checkpoints", policy, Retention(1))
         with phase(f"saving {step}"):
-            checkpoints.save(step, good, {}, {})
+            checkpoints.save(step, drafter.state_dict(), {}, {})
             checkpoints.wait()
     engine.shutdown()
     return taken

@@ -23,6 +23,7 @@ from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.vllm.load import Weights
 from specrl.schemas import read_rollouts
+from specrl.training.checkpoint.host_copy import HostTensors
 
 NUM_REQUESTS = 8
 """The number of requests of the probe."""
@@ -32,6 +33,10 @@ PROBE_TOKENS = 24
 
 class TrainedDrafter(Protocol):
     """What the guard needs of the trainer's drafter, which is the same on every rank."""
+
+    @property
+    def changes(self) -> int:
+        """How many times it was changed; as long as the number stays, so does the state."""
 
     def named_weights(self) -> Weights: ...
 
@@ -116,7 +121,10 @@ class GuardReport:
 
 
 class DrafterGuard:
-    """Keeps the last good version of the drafter in memory, on the CPU. `check` is collective over the ranks."""
+    """Keeps the last good version of the drafter in host memory. `check` is collective over the ranks.
+
+    It is copied after a check that found it good, and only if it has changed since the last copy: at most once a step.
+    """
 
     def __init__(self, engine: Engine, drafter: TrainedDrafter | None, requests: list[Request], ranks: Ranks) -> None:
         self._engine = engine
@@ -124,13 +132,18 @@ class DrafterGuard:
         self._requests = requests
         self._ranks = ranks
         self._watch = AcceptanceWatch()
-        self._last_good = snapshot(drafter)
+        self._buffers = HostTensors()
+        self._last_good: dict[str, Tensor] = {}
+        self._copied: int | None = None
+        """The number of changes of the drafter that was copied last."""
         self._stats = SpeculationStats()
         self._events: list[str] = []
 
     def renew(self) -> None:
-        """Take the trainer's present drafter, which was restored from a checkpoint, for the last good one."""
-        self._last_good = snapshot(self._drafter)
+        """Take the trainer's present drafter, which may come from a checkpoint, for the last good one."""
+        if self._drafter is not None and self._drafter.changes != self._copied:
+            self._last_good = self._buffers.take(self._drafter.state_dict())
+            self._copied = self._drafter.changes
 
     def check(self, version: int) -> GuardReport:
         """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
@@ -141,7 +154,7 @@ class DrafterGuard:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
         fault = self._fault(version)
         if fault is None:
-            self._last_good = snapshot(self._drafter)
+            self.renew()
             return self._report(reloaded=False)
         event = f"drafter collapse after refit {version}: {fault}"
         self._reload()
@@ -162,14 +175,6 @@ class DrafterGuard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
         self._watch.restore(state)
-
-    def drafter_state(self) -> dict[str, Tensor] | None:
-        """Return a copy of the drafter's present state on the CPU, which nobody changes; None without a drafter.
-
-        After a refit that is the last good version: either it was found good, or it was loaded again.
-        """
-        checked = self._drafter is not None and self._engine.speculates
-        return self._last_good if checked else snapshot(self._drafter)
 
     def take_events(self) -> list[str]:
         """Return the collapses since the last call, and what was done about each."""
@@ -225,16 +230,10 @@ class DrafterGuard:
         return generation
 
     def _reload(self) -> None:
-        assert self._drafter is not None and self._last_good is not None
+        assert self._drafter is not None and self._last_good, "renew comes first"
         self._drafter.load_state_dict(self._last_good)
+        self._copied = self._drafter.changes
         self._engine.refit_drafter(self._drafter.named_weights())
-
-
-def snapshot(drafter: TrainedDrafter | None) -> dict[str, Tensor] | None:
-    """Return a copy of the drafter's state on the CPU; None without a drafter."""
-    if drafter is None:
-        return None
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
 
 
 def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:

@@ -125,8 +125,11 @@ class Refit:
         self._guard.restore(state)
 
     def drafter_state(self) -> dict[str, Tensor] | None:
-        """Return a copy of the drafter's state on the CPU as of the last refit; None without a drafter."""
-        return self._guard.drafter_state()
+        """Return the drafter's state, the tensors themselves; None without a drafter.
+
+        Between a refit and the next generation it is the last good version: it was found good or loaded again.
+        """
+        return self._drafter.state_dict() if self._drafter is not None else None
 
     def take_events(self) -> list[str]:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""

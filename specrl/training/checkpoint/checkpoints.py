@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from specrl.artifacts import write_json
 from specrl.lineage.record import BEST_FILE
 from specrl.training.checkpoint.files import sync_folder, tensor_parts, write_blocks
-from specrl.training.checkpoint.host_copy import HostCopy
+from specrl.training.checkpoint.host_copy import HostCopy, HostTensors
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainedDrafter, TrainedPolicy, load_verified
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
 
@@ -77,7 +77,7 @@ class Checkpoints:
         """Allocate the host memory for a copy of the state; remove what an interrupted start has left half-written."""
         self.directory = directory
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
-        self._copy = HostCopy(policy.shards())
+        self._copy, self._drafter_copy = HostCopy(policy.shards()), HostTensors()
         self._pieces = self._ranks.gather(self._copy.pieces)
         seconds = directory / SECONDS_FILE
         self.seconds = float(json.loads(seconds.read_text())["seconds"]) if seconds.exists() else 0.0
@@ -134,7 +134,7 @@ class Checkpoints:
         The last save is waited for.
 
         Args:
-            drafter: The drafter's state on the CPU, which nobody changes any more; the first rank's is written.
+            drafter: The drafter's state, of which the first rank's is written.
             state: What is stored once, as JSON, the first rank's.
             rank_state: What is stored for this rank, as JSON.
 
@@ -159,7 +159,7 @@ class Checkpoints:
         self._reported.clear()
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
         if drafter is not None and self._ranks.is_first:
-            parts[DRAFTER_FILE] = tensor_parts(drafter)
+            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.take(drafter))
         number, own = self._number, _as_json(rank_state)
         self._writing = _beside(lambda: self._write(number, manifest, parts, own))
 

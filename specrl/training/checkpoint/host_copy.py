@@ -1,8 +1,8 @@
-"""A copy of a rank's share of the optimizer's state in host memory, in the order in which a file holds it."""
+"""Copies in host memory of what is trained, in buffers that are filled again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,10 +12,35 @@ from specrl.training.checkpoint.manifest import stored_name
 from specrl.training.checkpoint.pieces import Piece, Shard
 
 
-class HostCopy:
-    """One buffer in host memory, pinned where there is a GPU, that is filled again for every checkpoint.
+class HostTensors:
+    """Copies of named tensors in host memory, pinned where the tensors are on a GPU."""
 
-    The optimizer updates its tensors in place, and the next update may begin before a checkpoint is written.
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors and return the copies, which are those of the last call, filled again, where they fit."""
+        buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return dict(buffers)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        known = self._buffers.get(name)
+        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
+            return known
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class HostCopy:
+    """A copy of a rank's share of the optimizer's state, in the order in which a file holds it.
+
+    It is one buffer, pinned where there is a GPU, that is filled again for every checkpoint. The optimizer updates its
+    tensors in place, and the next update may begin before a checkpoint is written.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:

@@ -137,6 +137,8 @@ class Drafter:
         self._policy_config = AutoConfig.from_pretrained(policy_dir)
         self._seed = seed
         self._updates = 0
+        self.changes = 0
+        """The number of times that what `state_dict` returns was changed."""
         policy = TensorReader(policy_dir)
         for name in model.SHARED:
             model.share(name, policy.read(name))
@@ -310,6 +312,7 @@ class Drafter:
                 if boundaries is not None and result.flag and so_far.done < epochs * num_steps:
                     boundaries.reached(self, so_far)
         self._updates += train
+        self.changes += train
         self._all_reduce(so_far.sums)
         self._all_reduce(so_far.loss)
         steps = max(num_steps, 1)
@@ -344,6 +347,7 @@ class Drafter:
         Args:
             weight: This rank's weight; those of all ranks add up to 1.
         """
+        self.changes += 1
         for parameter in self._parameters:
             state = self.optimizer.state[parameter]
             if not state:  # a rank that has not trained yet
@@ -397,6 +401,7 @@ class Drafter:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.changes += 1
         return norm
 
     def _all_reduce(self, tensor: Tensor) -> None:
@@ -447,6 +452,7 @@ class Drafter:
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
         self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
         self.optimizer.state.clear()
+        self.changes += 1
         steps, self._updates = int(state["adam_steps"]), int(state["updates"])
         for name, parameter in self.model.named_parameters():
             if f"exp_avg/{name}" in state:
