@@ -35,6 +35,7 @@ from specrl.bench.settings import (
     CheckpointSettings,
     ControlBenchSettings,
     DrafterSettings,
+    ExchangeSettings,
     PlanSettings,
     PrecisionSettings,
     RolloutSettings,
@@ -52,6 +53,7 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
     "checkpoints": CheckpointSettings,
+    "exchange": ExchangeSettings,
     "plan": PlanSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
