@@ -1,0 +1,67 @@
+"""Starts the trainer of a tiny policy on eight ranks, as a job does, and counts what that takes of each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from specrl.config import PolicyConfig
+from specrl.distributed import join, leave
+from specrl.models.hf_io import TensorReader
+from specrl.precision import recipe
+from specrl.processes import free_port
+from specrl.training.megatron.policy import Policy
+
+RANKS = 8
+LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2}
+
+
+def _rank_main(rank: int, port: int, scratch: Path) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    found: dict[str, Any] = {"groups": [], "bytes": 0, "hashed": 0}
+    _count(found)
+    ranks = join()
+    recipe.load_recipe(scratch / "scales.json", scratch / "policy", ranks)
+    Policy(scratch / "policy", PolicyConfig(**LAYOUT), dtype="float32", ranks=ranks, seed=0)
+    ranks.barrier()
+    connections = psutil.Process().net_connections("tcp")
+    found["connections"] = sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
+    torch.save(found, scratch / f"start-{rank}.pt")
+    leave()
+
+
+def _count(found: dict[str, Any]) -> None:
+    """Note the groups that this rank is in, the bytes of weights that it reads, and how many files it hashes."""
+    new_group, read_slice, file_digest = dist.new_group, TensorReader.read_slice, recipe.file_digest
+
+    def counted_group(ranks: list[int], *args: Any, **options: Any) -> Any:
+        if dist.get_rank() in ranks:
+            found["groups"].append(tuple(ranks))
+        return new_group(ranks, *args, **options)
+
+    def counted_read(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = read_slice(*args, **options)
+        found["bytes"] += tensor.nbytes
+        return tensor
+
+    def counted_digest(path: Path) -> str:
+        found["hashed"] += 1
+        return file_digest(path)
+
+    dist.new_group = counted_group  # type: ignore[assignment]
+    TensorReader.read_slice = counted_read  # type: ignore[method-assign]
+    recipe.file_digest = counted_digest
+
+
+def start_all(scratch: Path) -> list[dict[str, Any]]:
+    """What each rank counted."""
+    torch.multiprocessing.spawn(_rank_main, (free_port(), scratch), nprocs=RANKS)
+    return [torch.load(scratch / f"start-{rank}.pt", weights_only=False) for rank in range(RANKS)]
