@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def _count(found: dict[str, Any]) -> None:
 
     def counted_group(ranks: list[int], *args: Any, **options: Any) -> Any:
         if dist.get_rank() in ranks:
-            found["groups"].append(tuple(ranks))
+            found["groups"].append(tuple(sorted(ranks)))
         return new_group(ranks, *args, **options)
 
     def counted_read(*args: Any, **options: Any) -> torch.Tensor:
@@ -62,6 +64,11 @@ def _count(found: dict[str, Any]) -> None:
 
 
 def start_all(scratch: Path) -> list[dict[str, Any]]:
-    """What each rank counted."""
-    torch.multiprocessing.spawn(_rank_main, (free_port(), scratch), nprocs=RANKS)
+    """What each rank counted. One process imports what all of them need, and they are copies of it."""
+    subprocess.run([sys.executable, "-W", "ignore", __file__, str(scratch)], check=True)
     return [torch.load(scratch / f"start-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+if __name__ == "__main__":
+    arguments = (free_port(), Path(sys.argv[1]))
+    torch.multiprocessing.start_processes(_rank_main, arguments, nprocs=RANKS, start_method="fork")

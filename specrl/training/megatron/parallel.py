@@ -76,7 +76,7 @@ def _one_group_for_equal_ranks() -> Iterator[None]:
     made: dict[tuple[Any, ...], Any] = {}
 
     def create_group(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
-        key = (*ranks, backend)
+        key = (*sorted(ranks), backend)
         if key not in made:
             made[key] = create(ranks, backend=backend, **options)
         return made[key]
