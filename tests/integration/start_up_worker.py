@@ -19,9 +19,10 @@ from specrl.models.hf_io import TensorReader
 from specrl.precision import recipe
 from specrl.processes import free_port
 from specrl.training.megatron.policy import Policy
+from tests.traffic import refit_traffic
 
 RANKS = 8
-LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2}
+LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 
 
 def _rank_main(rank: int, port: int, scratch: Path) -> None:
@@ -32,12 +33,21 @@ def _rank_main(rank: int, port: int, scratch: Path) -> None:
     _count(found)
     ranks = join()
     recipe.load_recipe(scratch / "scales.json", scratch / "policy", ranks)
-    Policy(scratch / "policy", PolicyConfig(**LAYOUT), dtype="float32", ranks=ranks, seed=0)
+    policy = Policy(scratch / "policy", PolicyConfig(**LAYOUT), dtype="float32", ranks=ranks, seed=0)
     ranks.barrier()
     connections = psutil.Process().net_connections("tcp")
     found["connections"] = sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
+    found["wrong"] = wrong_tensors(policy)
+    found["stage"], found["traffic"] = policy.pp_rank, refit_traffic(policy)
     torch.save(found, scratch / f"start-{rank}.pt")
     leave()
+
+
+def wrong_tensors(policy: Policy) -> list[str]:
+    """The names of the tensors that a refit would not send as they are on disk."""
+    expected = dict(TensorReader(policy.model_dir).items())
+    sent = {name: tensor.clone() for name, tensor in policy.hf_weights() if name in expected}
+    return [name for name, tensor in expected.items() if name not in sent or not torch.equal(sent[name], tensor)]
 
 
 def _count(found: dict[str, Any]) -> None:

@@ -96,28 +96,15 @@ def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype:
         shape: The shape of that tensor, known on every stage.
         dtype: The type of that tensor, known on every stage.
     """
-    return _broadcast(parallel_state.get_pipeline_model_parallel_group(), stage, tensor, shape, dtype)
-
-
-def from_expert_rank(rank: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the tensor that expert-parallel rank `rank` holds, on all of them; all ranks of their group call it.
-
-    Arguments are as in `from_stage`.
-    """
-    return _broadcast(parallel_state.get_expert_model_parallel_group(), rank, tensor, shape, dtype)
-
-
-def _broadcast(
-    group: dist.ProcessGroup, source: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+    group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         assert tensor is not None
         return tensor
-    if group.rank() == source:
+    if group.rank() == stage:
         assert tensor is not None and tuple(tensor.shape) == shape and tensor.dtype == dtype
         tensor = tensor.contiguous()
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tensor = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
     return tensor

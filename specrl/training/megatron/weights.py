@@ -72,6 +72,13 @@ class Parameter:
         )
 
     @property
+    def sharers(self) -> Any:
+        """The process group of the ranks of this stage that hold different parts of it, or different experts."""
+        if self.expert_rank is not None:
+            return parallel_state.get_expert_model_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
     def replicas(self) -> Any:
         """The process group of the ranks that hold the same part of it as this rank."""
         if self.expert_rank is not None:
