@@ -202,7 +202,7 @@ class Config(Section):
                         f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
                         "(nodes x ranks_per_node, in resources or stage_resources)"
                     )
-        self._check_expert_ranks(users)
+        self._check_expert_ranks(stage for stage, sizes in users.items() if (policy, shard) in sizes)
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
@@ -217,11 +217,15 @@ class Config(Section):
             )
 
     def _check_expert_ranks(self, stages: Iterable[StageName]) -> None:
-        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them."""
+        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them.
+
+        Args:
+            stages: The stages that load the policy into the trainer.
+        """
         size = self.policy.expert_parallel
         for stage in stages:
             ranks = self.resources_of(stage).ranks // self.policy.pipeline_parallel
-            if stage in ("pretrain", "calibrate", "train") and ranks % size:
+            if ranks % size:
                 raise ValueError(
                     f"policy.expert_parallel = {size} does not divide the {ranks} ranks of a pipeline stage in the "
                     f"{stage} stage (nodes x ranks_per_node / policy.pipeline_parallel)"

@@ -17,6 +17,8 @@ HOST_GB_PER_S = {0: 5.0, 1: 20.0}
 """Between a rank's memory and a copy in host memory: a copy in memory, or PCIe 5 with pinned memory, shared by two."""
 DISK_GB_PER_S = {0: 0.5, 1: 5.0}
 """From all nodes together to the file system of the runs folder: a disk, or a parallel file system."""
+MESSAGE_S = 50e-6
+"""The seconds that a message takes beside its bytes."""
 MEAN_FILL = 0.5
 """The mean length of prompt and response together, as a share of `model.max_length`."""
 
@@ -49,6 +51,7 @@ class Speeds:
             f"{network:g} GB/s for each rank between nodes (cluster.network_gb_per_s)",
             f"{host:g} GB/s from a rank to host memory",
             f"{disk:g} GB/s to the disk of runs_dir, for all nodes together (cluster.disk_gb_per_s)",
+            f"{MESSAGE_S * 1e6:g} us for each message of a refit",
             f"{mean:g} tokens of prompt and response on average, {MEAN_FILL:.0%} of model.max_length",
             f"{PREGENERATED:.0%} of the next step's tokens generated before it, where idle engines do that",
             "transfers are counted one after another, none of them hidden behind computation",

@@ -9,12 +9,12 @@ what ranks send each other directly stays in the node where both are in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specrl.projection.exchange import exchange_cost
 from specrl.projection.memory import FP32, GIB, Rank, step_rollouts
 from specrl.projection.refit import refit_cost
-from specrl.projection.speeds import GB, Speeds
+from specrl.projection.speeds import GB, MESSAGE_S, Speeds
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,13 @@ class Transfer:
     """The GiB from ranks of other nodes."""
     how: str
     """The factors from which the size was computed, in words."""
+    messages: int = 0
+    """The number of messages, where they are so many that it counts."""
 
     def seconds(self, speeds: Speeds) -> float:
         """Return the seconds of the transfer, if nothing else goes on."""
-        return (self.inside_gib / speeds.inside + self.network_gib / speeds.network) * GIB / GB
+        size = (self.inside_gib / speeds.inside + self.network_gib / speeds.network) * GIB / GB
+        return size + self.messages * MESSAGE_S
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,10 @@ def _refit(rank: Rank) -> list[Transfer]:
     stages = _group(rank, layout.pipeline_parallel, layout.tensor_parallel * rank.data_parallel)
     ranks = _group(rank, max(layout.tensor_parallel, layout.expert_parallel))
     size = f"{rank.shape.parameters / 1e9:.2f} G parameters x {rank.dtype_bytes} B"
+    whole = f"{size}, made whole, in {cost.messages} messages"
     return [
         stages.ring("refit over pipeline stages", cost.stage_bytes, f"{size}, in parts, of the other stages"),
-        ranks.ring("refit over ranks of a stage", cost.rank_bytes, f"{size}, made whole, in {cost.messages} messages"),
+        replace(ranks.ring("refit over ranks of a stage", cost.rank_bytes, whole), messages=cost.messages),
     ]
 
 

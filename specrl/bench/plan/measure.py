@@ -1,10 +1,11 @@
 """The memory of one small run of the train stage's parts, by what allocates it, beside the plan.
 
 Counted are the bytes that torch's CPU allocator has given out: those of all tensors, and nothing else. Libraries, the
-interpreter and files that are mapped into memory are not among them, nor are they in what is compared with it. An
-engine on a CPU packs the weights of its linear layers into memory of its own; what its start has taken from the C
-library beyond tensors is added for that. `warm_up` has started and ended another engine before, so that no import is
-among it.
+interpreter and files that are mapped into memory are not among them, nor are they in what is compared with it.
+
+An engine on a CPU packs the weights of its linear layers into memory of its own; what the start of an engine takes from
+the C library beyond tensors is added for that. `warm_up` has started and ended another one before, so that no import is
+among it, and the profiler is not at work, which takes memory too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from specrl.bench.plan.sizes import PROMPT_TOKENS, Size, random_batches, write_policy
+from specrl.bench.plan.sizes import Size, random_batches, write_policy
 from specrl.config import Config
 from specrl.distributed import join
 from specrl.models.shapes import model_shape
@@ -47,6 +48,8 @@ MALLINFO_FIELDS = (
     "keepcost",
 )
 """What the C library's `mallinfo2` returns, all of them sizes."""
+GENERATED_TOKENS = 8
+"""The length of the responses that are generated: the memory of an engine does not depend on it."""
 MARK = "specrl: "
 """The prefix of the names by which phases are found among the profiler's events."""
 
@@ -107,9 +110,9 @@ def measure(size: Size, folder: Path) -> MeasuredSize:
     (budget,) = budgets.stage_budgets("train", rank)
     items = tuple(item for item in budget.items if item.name != budgets.LIBRARIES)
     new_drafter(config, policy_dir).save(folder / "drafter", policy_version=0)
-    gc.collect()
+    taken = taken_by_engine(config, policy_dir, folder / "drafter")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        taken = run_parts(size, config, policy_dir, folder)
+        run_parts(size, config, policy_dir, folder)
     phases = phases_of(profiled)
     return MeasuredSize(size, items, phases, taken - (phases["engine"].held - phases["drafter"].held))
 
@@ -126,21 +129,24 @@ def warm_up(size: Size, folder: Path) -> None:
     Engine(policy_dir, folder / "drafter", config=config, seed=0).shutdown()
 
 
-def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> int:
-    """Build what a rank of the train stage holds, and take the parts of a step, each as a phase.
+def taken_by_engine(config: Config, policy_dir: Path, drafter_dir: Path) -> int:
+    """Return the bytes that an engine takes from the C library, those of tensors among them."""
+    before = allocated_bytes()
+    engine = Engine(policy_dir, drafter_dir, config=config, seed=0)
+    taken = allocated_bytes() - before
+    engine.shutdown()
+    return taken
 
-    Returns:
-        The bytes that the engine's start took from the C library, tensors among them.
-    """
+
+def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> None:
+    """Build what a rank of the train stage holds, and take the parts of a step, each as a phase."""
     ranks = join()
     with phase("policy"):
         policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=0)
     with phase("drafter"):
         drafter = new_drafter(config, policy_dir)
-    before = allocated_bytes()
     with phase("engine"):
         engine = Engine(policy_dir, folder / "drafter", config=config, seed=0)
-    taken = allocated_bytes() - before
     last_good = HostTensors()
     for step in range(2):  # the second step's peak has Adam's moments and the guard's copy from its beginning
         with phase(f"generation {step}"):
@@ -160,7 +166,6 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> int
             checkpoints.save(step, drafter.state_dict(), {}, {})
             checkpoints.wait()
     engine.shutdown()
-    return taken
 
 
 def new_drafter(config: Config, policy_dir: Path) -> Drafter:
@@ -175,9 +180,10 @@ def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Ten
 
 
 def requests(size: Size) -> list[Request]:
-    """Return as many requests as run at once, whose responses go to the full length."""
+    """Return as many requests as run at once, with long prompts and short responses that end at the full length."""
+    prompt = size.length - GENERATED_TOKENS
     return [
-        Request(list(range(4 + seed, 4 + seed + PROMPT_TOKENS)), seed, size.length - PROMPT_TOKENS, 1.0, 1.0, 0)
+        Request([4 + (seed + place) % 100 for place in range(prompt)], seed, GENERATED_TOKENS, 1.0, 1.0, 0)
         for seed in range(size.sequences)
     ]
 
@@ -190,7 +196,7 @@ class _AllocatorState(ctypes.Structure):
 
 def allocated_bytes() -> int:
     """Return the bytes that the C library has given out to this process, those of tensors among them."""
-    gc.collect()
+    gc.collect()  # or what is garbage would be counted
     library = ctypes.CDLL("libc.so.6")
     library.mallinfo2.restype = _AllocatorState
     state = library.mallinfo2()

@@ -14,7 +14,7 @@ from specrl.config import Config, parse_config
 from specrl.models.tiny import write_tiny_model
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 4
 """The length of the prompts."""
 
 
@@ -55,13 +55,13 @@ SIZES = (
     ),
     Size(
         "qwen3, long sequences, recompute",
-        {"family": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 2},
+        {"family": "qwen3", "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 2},
         vocab_size=8192,
         dtype="bfloat16",
-        length=768,
+        length=512,
         sequences=2,
         recompute=True,
-        draft_vocab_size=1024,
+        draft_vocab_size=512,
     ),
     Size(
         "qwen3_moe, float32",
