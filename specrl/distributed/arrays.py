@@ -25,55 +25,50 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different lengths in one array, for instance one row of tokens for each response.
+    """Rows of different lengths and one type, for instance one row of tokens for each response.
 
     An item of a row may be an array itself, such as the experts of each layer for one token: all items have one shape.
     """
 
-    values: Array
-    """[sum of lengths, *item shape]: the rows, one after another."""
-    lengths: NDArray[np.int64]
-    """[rows]: the number of items of each row."""
-    starts: NDArray[np.int64]
-    """[rows]: the position in `values` of the first item of each row."""
+    rows: list[Array]
+    """The rows, each [length, *item_shape] and contiguous."""
+    dtype: np.dtype[Any]
+    item_shape: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[ArrayLike], dtype: DTypeLike, item_shape: tuple[int, ...] = ()) -> Ragged:
-        """Copy rows into one array.
+        """Return rows that are copied only where they are no contiguous arrays of this type.
 
         Args:
             rows: The rows; each is [length, *item_shape].
             dtype: The type of the values.
             item_shape: The shape of an item of a row; a number by default.
         """
-        arrays = [np.asarray(row, dtype).reshape(-1, *item_shape) for row in rows]
-        empty = np.empty((0, *item_shape), dtype)
-        return cls._from(np.concatenate([empty, *arrays]), np.array([len(row) for row in arrays], np.int64))
-
-    @classmethod
-    def with_room(cls, like: Ragged, lengths: NDArray[np.int64]) -> Ragged:
-        """Return uninitialised rows of these lengths, with the type and item shape of `like`."""
-        return cls._from(np.empty((int(lengths.sum()), *like.values.shape[1:]), like.values.dtype), lengths)
-
-    @classmethod
-    def _from(cls, values: Array, lengths: NDArray[np.int64]) -> Ragged:
-        return cls(values, lengths, np.cumsum(lengths) - lengths)
+        kind = np.dtype(dtype)
+        return cls([np.ascontiguousarray(row, kind).reshape(-1, *item_shape) for row in rows], kind, item_shape)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> Array:
-        """Return a view of a row, [length, *item shape]."""
-        start = self.starts[row]
-        return self.values[start : start + self.lengths[row]]
+        return self.rows[row]
 
     def __iter__(self) -> Iterator[Array]:
-        return (self[row] for row in range(len(self)))
+        return iter(self.rows)
 
     @property
-    def item_bytes(self) -> int:
-        """The number of bytes of one item of a row."""
-        return self.values.dtype.itemsize * int(np.prod(self.values.shape[1:], dtype=np.int64))
+    def lengths(self) -> NDArray[np.int64]:
+        """[rows]: the number of items of each row."""
+        return np.array([len(row) for row in self.rows], np.int64)
+
+    @property
+    def values(self) -> Array:
+        """[sum of lengths, *item_shape]: a copy of the rows, one after another."""
+        return np.concatenate([np.empty((0, *self.item_shape), self.dtype), *self.rows])
+
+    def row_of_length(self, length: int) -> Array:
+        """Return a new row with as many items, which are not set."""
+        return np.empty((length, *self.item_shape), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -105,30 +100,30 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
             different columns may have different lengths.
 
     Returns:
-        The columns of the rows that this rank wants, in the order of `route.wanted`.
+        The columns of the rows that this rank wants, in the order of `route.wanted`. Rows that it holds are those of
+        `columns` themselves, so that only what comes from others takes memory: change none of them.
     """
     held, wanted = route.held[ranks.rank], route.wanted[ranks.rank]
     assert all(len(column) == len(held) for column in columns.values()), "a row for each one that is held"
-    peers = _peers(ranks, route)
-    lengths = np.empty((len(wanted), len(columns)), np.int64)
-    own = np.stack([column.lengths for column in columns.values()], axis=1) if len(held) else lengths[:0]
-    local = route.messages(ranks.rank, ranks.rank)
-    lengths[local] = own[np.searchsorted(held, wanted[local])]
-    for peer in peers:  # the lengths first: only then is there room for the rows
-        incoming = np.empty((len(peer.receives), len(columns)), np.int64)
-        _swap(peer, _bytes(own[peer.sends]), _bytes(incoming))
-        lengths[peer.receives] = incoming
-    found = {
-        name: Ragged.with_room(column, np.ascontiguousarray(lengths[:, i]))
-        for i, (name, column) in enumerate(columns.items())
-    }
+    local = route.messages(ranks.rank, ranks.rank).tolist()
+    places = np.searchsorted(held, wanted[local]).tolist()
+    found: dict[str, list[Array]] = {}
     for name, column in columns.items():
-        for position in local:
-            found[name][position][:] = column[int(np.searchsorted(held, wanted[position]))]
+        found[name] = [column.row_of_length(0)] * len(wanted)
+        for position, place in zip(local, places, strict=True):
+            found[name][position] = column[place]
     sources, targets = list(columns.values()), list(found.values())
-    for peer in peers:
-        _send_and_receive(peer, sources, targets)
-    return found
+    own = np.array([column.lengths for column in sources], np.int64)  # [columns, rows]
+    for peer in _peers(ranks, route):
+        lengths = np.empty((len(columns), len(peer.receives)), np.int64)
+        _swap(peer, _bytes(np.ascontiguousarray(own[:, peer.sends])), _bytes(lengths))
+        for column, target, of_column in zip(sources, targets, lengths.tolist(), strict=True):
+            for position, length in zip(peer.receives.tolist(), of_column, strict=True):
+                target[position] = column.row_of_length(length)
+        outgoing = [[rows.rows[place] for rows in sources] for place in peer.sends.tolist()]
+        incoming = [[rows[position] for rows in targets] for position in peer.receives.tolist()]
+        _send_and_receive(peer, _chunks(outgoing), _chunks(incoming))
+    return {name: Ragged(rows, columns[name].dtype, columns[name].item_shape) for name, rows in found.items()}
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
@@ -200,37 +195,40 @@ def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
     return found
 
 
-def _send_and_receive(peer: _Peer, sources: list[Ragged], targets: list[Ragged]) -> None:
-    """Exchange the rows of one round, chunk by chunk."""
-    outgoing, incoming = _chunks(sources, peer.sends), _chunks(targets, peer.receives)
+def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[list[Array]]) -> None:
+    """Exchange the rows of one round, message by message.
+
+    Args:
+        outgoing: The rows of each message to send.
+        incoming: The rows of each message to receive, which are filled.
+    """
     for number in range(max(len(outgoing), len(incoming))):
-        sends = _views(sources, outgoing[number]) if number < len(outgoing) else []
-        receives = _views(targets, incoming[number]) if number < len(incoming) else []
-        sent = np.concatenate([_NOTHING, *sends])
+        sends = [_bytes(row) for row in outgoing[number]] if number < len(outgoing) else []
+        receives = [_bytes(row) for row in incoming[number]] if number < len(incoming) else []
         received = np.empty(sum(len(view) for view in receives), np.uint8)
-        _swap(peer, sent, received)
+        _swap(peer, np.concatenate([_NOTHING, *sends]), received)
         start = 0
         for view in receives:
             view[:] = received[start : start + len(view)]
             start += len(view)
 
 
-def _chunks(columns: list[Ragged], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Cut rows into runs of at most `CHUNK_BYTES`, and of one row at least."""
-    if not len(rows):
-        return []
-    sizes = sum(column.lengths[rows] * column.item_bytes for column in columns)
-    cuts, total = [], 0
-    for position, size in enumerate(np.asarray(sizes).tolist()):
-        if total and total + size > CHUNK_BYTES:
-            cuts.append(position)
+def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
+    """Join the rows of all columns into messages of at most `CHUNK_BYTES`, or of one row of each column.
+
+    Args:
+        rows: For each row its part in every column.
+    """
+    messages: list[list[Array]] = []
+    total = 0
+    for parts in rows:
+        size = sum(part.nbytes for part in parts)
+        if not messages or total + size > CHUNK_BYTES:
+            messages.append([])
             total = 0
+        messages[-1] += parts
         total += size
-    return np.split(rows, cuts)
-
-
-def _views(columns: list[Ragged], rows: NDArray[np.int64]) -> list[Array]:
-    return [_bytes(column[int(row)]) for row in rows for column in columns]
+    return messages
 
 
 def _swap(peer: _Peer, sent: Array, received: Array) -> None:

@@ -475,13 +475,17 @@ class Policy:
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
-        own: list[dict[str, float]] = []
-        if self.tp_rank == 0:
-            own = [{**item.metrics, "loss": item.loss, "num_tokens": len(item.head.logprobs)} for item in outcomes]
-        for metrics in (metrics for rank in self.ranks.gather(own) for metrics in rank):
-            for name, value in metrics.items():
-                total[name] = total.get(name, 0.0) + value
+        own: dict[str, float] = {}
+        for item in outcomes if self.tp_rank == 0 else []:
+            _add(own, {**item.metrics, "loss": item.loss, "num_tokens": len(item.head.logprobs)})
+        for metrics in self.ranks.gather(own):
+            _add(total, metrics)
         return total
+
+
+def _add(total: dict[str, float], metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        total[name] = total.get(name, 0.0) + value
 
 
 def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
