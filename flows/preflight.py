@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 
 from flows.folder import size_of
 from slurm.registry import backends_of
-from specrl.config import Config, ConfigError
+from specrl.config import STAGES, Config, ConfigError
 from specrl.models.directory import check_directory
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
+from specrl.report.doctor.gpu import cuda_of_build, installed_torch
 from specrl.tracking import RUN_ID_FILE, public_address
 
 GIB = 2**30
@@ -143,6 +144,18 @@ def check_tracking(config: Config) -> list[str]:
         return [f"tracking.uri: no MLflow server at {shown} ({reason}); without tracking.uri a file is used"]
 
 
+def check_gpu_packages(config: Config) -> list[str]:
+    """Check that the packages of a run with GPUs, which its jobs share with this command, are built for GPUs."""
+    torch = installed_torch()
+    stages = [stage for stage in STAGES if config.resources_of(stage).gpus_per_rank]
+    if not stages or cuda_of_build(torch) is not None:
+        return []
+    return [
+        f"gpus_per_rank = 1 in {', '.join(stages)}: torch {torch} of this environment is a build for CPUs; "
+        "make env LOCK=requirements/gpu.lock, or set gpus_per_rank = 0"
+    ]
+
+
 def check_cluster(config: Config) -> list[str]:
     """Return why the schedulers that are asked for cannot be used from here."""
     return [line for backend in backends_of(config) for line in backend.problems(config)]
@@ -155,6 +168,7 @@ CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_algorithms,
     check_disk,
     check_tracking,
+    check_gpu_packages,
     check_cluster,
 )
 

@@ -1,4 +1,4 @@
-"""`specrl bench`: measure a finished run's policy and drafter on this machine.
+"""`specrl bench`: measure a finished run's policy and drafter, or the machine's GPU.
 
 Every benchmark is one row of `BENCHMARKS`: its sub-command has an option for each field of its settings, beside those
 that all benchmarks share.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -35,7 +35,7 @@ from specrl.bench.settings import (
     CheckpointSettings,
     ControlBenchSettings,
     DrafterSettings,
-    ExchangeSettings,
+    GpuSettings,
     PlanSettings,
     PrecisionSettings,
     RolloutSettings,
@@ -53,14 +53,16 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
     "checkpoints": CheckpointSettings,
-    "exchange": ExchangeSettings,
     "plan": PlanSettings,
+    "gpu": GpuSettings,
 }
 """The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
 THREADS = Annotated[
     int | None,
     typer.Option(
-        metavar="NUMBER", min=1, help="The number of CPU threads; by default cpus_per_rank of the validate stage."
+        metavar="NUMBER",
+        min=1,
+        help="The number of CPU threads; by default cpus_per_rank of the run's validate stage, or without a run all.",
     ),
 ]
 SHARED = {
@@ -79,7 +81,8 @@ SHARED = {
 DEFAULTS = {"run": Parameter.empty, "json_path": None, "page": None, "runs_dir": Path("runs")}
 
 group = typer.Typer(
-    help="Measure a finished run's policy and drafter.\n\nEach benchmark writes a dated page with tables and charts."
+    help="Measure a finished run's policy and drafter, or a GPU.\n\n"
+    "Each benchmark writes a dated page with tables and charts."
 )
 
 
@@ -92,18 +95,19 @@ def register(app: typer.Typer) -> None:
 def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
     """Return the function behind `specrl bench NAME`, with a signature from which Typer makes its options."""
 
+    known = {key: option for key, option in SHARED.items() if kind.needs_run or key != "run"}
+
     def measure(**given: Any) -> None:
-        shared = {key: given.pop(key) for key in shared_options}
+        shared = {key: given.pop(key) for key in known}
         threads = 1 if "threads" in kind.model_fields else given.pop("threads")
         settings = parse_settings(kind, given)
         if kind.needs_run:
             execute(name, settings=settings, threads=threads, **shared)
         else:
-            execute_alone(name, settings, shared["json_path"], shared["page"], threads)
+            execute_alone(name, settings=settings, threads=threads, **shared)
 
-    shared_options = {key: SHARED[key] for key in SHARED if kind.needs_run or key not in ("run", "runs_dir")}
     options = {key: _option(key, field) for key, field in kind.model_fields.items()}
-    annotations: dict[str, Any] = {**shared_options, "threads": THREADS, **options}
+    annotations: dict[str, Any] = {**known, "threads": THREADS, **options}
     measure.__signature__ = Signature(  # type: ignore[attr-defined]
         [
             Parameter(key, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(key), annotation=annotation)
@@ -132,50 +136,48 @@ def execute(
     run_dir = find_run(run, runs_dir)
     config = find_subject(run_dir).config
     settings.check(config)  # a mistake shows before anything starts
-    resources = config.resources_of("validate")
-    page = (page or default_page(name)).absolute()
     job = BenchJob(
         entry=f"specrl.bench.{name}.main:main",
         run_dir=run_dir,
         settings=settings.model_dump(mode="json"),
         command=_command_line(name, run, settings),
-        page=page,
+        page=(page or default_page(name)).absolute(),
         json_path=json_path.absolute() if json_path else run_dir / "bench" / f"{name}-rows.json",
     )
-    _run(name, job, run_dir / "bench" / f"{name}.json", _environment(resources, threads))
-    pictures = sorted(page.parent.glob(f"{page.stem}-*.svg"))
-    log_files(config, {f"bench/{name}": [page, *pictures, job.json_path]})
-    print(f"page: {page}")
+    _run(name, job, _environment(config.resources_of("validate"), threads))
+    pictures = sorted(job.page.parent.glob(f"{job.page.stem}-*.svg"))
+    log_files(config, {f"bench/{name}": [job.page, *pictures, job.json_path]})
 
 
 def execute_alone(
-    name: str, settings: BenchSettings, json_path: Path | None, page: Path | None, threads: int | None
+    name: str, runs_dir: Path, settings: BenchSettings, json_path: Path | None, page: Path | None, threads: int | None
 ) -> None:
-    """Run a benchmark that needs no finished run, in a folder that is removed afterwards, and wait for it.
+    """Run a benchmark that needs no finished run, in the folder RUNS_DIR/bench-NAME.
 
     Raises:
-        JobError: The benchmark failed.
+        JobError: The benchmark failed, in whole or in part.
     """
-    page = (page or default_page(name)).absolute()
-    with TemporaryDirectory(prefix=f"specrl-bench-{name}-") as folder:
-        job = BenchJob(
-            entry=f"specrl.bench.{name}.main:main",
-            run_dir=Path(folder),
-            settings=settings.model_dump(mode="json"),
-            command=_command_line(name, None, settings),
-            page=page,
-            json_path=json_path.absolute() if json_path else Path(folder) / "rows.json",
-        )
-        _run(name, job, Path(folder) / "job.json", _environment(Resources(), threads))
-    print(f"page: {page}")
+    folder = (runs_dir / f"bench-{name}").absolute()
+    if not settings.goes_on:
+        shutil.rmtree(folder, ignore_errors=True)
+    job = BenchJob(
+        entry=f"specrl.bench.{name}.main:main",
+        run_dir=folder,
+        settings=settings.model_dump(mode="json"),
+        command=_command_line(name, None, settings),
+        page=(page or default_page(name)).absolute(),
+        json_path=json_path.absolute() if json_path else folder / f"{name}-rows.json",
+    )
+    _run(name, job, _environment(None if settings.uses_gpus else Resources(), threads))
 
 
-def _run(name: str, job: BenchJob, job_path: Path, environment: Mapping[str, str]) -> None:
-    """Run the process of a benchmark and wait for it; its log lies beside the file of the job.
+def _run(name: str, job: BenchJob, environment: Mapping[str, str]) -> None:
+    """Run a benchmark in a process of its own, and wait for it.
 
     Raises:
-        JobError: The benchmark failed.
+        JobError: It failed.
     """
+    job_path = job.run_dir / "bench" / f"{name}.json"
     job.save(job_path)
     log = job_path.with_suffix(".log")
     with log.open("wb") as errors:
@@ -183,13 +185,20 @@ def _run(name: str, job: BenchJob, job_path: Path, environment: Mapping[str, str
         code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
     if code:
         raise JobError(f"bench {name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
+    print(f"page: {job.page}")
 
 
-def _environment(resources: Resources, threads: int | None) -> dict[str, str]:
-    """Return the environment of a benchmark's process, with the threads and the devices of a rank."""
-    count = str(threads or min(resources.cpus_per_rank, len(os.sched_getaffinity(0))))
+def _environment(resources: Resources | None, threads: int | None) -> dict[str, str]:
+    """Return the environment of a benchmark's process, with the threads and the devices of a rank.
+
+    Args:
+        resources: The rank's resources; None for all cores and devices of this machine.
+        threads: The number of CPU threads; None for those of the rank.
+    """
+    cores = len(os.sched_getaffinity(0))
+    count = str(threads or (cores if resources is None else min(resources.cpus_per_rank, cores)))
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
-    if not resources.gpus_per_rank:
+    if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
@@ -250,7 +259,7 @@ def _word(value: Any) -> str:
 
 
 def _command_line(name: str, run: str | None, settings: BenchSettings) -> str:
-    """Return the command that asks for these settings; `run` is None for a benchmark that needs none."""
+    """Return the command that asks for these settings."""
     words = ["specrl", "bench", name, *(["--run", run] if run is not None else [])]
     for key, value in settings.model_dump(mode="json", exclude_defaults=True).items():
         option = key.replace("_", "-")

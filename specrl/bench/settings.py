@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.algorithms import CORRECTIONS
@@ -23,7 +23,11 @@ class BenchSettings(Section):
     """The settings of a benchmark. Its docstring is the help of its command, a field's docstring that of an option."""
 
     needs_run: ClassVar[bool] = True
-    """Whether the benchmark measures a finished run; otherwise it brings its own models."""
+    """Whether the benchmark measures a finished run, which `--run` names; otherwise it brings its own models."""
+    uses_gpus: ClassVar[bool] = False
+    """Whether a benchmark without a run sees the GPUs of this machine."""
+    goes_on: ClassVar[bool] = False
+    """Whether a benchmark without a run goes on from what an earlier call of the same command has left."""
 
     def check(self, config: Config) -> None:
         """Check that this run has what the settings ask for.
@@ -253,29 +257,36 @@ class PlanSettings(BenchSettings):
     needs_run = False
 
 
-class ExchangeSettings(BenchSettings):
-    """Compare two ways in which ranks exchange the rollouts of a step: as arrays, and pickled as before.
+GPU_SECTIONS = ("environment", "fp8", "exactness", "sleep", "training", "speculation")
+"""The sections of `specrl bench gpu`, in the order in which they run."""
 
-    It needs no finished run.
+
+class GpuSettings(BenchSettings):
+    """Measure everything that a first GPU is asked.
+
+    It takes at most 40 minutes on one H200, without a network and without a run, as all models are random: versions and
+    driver, native FP8 against the emulation, exactness with and without CUDA graphs, sleep and wake with refits, policy
+    updates in BF16 and FP8, memory against the plan, and generation by vLLM as it comes against speculation. A section
+    that fails loses no other, and the same command goes on where an earlier one has ended. Without a GPU everything
+    runs at tiny size, and what needs a GPU is marked.
     """
 
     needs_run = False
+    uses_gpus = True
+    goes_on = True
 
-    responses: PositiveInt = 2000
-    """Number of responses of all ranks together."""
-    tokens: PositiveInt = 16384
-    """Mean length of a response in tokens."""
-    spread: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Standard deviation of the lengths, as a share of the mean."""
-    ranks: Annotated[int, Field(ge=2)] = 2
-    """Number of ranks on this machine."""
-    repeats: PositiveInt = 3
-    """Number of rounds; each runs both ways once."""
-    threads: PositiveInt = 1
-    """CPU threads of a rank."""
+    sections: tuple[str, ...] = ()
+    """Sections separated by commas, such as environment,exactness; all of them by default."""
+    tiny: bool = False
+    """Whether to take tiny models on a GPU, too."""
+    minutes: PositiveInt = 40
+    """Longest time of all sections together, in minutes; those for which none is left are not begun."""
+    fresh: bool = False
+    """Whether to forget what earlier calls have measured on this device, and to begin anew."""
 
-    @model_validator(mode="after")
-    def _divides(self) -> ExchangeSettings:
-        if self.responses % self.ranks:
-            raise ValueError(f"responses = {self.responses} must be a multiple of ranks = {self.ranks}")
-        return self
+    @field_validator("sections")
+    @classmethod
+    def _known(cls, sections: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in sections if name not in GPU_SECTIONS]:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(GPU_SECTIONS)}")
+        return sections

@@ -21,9 +21,7 @@ def buckets(sizes: Sequence[int]) -> list[range]:
     Args:
         sizes: The bytes of each of a layer's tensors, whole.
     """
-    if not sizes:
-        return []
-    limit = max(*sizes, min(sum(sizes) // 4, BUCKET_BYTES))
+    limit = max(*sizes, min(sum(sizes) // 4, BUCKET_BYTES), 0)
     found: list[range] = []
     first, size = 0, 0
     for index, nbytes in enumerate(sizes):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specrl.artifacts import (
     CalibrateResult,
@@ -162,3 +163,28 @@ def test_checkpoints_are_measured_and_nothing_is_left_of_them(run_dir: Path) -> 
     assert all(row["blocking_s"] > 0 < row["load_s"] for row in rows)
     assert "A step of this run takes 1.0 s (median)" in page
     assert not (run_dir / "bench" / "checkpoints").exists()
+
+
+def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
+    """Everything runs at tiny size through the same code; what needs a GPU says so, and nothing else is missing."""
+    page, rows = tmp_path / "gpu.md", tmp_path / "gpu.json"
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--page", str(page), "--json", str(rows)]
+    finish(specrl("bench", "gpu", *paths, "--tiny", "--threads", "1"), seconds=900)
+    records = {record["section"]: record for record in json.loads(rows.read_text())}
+    on_cpu = {"environment", "fp8", "exactness", "training", "speculation"}
+    assert {name: record["status"] for name, record in records.items()} == {
+        **dict.fromkeys(on_cpu, "done"),
+        "sleep": "done" if torch.cuda.is_available() else "needs a GPU",
+    }
+    exactness = records["exactness"]["findings"]["figures"]
+    assert [value for name, value in exactness.items() if name.endswith("unexplained")] == [0, 0]
+    assert exactness["float32 eagle3 graphs off: differences"] == 0
+    generation = records["speculation"]["findings"]["figures"]
+    assert set(generation["own"]["4"]) == {"default", "plain", "length 2.0", "length 2.5", "length 3.0"}
+    assert {"policy", "drafter", "sampler"} < set(generation["iteration at batch 4, k = 3"])
+    assert {"bf16", "fp8, emulated"} == set(records["training"]["findings"]["figures"])
+    text = page.read_text()
+    assert "needs a GPU" in text and "own EAGLE-3, synthetic acceptance length 2.5" in text
+    # The same command has nothing left to do, and a section that cannot start is named with the reason.
+    output = finish(specrl("bench", "gpu", *paths, "--tiny", "--sections", "exactness,fp8"))
+    assert "exactness: done" in output

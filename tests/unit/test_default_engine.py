@@ -15,6 +15,7 @@ from specrl.rollout.vllm.default_engine import (
     default_environment,
     engine_devices,
 )
+from specrl.rollout.vllm.recorder import rate_for
 
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:
@@ -40,3 +41,11 @@ def test_it_has_the_gpus_of_its_ranks_engine() -> None:
     assert engine_devices(["GPU-a"], local_rank=0, size=1) == "GPU-a"
     with pytest.raises(DefaultEngineError, match="needs 2 GPUs in one process, and this rank sees 1"):
         engine_devices(["5"], local_rank=0, size=2)
+
+
+def test_made_up_acceptance_has_the_length_that_is_asked_for() -> None:
+    for length, k in ((1.0, 3), (2.5, 3), (4.0, 3), (3.3, 7)):
+        rate = rate_for(length, k)
+        assert sum(rate**power for power in range(k + 1)) == pytest.approx(length)
+    with pytest.raises(ValueError, match=r"5.0 is not in \[1, 4\]"):
+        rate_for(5.0, 3)

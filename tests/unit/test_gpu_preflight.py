@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from slurm.ranks.preflight import line_of, needs_of
+from flows.preflight import check_gpu_packages
+from slurm.backend import StageRequest
+from slurm.ranks.preflight import PreflightError, check_rank, line_of, needs_of
 from specrl.config import Config, parse_config
+from specrl.context import StageContext
 from specrl.report.doctor.gpu import (
     GpuFacts,
     GpuNeeds,
@@ -120,5 +125,21 @@ def test_the_facts_of_this_machine_can_be_gathered() -> None:
         assert failures(facts)  # a job that was given no GPU says so
 
 
-def test_a_config_without_gpus_asks_for_none() -> None:
-    assert Config(name="cpu").resources_of("train").gpus_per_rank == 0
+def test_a_run_with_gpus_is_not_submitted_from_an_environment_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"name": "gpu", "stage_resources": {"train": {"gpus_per_rank": 1}}})
+    monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cpu")
+    [line] = check_gpu_packages(config)
+    assert "gpus_per_rank = 1 in train: torch 2.13.0+cpu of this environment is a build for CPUs; make env" in line
+    assert check_gpu_packages(Config(name="cpu")) == []
+    monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cu130")
+    assert check_gpu_packages(config) == []
+
+
+def test_a_job_that_got_no_gpu_ends_before_it_loads_a_model(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    config = parse_config({"name": "gpu", "runs_dir": str(tmp_path), "resources": {"gpus_per_rank": 1}})
+    context = StageContext(config, "train", "train-0", tmp_path / "train-0", {}, "")
+    with pytest.raises(PreflightError, match=r"GPU driver: .*\n.*torch sees none: "):
+        check_rank(StageRequest(context, entry="specrl.stages.train:main"))
+    check_rank(StageRequest(context, entry="my_module:main"))
