@@ -161,11 +161,6 @@ class Config(Section):
             raise ValueError(f"{use} needs a drafter to train: {method} must be one of {allowed}")
         if self.bubbles.trains_drafter and not self.drafter.online_lr:
             raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
-        if self.bubbles.use != "none" and self.engine.tensor_parallel > 1:
-            raise ValueError(
-                f"{use} needs ranks that finish independently: engine.tensor_parallel = {self.engine.tensor_parallel} "
-                "must be 1"
-            )
 
     def _check_validation(self) -> None:
         for name, chosen in self.validate_.sets.items():

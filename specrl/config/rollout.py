@@ -160,7 +160,7 @@ BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]
 
 
 class BubblesConfig(Section):
-    """How a rank that has finished its rollouts of a step spends the time until the slowest rank has."""
+    """How an engine that has finished its rollouts of a step spends the time until the slowest engine has."""
 
     use: Adjustable[BubbleUse] = "none"
     """What the time is used for: `pregenerate` makes responses to the next step's prompts, which become its drafts;
@@ -173,10 +173,10 @@ class BubblesConfig(Section):
 
     @property
     def pregenerates(self) -> bool:
-        """Whether idle ranks generate responses to the next step's prompts."""
+        """Whether idle engines generate responses to the next step's prompts."""
         return self.use in ("pregenerate", "both")
 
     @property
     def trains_drafter(self) -> bool:
-        """Whether idle ranks train the drafter."""
+        """Whether the ranks of idle engines train the drafter."""
         return self.use in ("train_drafter", "both")

@@ -77,12 +77,13 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[DecodingSpeed, bo
 def responses(
     rollouts_dir: Path, records: Sequence[dict[str, Any]], replayed_tokens: float
 ) -> list[list[list[SimulatedResponse]]]:
-    """Return the responses by step and rank.
+    """Return the responses by step and engine, of which the first rank has written them.
 
     The expected length of a response is the mean over all responses to prompts of the same number of tokens.
     """
     folders = [rollouts_dir / f"step={record['step']:06d}" for record in records]
-    tables = [[list(read_rollouts(path)) for path in sorted(folder.glob("rank-*.arrow"))] for folder in folders]
+    files = [sorted(folder.glob("rank-*.arrow")) for folder in folders]
+    tables = [[rows for path in paths if (rows := read_rollouts(path))] for paths in files]
     rows = [row for step in tables for rank in step for row in rank]
     lengths: dict[int, list[int]] = defaultdict(list)
     for row in rows:

@@ -50,6 +50,10 @@ class ToyTrainer:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
 
+    @property
+    def changes(self) -> int:
+        return id(self.weights)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()
 
@@ -134,19 +138,16 @@ def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:
     return found
 
 
-def start(folder: Path, name: str) -> list[int]:
-    """Fork the ranks of one engine; return their process ids."""
-    size, port = SIZES[name], free_port()
-    processes = []
+def fork(size: int, run: Callable[[int], None]) -> list[int]:
+    """Fork the ranks of a job, each of which calls `run` with its number; return their process ids."""
+    port, processes = free_port(), []
     for rank in range(size):
         if (process := os.fork()) == 0:
             code = 1
             try:
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
                 os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-                ranks = join()
-                (folder / f"{name}-{rank}.json").write_text(json.dumps(work(folder, ranks, size)))
-                leave()
+                run(rank)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -157,12 +158,26 @@ def start(folder: Path, name: str) -> list[int]:
     return processes
 
 
+def wait(processes: list[int]) -> None:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    assert not any(codes), codes
+
+
+def start(folder: Path, name: str) -> list[int]:
+    """Fork the ranks of one engine; return their process ids."""
+
+    def run(rank: int) -> None:
+        ranks = join()
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(work(folder, ranks, SIZES[name])))
+        leave()
+
+    return fork(SIZES[name], run)
+
+
 def main(folder: Path) -> None:
     write_policy(folder / "policy", policy_weights(0))
     write_drafter(folder / "drafter", drafter_weights(1))
-    processes = [process for name in SIZES for process in start(folder, name)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    assert not any(codes), codes
+    wait([process for name in SIZES for process in start(folder, name)])
 
 
 if __name__ == "__main__":

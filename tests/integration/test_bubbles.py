@@ -53,6 +53,12 @@ RUNS = [
     LoopRun("four-ranks", ranks=4),
     LoopRun("four-ranks-both-killed", ranks=4, kills=NUM_KILLS_OF_FOUR, settings=BOTH),
     LoopRun(
+        "tensor-parallel-both-killed",
+        ranks=4,
+        kills=1,
+        settings={**BOTH, "engine": {"tensor_parallel": 2, "verify_every": 1}},
+    ),
+    LoopRun(
         "truncated",
         ranks=1,
         settings={
@@ -227,6 +233,23 @@ def test_four_ranks_with_a_kill_are_four_ranks_without(runs: Path) -> None:
         [row["response_tokens"] for row in rollouts(runs / run) if row["step"] == 0] for run in ("none", "four-ranks")
     )
     assert first == same
+
+
+def test_engines_over_two_ranks_that_use_their_bubbles_are_engines_of_one_rank(runs: Path) -> None:
+    """In FP32, up to the rounding of log-probs and, through them, of the policy's gradient."""
+    found, expected = rollouts(runs / "tensor-parallel-both-killed"), rollouts(runs / "four-ranks")
+    for row, other in zip(found, expected, strict=True):
+        assert row | {"advantage": 0.0} == other | {"advantage": 0.0}
+        assert row["advantage"] == pytest.approx(other["advantage"], abs=1e-6)
+    weights, begun = policy(runs / "four-ranks"), load_file(runs / "policy" / "model.safetensors")
+    for key, tensor in policy(runs / "tensor-parallel-both-killed").items():
+        assert float((tensor - weights[key]).norm()) <= 0.05 * float((weights[key] - begun[key]).norm()), key
+    for record in steps(runs / "tensor-parallel-both-killed"):
+        assert "timing/verification_s" in record["metrics"] and "bubble/used_s" in record["metrics"]
+        bubbles = [rank["bubble"] for rank in record["ranks"]]
+        assert [bubble["pregenerated_tokens"] for bubble in bubbles[1::2]] == [0, 0]
+        names = [[span["name"] for span in bubble["spans"] if span["name"] == "pregeneration"] for bubble in bubbles]
+        assert names[::2] == names[1::2]
 
 
 def test_rewards_that_fail_cost_their_own_responses_alone(runs: Path) -> None:

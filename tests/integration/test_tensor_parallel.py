@@ -17,13 +17,17 @@ ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
 
 
+def run(module: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", f"tests.integration.{module}", str(folder)]
+    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
-    folder = tmp_path_factory.mktemp("tensor-parallel")
-    command = [sys.executable, "-m", "tests.integration.tensor_parallel_worker", str(folder)]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    folder = run("tensor_parallel_worker", tmp_path_factory.mktemp("engines"))
     names = {"alone": 1, "both": 2}
     return {
         name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(size)]

@@ -8,13 +8,13 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
-from specrl.rollout.bubbles.coordinator import BubbleCoordinator
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText
@@ -38,11 +38,8 @@ from specrl.timeline import (
 def make_coordinators(count: int, **seconds: float) -> list[BubbleCoordinator]:
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
-    ranks = [Ranks(rank, count, rank, torch.device("cpu")) for rank in range(count)]
-    stores = [server, *clients]
-    return [
-        BubbleCoordinator(store, rank, poll_seconds=0, **seconds) for store, rank in zip(stores, ranks, strict=True)
-    ]
+    stores = enumerate([server, *clients])
+    return [BubbleCoordinator(store, EngineRank(number, count), poll_seconds=0, **seconds) for number, store in stores]
 
 
 def test_all_are_done_when_the_last_one_says_so() -> None:
@@ -55,6 +52,24 @@ def test_all_are_done_when_the_last_one_says_so() -> None:
         assert [coordinator.all_done() for coordinator in coordinators] == [False] * 3
         coordinators[2].arrive()
         assert [coordinator.all_done() for coordinator in coordinators] == [True] * 3
+
+
+def test_the_first_rank_of_an_engine_speaks_for_it() -> None:
+    store = HashStore()
+    ranks = [Ranks(rank, 4, rank, torch.device("cpu")) for rank in range(4)]
+    places = [EngineRank.of(rank, 2) for rank in ranks]
+    assert places == [EngineRank(0, 2), EngineRank(0, 2, False), EngineRank(1, 2), EngineRank(1, 2, False)]
+    coordinators = [BubbleCoordinator(store, place, poll_seconds=0) for place in places]
+    for coordinator in coordinators:
+        coordinator.open()
+    for coordinator in coordinators[:2]:
+        coordinator.arrive()
+        coordinator.beat()
+    assert [coordinator.over() for coordinator in coordinators] == [False] * 4
+    assert [coordinator.claim(5) for coordinator in coordinators[:2]] == [range(5), range(0)]
+    for coordinator in coordinators[2:]:
+        coordinator.arrive()
+    assert [coordinator.over() for coordinator in coordinators] == [True, False] * 2
 
 
 def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:

@@ -40,6 +40,9 @@ class CountingEngine:
 
     def verify_drafter(self, weights: object) -> None: ...
 
+    def agreed(self, *values: float) -> list[float]:
+        return list(values)
+
     def generate(
         self, requests: list[Request], *, stop: Callable[[], bool] | None = None, recall: bool = False
     ) -> Generation:

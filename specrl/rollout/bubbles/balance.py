@@ -79,6 +79,6 @@ def stored_lengths(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-def piece(left: int, num_ranks: int) -> int:
-    """Return how many of the `left` responses an idle rank claims at once; at most `num_ranks - 1` ranks are idle."""
-    return -(-left // max(1, num_ranks - 1))
+def piece(left: int, num_engines: int) -> int:
+    """Return how many of the `left` responses an idle engine claims at once; all engines but one may be idle."""
+    return -(-left // max(1, num_engines - 1))

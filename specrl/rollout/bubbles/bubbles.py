@@ -1,8 +1,11 @@
-"""Bubbles: the time from the end of a rank's own rollouts to the end of the slowest rank's is put to use.
+"""Bubbles: the time from the end of an engine's own rollouts to the end of the slowest engine's is put to use.
 
-Ranks count in the process group's store how many are done. Whatever a rank does meanwhile ends within one engine
-iteration or one micro-step after the last rank is done. Nothing of it reaches a rollout: text made here is only ever a
+Engines count in the process group's store how many are done. Whatever an engine does meanwhile ends within one
+iteration or one micro-step after the last one is done. Nothing of it reaches a rollout: text made here is only ever a
 draft, and drafts decide nothing but the time (invariants 1 and 2). After a restart there is no stored text.
+
+The ranks of a tensor-parallel engine do the same at the same time: the first one decides what comes next and when it
+ends, and each micro-step of the drafter's training is one of every rank that has features to learn from.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
-from specrl.rollout.bubbles.coordinator import BubbleCoordinator
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
@@ -37,7 +40,10 @@ class Activity(Protocol):
         ...
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Do one piece of work, ended early once `stop()` is true; return False, at once, when there is none left."""
+        """Do one piece of work, ended early once `stop()` is true; return False, at once, when there is none left.
+
+        The ranks of one engine call it together.
+        """
         ...
 
 
@@ -74,9 +80,10 @@ class Bubbles:
         self._spent: dict[str, float] = {}
         """The seconds of each use in the last bubbles of all ranks."""
         self._replays = config.bubbles.pregenerates
-        if ranks.world_size == 1 or config.bubbles.use == "none":
+        place = EngineRank.of(ranks, config.engine.tensor_parallel)
+        if place.num_engines == 1 or config.bubbles.use == "none":
             return
-        self._coordinator = BubbleCoordinator(ranks.store(), ranks)
+        self._coordinator = BubbleCoordinator(ranks.store(), place)
         if config.bubbles.pregenerates:
             self._pregeneration = Pregeneration(engine, source, expected, config, self._coordinator)
 
@@ -92,7 +99,7 @@ class Bubbles:
             )
 
     def beat(self) -> None:
-        """Tell the other ranks that this one is alive; called in every iteration of its own share."""
+        """Tell the other engines that this one is alive; called in every iteration of its own share."""
         if self._coordinator is not None:
             self._coordinator.beat()
 
@@ -140,7 +147,7 @@ class Bubbles:
             num_tokens=generation.num_tokens,
             tail_s=tail_seconds([response.finished_at for response in generation.responses]),
             spans=spans,
-            pregenerated_tokens=sum(len(text.tokens) for text in texts),
+            pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=drafter_steps,
             pace=pace,
         )
@@ -188,22 +195,33 @@ class Bubbles:
         for activity in left:
             activity.begin(step)
         spans: list[Span] = []
-        while left and not coordinator.over():
-            activity, seconds = self._choose(left, spans)
+        while left and (chosen := self._choose(left, spans)) is not None:
+            activity, seconds = chosen
             started = time.time()
-            if activity.work(_after(seconds, coordinator.over)):
+            worked = activity.work(_after(seconds, coordinator.over))
+            if worked:
                 spans.append(Span(activity.name, started, time.time()))
-            else:
+            if not self._engine.true_on_any_rank(worked):
                 left.remove(activity)
         return joined(spans), sum(span.name == SPOT_TRAINING for span in spans)
 
-    def _choose(self, left: list[Activity], spans: Sequence[Span]) -> tuple[Activity, float]:
-        """Return what to do next, and for how many seconds at most."""
+    def _choose(self, left: list[Activity], spans: Sequence[Span]) -> tuple[Activity, float] | None:
+        """Return what to do next and for how many seconds at most, or None once all engines are done.
+
+        It is the choice of the engine's first rank (collective over the engine's ranks).
+        """
+        assert self._coordinator is not None
+        own = (-1, math.inf) if self._coordinator.over() else self._own_choice(left, spans)
+        index, seconds = self._engine.agreed(*own)
+        return None if index < 0 else (left[int(index)], seconds)
+
+    def _own_choice(self, left: list[Activity], spans: Sequence[Span]) -> tuple[int, float]:
+        """Return the index of what this rank would do next, and for how many seconds at most."""
         if len(left) == 1:
-            return left[0], math.inf
+            return 0, math.inf
         due = self._share.due(by_use(spans), self._expected)
         wanted = PREGENERATION if due else SPOT_TRAINING
-        return next(activity for activity in left if activity.name == wanted), due or math.inf
+        return [activity.name for activity in left].index(wanted), due or math.inf
 
 
 def _after(seconds: float, over: Callable[[], bool]) -> Callable[[], bool]:

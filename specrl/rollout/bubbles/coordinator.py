@@ -1,8 +1,9 @@
-"""The bubble coordinator: ranks say through the process group's store that they are done or alive, and share work."""
+"""The bubble coordinator: engines say through the process group's store that they are done or alive, and share work."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -10,30 +11,50 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import piece
 
 POLL_SECONDS = 0.02
-"""The least time between two questions of a rank to the store whether all ranks are done."""
+"""The least time between two questions of an engine to the store whether all engines are done."""
 BEAT_SECONDS = 5.0
-"""The least time between two signs of life of a rank."""
+"""The least time between two signs of life of an engine."""
 STALE_SECONDS = 60.0
-"""The time without a sign of life after which no rank waits for this one any more."""
+"""The time without a sign of life after which no engine waits for this one any more."""
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """The place of a rank among the engines of its job, each of which has the same number of consecutive ranks."""
+
+    engine: int
+    """The number of its engine."""
+    num_engines: int
+    is_first: bool = True
+    """Whether it is the first rank of its engine."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, engine_size: int) -> EngineRank:
+        """Return the place of this rank where each engine has `engine_size` ranks."""
+        engine, number = divmod(ranks.rank, engine_size)
+        return cls(engine, ranks.world_size // engine_size, number == 0)
 
 
 class BubbleCoordinator:
     """Counters of one generation after another, in the store that all ranks see.
 
+    The first rank of an engine speaks for it. On the others nothing is said, and what is returned means nothing: they
+    take over what their first rank decides (`Engine.agreed`).
+
     Between two generations all ranks pass through a collective; after it, nobody reads the earlier one's counters. The
-    others would wait without end for a rank that dies, so each rank regularly gives a sign of life.
+    others would wait without end for an engine that dies, so each engine regularly gives a sign of life.
     """
 
     def __init__(
         self,
         store: Store,
-        ranks: Ranks,
+        place: EngineRank,
         poll_seconds: float = POLL_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
         self._store = PrefixStore("specrl/bubbles", store)
-        self._ranks = ranks
+        self._place = place
         self._poll_seconds, self._beat_seconds, self._stale_seconds = poll_seconds, beat_seconds, stale_seconds
         self._round = 0
         self._all_done = False
@@ -41,11 +62,11 @@ class BubbleCoordinator:
         self._beat_at = 0.0
         self._looked_at = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
-        """The last heartbeat of each rank that is not done, and the monotonic time at which this rank first saw it."""
+        """The last heartbeat of each engine that is not done, and the monotonic time at which it was first seen."""
 
     def open(self) -> None:
         """Begin a new generation."""
-        if self._round and self._ranks.is_first:
+        if self._round and self._place.is_first and self._place.engine == 0:
             self._store.delete_key(f"done/{self._round}")
             self._store.delete_key(f"claimed/{self._round}")
         self._round += 1
@@ -53,23 +74,25 @@ class BubbleCoordinator:
         self._seen, self._looked_at = {}, 0.0
 
     def beat(self) -> None:
-        """Say that this rank is alive. It is meant to be called in every iteration, and mostly does nothing."""
+        """Say that this engine is alive. It is meant to be called in every iteration, and mostly does nothing."""
         now = time.monotonic()
-        if now - self._beat_at >= self._beat_seconds:
+        if self._place.is_first and now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
-            self._store.add(f"beat/{self._ranks.rank}", 1)
+            self._store.add(f"beat/{self._place.engine}", 1)
 
     def arrive(self) -> None:
-        """Say that this rank's own share is done."""
-        self._store.add(f"rounds/{self._ranks.rank}", 1)
-        self._all_done = self._store.add(f"done/{self._round}", 1) == self._ranks.world_size
+        """Say that this engine's own share is done."""
+        if not self._place.is_first:
+            return
+        self._store.add(f"rounds/{self._place.engine}", 1)
+        self._all_done = self._store.add(f"done/{self._round}", 1) == self._place.num_engines
 
     def all_done(self) -> bool:
-        """Return whether every rank's share is done; this asks the store at most every `poll_seconds`."""
+        """Return whether every engine's share is done; this asks the store at most every `poll_seconds`."""
         now = time.monotonic()
-        if not self._all_done and now - self._asked_at >= self._poll_seconds:
+        if self._place.is_first and not self._all_done and now - self._asked_at >= self._poll_seconds:
             self._asked_at = now
-            self._all_done = self._store.add(f"done/{self._round}", 0) == self._ranks.world_size
+            self._all_done = self._store.add(f"done/{self._round}", 0) == self._place.num_engines
         return self._all_done
 
     def over(self) -> bool:
@@ -82,29 +105,32 @@ class BubbleCoordinator:
     def claim(self, total: int, at_least: int = 1) -> range:
         """Return the next items of a list of `total` that is the same on every rank; no item is given twice.
 
-        What is left is divided by the number of ranks but one, the one that the others wait for. Pieces are that large
-        because an iteration takes little longer with many requests than with few; they get smaller towards the end.
+        What is left is divided by the number of engines but one, the one that the others wait for. Pieces are that
+        large because an iteration takes little longer with many requests than with few; they get smaller towards the
+        end.
 
         Args:
             total: The length of the list.
             at_least: The least number of items to claim, as far as there are so many.
         """
+        if not self._place.is_first:
+            return range(0)
         left = total - self._store.add(f"claimed/{self._round}", 0)
         if left <= 0:
             return range(0)
-        size = max(at_least, piece(left, self._ranks.world_size))
+        size = max(at_least, piece(left, self._place.num_engines))
         start = self._store.add(f"claimed/{self._round}", size) - size
         return range(min(start, total), min(start + size, total))
 
     def _one_is_lost(self) -> bool:
         now = time.monotonic()
-        if now - self._looked_at >= self._beat_seconds:
+        if self._place.is_first and now - self._looked_at >= self._beat_seconds:
             self._looked_at = now
-            for rank in range(self._ranks.world_size):
-                if self._store.add(f"rounds/{rank}", 0) >= self._round:
-                    self._seen.pop(rank, None)
+            for engine in range(self._place.num_engines):
+                if self._store.add(f"rounds/{engine}", 0) >= self._round:
+                    self._seen.pop(engine, None)
                     continue
-                beat = self._store.add(f"beat/{rank}", 0)
-                if rank not in self._seen or self._seen[rank][0] != beat:
-                    self._seen[rank] = (beat, now)
+                beat = self._store.add(f"beat/{engine}", 0)
+                if engine not in self._seen or self._seen[engine][0] != beat:
+                    self._seen[engine] = (beat, now)
         return any(now - since > self._stale_seconds for _, since in self._seen.values())

@@ -1,4 +1,4 @@
-"""Pre-generation: idle ranks answer the next step's prompts; the responses become drafts there, never rollouts."""
+"""Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts."""
 
 from __future__ import annotations
 
@@ -82,11 +82,12 @@ class Pregeneration:
         return True
 
     def _claim(self) -> list[PendingResponse]:
-        """Claim responses that no other rank generates; none if all have been claimed."""
+        """Claim responses that no other engine generates; none if all have been claimed."""
         if self._list is None:
             self._list = self._all()
         claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
-        chosen = self._list[claimed.start : claimed.stop]
+        start, stop = map(int, self._engine.agreed(claimed.start, claimed.stop))
+        chosen = self._list[start:stop]
         items = [PendingResponse(prompt.id, self._request(prompt, sample)) for prompt, sample in chosen]
         self._claimed += items
         return items

@@ -28,6 +28,8 @@ ENVIRONMENT = {
     # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
     # depend on how many share its batch.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    # FlashInfer's all-reduce adds in no fixed order: a run over the same weights would not be the same again.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     # Numba's OpenMP layer, which n-gram lookups would start, switches nested parallelism on for the whole process. The
     # sampler's exponentials (MKL) then take some fifty times as long.
     "NUMBA_THREADING_LAYER": "workqueue",
@@ -77,6 +79,9 @@ def engine_arguments(
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
+    if config.engine.tensor_parallel > 1:
+        # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if updates:
         own_layer = config.speculation.draft_method.is_policy_layer
         arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates

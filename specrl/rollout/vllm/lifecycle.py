@@ -9,10 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from uuid import uuid4
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from specrl.rollout.errors import RefitError
@@ -165,6 +168,7 @@ def start(arguments: dict[str, Any]) -> Any:
 
     _fix_kernel_registration()
     _count_ranks_without_compiling()
+    _own_shared_memory()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -214,6 +218,36 @@ def _count_ranks_without_compiling() -> None:
     if current_platform.is_cpu():
         count = sampler.batched_count_greater_than
         sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
+
+
+def _own_shared_memory() -> None:
+    """Let the ranks of each tensor-parallel engine on CPUs share memory under a name that nobody else uses.
+
+    vLLM makes the name of the ranks' numbers alone, so that two jobs on one machine would collide, and so would a job
+    with what a killed one has left. Here the memory loses its name once all ranks have it, and ends with the last one.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    if hasattr(shared, "specrl_names"):
+        return
+    shared.specrl_names = WeakKeyDictionary()
+    init_shared_memory = shared._init_cpu_shm
+
+    def make_group_name(communicator: Any) -> str:
+        if communicator not in shared.specrl_names:
+            name = [f"specrl-{uuid4().hex}"]
+            dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
+            shared.specrl_names[communicator] = name[0]
+        return str(shared.specrl_names[communicator])
+
+    def init_and_unlink(self: Any) -> int:
+        handle = int(init_shared_memory(self))
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    shared.make_group_name = staticmethod(make_group_name)
+    shared._init_cpu_shm = init_and_unlink
 
 
 def model_runner(llm_engine: Any) -> Any:

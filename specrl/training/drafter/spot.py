@@ -23,7 +23,7 @@ from specrl.training.features import Features, padded, sequences
 from specrl.training.sample import even_sample
 
 MICRO_STEP_SECONDS = 0.1
-"""The length that a micro-step should have; the last rank may have to wait for one."""
+"""The length that a micro-step should have; the last engine may have to wait for one."""
 STEPS_KEPT = 2
 """The number of steps whose features are kept."""
 
