@@ -140,12 +140,21 @@ def code_digest(package: Path) -> str:
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:
     """Return the first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
+    return contents_digest({name: file_digest(path) for path, name in files})
+
+
+def contents_digest(contents: Mapping[str, str]) -> str:
+    """Return what `files_digest` does, given the digest of each file by its name."""
     total = hashlib.sha256()
-    for path, name in sorted(files, key=lambda file: file[1]):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256")
-        total.update(f"{name}\0{content.hexdigest()}\n".encode())
+    for name, content in sorted(contents.items()):
+        total.update(f"{name}\0{content}\n".encode())
     return total.hexdigest()[:12]
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's contents in hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def import_source(name: str) -> Path | None:

@@ -35,6 +35,7 @@ from specrl.bench.settings import (
     CheckpointSettings,
     ControlBenchSettings,
     DrafterSettings,
+    ExchangeSettings,
     GpuSettings,
     PlanSettings,
     PrecisionSettings,
@@ -53,6 +54,7 @@ BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
     "checkpoints": CheckpointSettings,
+    "exchange": ExchangeSettings,
     "plan": PlanSettings,
     "gpu": GpuSettings,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from specrl.config import Config, ConfigError, PositiveInt, Section, SpeculationConfig
 from specrl.config.algorithms import CORRECTIONS
@@ -255,6 +255,34 @@ class PlanSettings(BenchSettings):
     """
 
     needs_run = False
+
+
+class ExchangeSettings(BenchSettings):
+    """Compare two ways in which ranks exchange the rollouts of a step: as arrays, and pickled as before.
+
+    It needs no finished run.
+    """
+
+    needs_run = False
+
+    responses: PositiveInt = 2000
+    """Number of responses of all ranks together."""
+    tokens: PositiveInt = 16384
+    """Mean length of a response in tokens."""
+    spread: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Standard deviation of the lengths, as a share of the mean."""
+    ranks: Annotated[int, Field(ge=2)] = 2
+    """Number of ranks on this machine."""
+    repeats: PositiveInt = 3
+    """Number of rounds; each runs both ways once."""
+    threads: PositiveInt = 1
+    """CPU threads of a rank."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> ExchangeSettings:
+        if self.responses % self.ranks:
+            raise ValueError(f"responses = {self.responses} must be a multiple of ranks = {self.ranks}")
+        return self
 
 
 GPU_SECTIONS = ("environment", "fp8", "exactness", "sleep", "training", "speculation")

@@ -13,6 +13,9 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from specrl.processes import free_port
 
 T = TypeVar("T")
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+"""The variable with which gloo connects two ranks of a group when they first exchange something. Otherwise each group
+connects all pairs of its ranks at once, which takes minutes with hundreds of ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
+    os.environ.setdefault(LAZY_CONNECTIONS, "1")
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")

@@ -21,7 +21,9 @@ def buckets(sizes: Sequence[int]) -> list[range]:
     Args:
         sizes: The bytes of each of a layer's tensors, whole.
     """
-    limit = max(*sizes, min(sum(sizes) // 4, BUCKET_BYTES), 0)
+    if not sizes:
+        return []
+    limit = max(*sizes, min(sum(sizes) // 4, BUCKET_BYTES))
     found: list[range] = []
     first, size = 0, 0
     for index, nbytes in enumerate(sizes):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specrl.artifacts import atomic_path
-from specrl.keys import files_digest
+from specrl.distributed import Ranks
+from specrl.keys import contents_digest, file_digest
 from specrl.models.directory import read_model_config
 from specrl.models.families import Family, family_of, head_dim
 from specrl.precision.blocks import BLOCK
@@ -97,8 +98,17 @@ def engine_name(family: Family, name: str) -> str:
 
 def policy_digest(policy_dir: Path) -> str:
     """Return the digest of a policy's weights and configuration, by which a recipe identifies its policy."""
-    paths = [*policy_dir.glob("*.safetensors"), policy_dir / "config.json"]
-    return files_digest((path, path.name) for path in paths)
+    return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
+
+
+def shared_policy_digest(policy_dir: Path, ranks: Ranks) -> str:
+    """Return what `policy_digest` does; the ranks share the files among them (collective)."""
+    own = {path.name: file_digest(path) for path in _digested(policy_dir)[ranks.rank :: ranks.world_size]}
+    return contents_digest({name: digest for part in ranks.gather(own) for name, digest in part.items()})
+
+
+def _digested(policy_dir: Path) -> list[Path]:
+    return sorted([*policy_dir.glob("*.safetensors"), policy_dir / "config.json"])
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
@@ -121,14 +131,16 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
         temporary.write_text(json.dumps(value) + "\n")
 
 
-def load_recipe(path: Path, policy_dir: Path) -> Recipe:
-    """Return the recipe at `path`, which must have been made for the policy in `policy_dir`.
+def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
+    """Return the recipe at `path`, which must have been made for the policy in `policy_dir` (collective).
+
+    For the weights' digest, the ranks read each file once among them.
 
     Raises:
         ValueError: It was made for another policy.
     """
     value = json.loads(path.read_text())
-    if value["policy_digest"] != policy_digest(policy_dir):
+    if value["policy_digest"] != shared_policy_digest(policy_dir, ranks):
         raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
     scales = value["kv_scales"]
     return Recipe(
@@ -140,14 +152,14 @@ def load_recipe(path: Path, policy_dir: Path) -> Recipe:
     )
 
 
-def recipe_of(policy_dir: Path) -> Recipe | None:
-    """Return the recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8.
+def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
+    """Return the recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8 (collective).
 
     Raises:
         ValueError: It was made for another policy.
     """
     path = policy_dir / RECIPE_FILE
-    return load_recipe(path, policy_dir) if path.exists() else None
+    return load_recipe(path, policy_dir, ranks) if path.exists() else None
 
 
 def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:

@@ -114,32 +114,36 @@ def _messages(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[
     last = layout.pipeline_parallel - 1
     ranks = layout.tensor_parallel
     vocabulary = -(-shape.vocab_size // ranks) * ranks * shape.hidden_size * element_size  # padded
-    layer = list(_layer(shape, layout, element_size))
+    layer = [list(_dense_tensors(shape, ranks, element_size)), list(_expert_tensors(shape, layout, element_size))]
     yield 0, [_Tensor(vocabulary, ranks)]
     for index in range(shape.num_layers):
-        for indices in buckets([tensor.size for tensor in layer]):
-            yield index // per_stage, [layer[place] for place in indices]
+        for tensors in layer:
+            for indices in buckets([tensor.size for tensor in tensors]):
+                yield index // per_stage, [tensors[place] for place in indices]
     yield last, [_Tensor(shape.hidden_size * element_size, 1)]
     if not shape.tied:
         yield last, [_Tensor(vocabulary, ranks)]
 
 
-def _layer(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[_Tensor]:
-    """Yield the tensors of one transformer layer, in the order in which they are sent."""
-    ranks, unit = layout.tensor_parallel, element_size
-    hidden, queries, keys = shape.hidden_size * unit, shape.query_size, shape.kv_size
+def _dense_tensors(shape: ModelShape, ranks: int, element_size: int) -> Iterator[_Tensor]:
+    """Yield the tensors of one transformer layer without those of experts, in the order in which they are sent."""
+    hidden, queries, keys = shape.hidden_size * element_size, shape.query_size, shape.kv_size
     yield from [_Tensor(hidden, 1)] * 2
     yield from [_Tensor(rows * hidden, ranks) for rows in (queries, keys, keys)]
     if shape.family.qkv_bias:
-        yield from [_Tensor(rows * unit, ranks) for rows in (queries, keys, keys)]
+        yield from [_Tensor(rows * element_size, ranks) for rows in (queries, keys, keys)]
     yield _Tensor(queries * hidden, ranks, is_rows=False)
+    if shape.family.qk_norm:
+        yield from [_Tensor(shape.head_dim * element_size, 1)] * 2
     if shape.num_experts:
         yield _Tensor(shape.num_experts * hidden, 1)
-        together = layout.expert_parallel
-        for _ in range(shape.num_experts // together):
-            yield from [_Tensor(together * shape.expert_size * hidden, together)] * 3
     else:
         yield from [_Tensor(shape.intermediate_size * hidden, ranks)] * 2
         yield _Tensor(shape.intermediate_size * hidden, ranks, is_rows=False)
-    if shape.family.qk_norm:
-        yield from [_Tensor(shape.head_dim * unit, 1)] * 2
+
+
+def _expert_tensors(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[_Tensor]:
+    """Yield the tensors of one layer's experts: those with the same place on each expert-parallel rank are one."""
+    together = layout.expert_parallel
+    size = together * shape.expert_size * shape.hidden_size * element_size
+    yield from [_Tensor(size, together)] * (3 * shape.num_experts // together)

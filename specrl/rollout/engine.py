@@ -24,7 +24,14 @@ from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, response_seed
-from specrl.rollout.vllm.arguments import ENVIRONMENT, engine_arguments, generation_params, scoring_params, stop_tokens
+from specrl.rollout.vllm.arguments import (
+    ENVIRONMENT,
+    engine_arguments,
+    generation_params,
+    scoring_params,
+    stop_tokens,
+    without_weights,
+)
 from specrl.rollout.vllm.drafting import Drafting, pick_drafts_faster, refuse_shared_head
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.lifecycle import VllmEngine, require_version
@@ -45,12 +52,14 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
 def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
-    """Start an engine on a trained policy, in the precision that its training ended with; no trainer is beside it.
+    """Start an engine on a trained policy, in the precision that its training ended with (collective).
+
+    No trainer is beside it.
 
     Raises:
         ValueError: `precision` asks for FP8 and the training left no recipe for it.
     """
-    recipe = recipe_of(policy_dir) if config.precision.uses_fp8 else None
+    recipe = recipe_of(policy_dir, join()) if config.precision.uses_fp8 else None
     if recipe is None and config.precision.uses_fp8:
         raise ValueError(
             f"precision asks for FP8, but {policy_dir} has no {RECIPE_FILE}: its training used none, and the engine "
@@ -75,6 +84,7 @@ class Engine:
         speculate: bool = True,
         recipe: Recipe | None = None,
         alone: bool = False,
+        reads_policy: bool = True,
         overrides: Mapping[str, Any] | None = None,
         control: ControlSettings | None = None,
     ) -> None:
@@ -89,6 +99,8 @@ class Engine:
             speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
             alone: Whether no trainer shares the GPU, so that the engine can take most of its memory.
+            reads_policy: Whether to read the policy's weights from its directory. Without them weights are arbitrary
+                until the first refit, and nothing is read that the refit replaces anyway.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
             control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
@@ -105,6 +117,8 @@ class Engine:
         longest = max(self.max_k, self.max_replay_k)
         self.precision = EnginePrecision(config.precision, recipe)
         arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision, alone=alone)
+        if not reads_policy:
+            arguments = without_weights(arguments)
         self._vllm = VllmEngine({**arguments, **(overrides or {})})
         self._runner = self._vllm.runner
         self.precision.loaded(self._vllm.policy, None)

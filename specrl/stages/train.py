@@ -85,7 +85,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets if config.validate_.every else ())
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
-    recipe = precision_recipe(context, prepared)
+    recipe = precision_recipe(context, prepared, ranks)
     check_precision(config, prepared.policy_dir)
     training = training_precision(config, recipe)
     with logs.phase("loading of the policy"):
@@ -94,7 +94,14 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     if pretrained.drafter_dir is not None and config.speculation.draft_method.has_weights:
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
     with logs.phase("start of the engine"):
-        engine = Engine(prepared.policy_dir, pretrained.drafter_dir, config=config, seed=config.seed, recipe=recipe)
+        engine = Engine(
+            prepared.policy_dir,
+            pretrained.drafter_dir,
+            config=config,
+            seed=config.seed,
+            recipe=recipe,
+            reads_policy=False,  # the first refit brings them
+        )
     source = PromptSource(config, load_tokenizer(prepared.policy_dir), begun)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
@@ -154,11 +161,11 @@ def observe_kv_cache(config: Config, policy: Policy) -> KvObserver | None:
     return observer
 
 
-def precision_recipe(context: StageContext, prepared: PrepareResult) -> Recipe | None:
-    """Read the calibrated FP8 recipe of this policy; None where nothing is in FP8."""
+def precision_recipe(context: StageContext, prepared: PrepareResult, ranks: Ranks) -> Recipe | None:
+    """Read the calibrated FP8 recipe of this policy (collective); None where nothing is in FP8."""
     if not context.config.precision.uses_fp8:
         return None
-    return load_recipe(context.input("calibrate", CalibrateResult).scales_path, prepared.policy_dir)
+    return load_recipe(context.input("calibrate", CalibrateResult).scales_path, prepared.policy_dir, ranks)
 
 
 def training_precision(config: Config, recipe: Recipe | None) -> LinearPrecision | None:

@@ -100,7 +100,7 @@ class RolloutBatch:
     def homes(self) -> NDArray[np.int64]:
         """Return one of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
         found = self.first_ranks()
-        for engine in np.unique(self.engines):
+        for engine in range(int(self.engines.max(initial=-1)) + 1):
             own = self.engines == engine
             found[own] += np.arange(np.count_nonzero(own)) % self.engine_size
         return found

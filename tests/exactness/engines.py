@@ -19,10 +19,12 @@ SETTINGS = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.6, 0.9, 0), (0.0, 1.
 
 
 @contextmanager
-def running(policy_dir: Path, drafter_dir: Path | None, config: Config, **overrides: Any) -> Iterator[Engine]:
+def running(
+    policy_dir: Path, drafter_dir: Path | None, config: Config, *, reads_policy: bool = True, **overrides: Any
+) -> Iterator[Engine]:
     """An engine, and afterwards the process as it was: without a process group, unless another engine still uses it."""
     alone = not dist.is_initialized()
-    engine = Engine(policy_dir, drafter_dir, config=config, seed=0, overrides=overrides)
+    engine = Engine(policy_dir, drafter_dir, config=config, seed=0, reads_policy=reads_policy, overrides=overrides)
     try:
         yield engine
     finally:

@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("refit")
     policy = write_policy(root / "policy", policy_weights(0, tied=request.param), tied=request.param, dtype=DTYPE)
     drafter = write_drafter(root / "drafter", drafter_weights(1, DTYPE), DTYPE)
-    with running(policy, drafter, toy_config("eagle3", 3, dtype=DTYPE)) as engine:
+    with running(policy, drafter, toy_config("eagle3", 3, dtype=DTYPE), reads_policy=False) as engine:
         yield Case(engine, request.param)
 
 
@@ -71,6 +71,14 @@ def trainer_logprobs(weights: dict[str, Tensor], tied: bool) -> list[list[float]
 def changed(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     """A copy with one tensor's rows in another order."""
     return weights | {name: weights[name].roll(1, 0)}
+
+
+@pytest.mark.engine
+def test_an_engine_that_waits_for_its_first_refit_has_read_the_drafter_alone(case: Case) -> None:
+    assert case.engine.version == 0, "other tests refit: this one comes first"
+    with pytest.raises(PolicyParityError, match="down_proj"):
+        case.engine.verify_policy(case.policy(0).items())
+    case.engine.verify_drafter(case.drafter.items())
 
 
 @pytest.mark.engine

@@ -323,7 +323,7 @@ def test_long_responses_are_cut() -> None:
 
 
 def test_scales_are_those_of_the_weights_and_belong_to_one_model(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, tmp_path: Path
+    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     found, _, switch = calibrated
     path = tmp_path / "scales.json"
@@ -333,18 +333,18 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
     weight = switch.linears["layers.3.linear_fc2"].module.weight
     (scales,) = value["layers"]["layers.3.linear_fc2"]["weight_scales"]
     torch.testing.assert_close(torch.tensor(scales), quantise(weight, SQUARE)[1])
-    assert load_recipe(path, model_dir) == recipe
+    assert load_recipe(path, model_dir, ranks) == recipe
 
     other = tmp_path / "other"
     other.mkdir()
     for file in ("config.json", "model.safetensors"):
         (other / file).write_bytes((model_dir / file).read_bytes())
-    assert load_recipe(path, other) == recipe
+    assert load_recipe(path, other, ranks) == recipe
     with (other / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x7f")
     with pytest.raises(ValueError, match="made for another policy"):
-        load_recipe(path, other)
+        load_recipe(path, other, ranks)
 
 
 def test_table_and_plots(calibrated: tuple[Calibration, Policy, SwitchableLinears], tmp_path: Path) -> None:

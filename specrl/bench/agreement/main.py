@@ -29,10 +29,10 @@ def main(job: BenchJob) -> None:
         raise ConfigError(
             f"run {job.run_dir.name} has no calibration; continue it with: specrl resume {job.run_dir.name}"
         )
-    recipe = load_recipe(calibrated.scales_path, subject.first_policy_dir)
+    ranks = join()
+    recipe = load_recipe(calibrated.scales_path, subject.first_policy_dir, ranks)
     for precision in PRECISIONS:
         check_precision(with_precision(subject.config, precision), subject.first_policy_dir)
-    ranks = join()
     sampled = {precision: sample(subject, precision, recipe, settings) for precision in PRECISIONS}
     pairs = [pair for precision in PRECISIONS for pair in compare(subject, precision, recipe, sampled, ranks)]
     write_rows(job.json_path, [pair.row() for pair in pairs])

@@ -95,6 +95,16 @@ def engine_arguments(
     return arguments
 
 
+def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an engine that does not read the policy's weights; it reads those of a drafter."""
+    from vllm.config import LoadConfig
+
+    found = {**arguments, "load_format": "dummy"}
+    if "speculative_config" in arguments:
+        found["speculative_config"] = {**arguments["speculative_config"], "draft_load_config": LoadConfig()}
+    return found
+
+
 def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
     """Return the part of vLLM's `speculative_config` that says what drafts.
 

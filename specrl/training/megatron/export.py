@@ -2,9 +2,9 @@
 
 Tensors travel in messages of a part of a layer. The pipeline stage that holds them broadcasts its shards to the other
 stages, mostly over the network: so a rank receives there only what its own tensor-parallel rank holds. The
-tensor-parallel ranks, which share a node, then gather the whole. An expert, which is whole on one expert-parallel rank,
-goes from there to the other stages, and in each of them to the other expert-parallel ranks. Every engine gets whole
-tensors, because vLLM's loaders take those and cut out the engine's own part.
+tensor-parallel ranks, which share a node, then gather the whole. Experts go the same way, with expert-parallel ranks in
+place of tensor-parallel ones. Every engine gets whole tensors, because vLLM's loaders take those and cut out the
+engine's own part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.models.buckets import buckets
-from specrl.training.megatron.parallel import from_expert_rank, from_stage
+from specrl.training.megatron.parallel import from_stage
 from specrl.training.megatron.weights import EMBEDDINGS, HEAD, Parameter, WeightMap, join
 
 
 @dataclass(frozen=True)
 class Part:
-    """What each tensor-parallel rank holds of one Hugging Face tensor."""
+    """What one rank holds of a Hugging Face tensor; of experts, of the tensors with the same place on each rank."""
 
-    name: str
-    """The name of the tensor."""
+    names: tuple[str, ...]
+    """The name of the tensor; of experts one name for each expert-parallel rank, whose tensor is whole there."""
     parameter: Parameter
     """The parameter that it is a part of."""
     index: int
@@ -40,7 +40,7 @@ class Part:
     shape: tuple[int, ...]
     """The shape of what one rank holds; of a vocabulary with the padding."""
     copies: int
-    """The number of ranks that hold different parts of it: 1 where it is whole on every rank."""
+    """The number of ranks that hold different parts: 1 where all of it is on every rank."""
 
     @property
     def numel(self) -> int:
@@ -68,76 +68,70 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
 def messages(weights: WeightMap, element_size: int) -> Iterator[list[Part]]:
     """Yield what is sent together: tensors of one layer, those first that every rank holds whole.
 
-    Experts are sent with those of the same expert-parallel rank.
+    Experts are apart from the rest of their layer, as other ranks share them.
 
     Args:
         element_size: The bytes of one element.
     """
-    parts = [part for parameter in weights.parameters if not parameter.is_copy for part in _parts(weights, parameter)]
-    for _, group in groupby(parts, key=_sender):
+    parts = _parts(weights)
+    for _, group in groupby(parts, key=lambda part: (part.parameter.stage, part.names[0].split(".")[:3])):
         layer = list(group)
-        for indices in buckets([part.numel * part.copies * element_size for part in layer]):
-            yield sorted((layer[index] for index in indices), key=lambda part: part.copies > 1)
+        for is_expert in (False, True):
+            own = [part for part in layer if (part.parameter.expert_rank is not None) == is_expert]
+            for indices in buckets([part.numel * part.copies * element_size for part in own]):
+                yield sorted((own[index] for index in indices), key=lambda part: part.copies > 1)
 
 
-def _sender(part: Part) -> tuple[object, ...]:
-    """Return what the parts of a message have in common: the layer, and who holds it."""
-    return part.parameter.stage, part.name.split(".")[:3], part.parameter.expert_rank
-
-
-def _parts(weights: WeightMap, parameter: Parameter) -> list[Part]:
-    _, size = parameter.place
-    shapes = weights.part_shapes(parameter, size)
-    copies = 1 if parameter.split == "none" else size
-    return [
-        Part(name, parameter, index, shape, copies)
-        for index, (name, shape) in enumerate(zip(parameter.hf, shapes, strict=True))
-    ]
+def _parts(weights: WeightMap) -> Iterator[Part]:
+    """Yield the parts of all tensors, on every rank in the same order."""
+    experts: dict[tuple[int, str], list[Parameter]] = {}
+    for parameter in weights.parameters:
+        if parameter.expert_rank is not None:
+            experts.setdefault((parameter.stage, parameter.name), []).append(parameter)
+    for parameter in weights.parameters:
+        if parameter.is_copy or parameter.expert_rank not in (None, 0):
+            continue
+        alike = experts.get((parameter.stage, parameter.name), [parameter])
+        _, size = parameter.place
+        copies = 1 if parameter.split == "none" else max(size, len(alike))
+        for index, shape in enumerate(weights.part_shapes(parameter, size)):
+            yield Part(tuple(other.hf[index] for other in alike), parameter, index, shape, copies)
 
 
 def _whole_tensors(
     weights: WeightMap, message: list[Part], own: Mapping[str, Tensor], like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one message (collective)."""
+    stage = message[0].parameter.stage
     shards: list[Tensor] | None = None
-    if message[0].parameter.is_here:
+    if stage == parallel_state.get_pipeline_model_parallel_rank():
         shards = _own_parts(weights, message, own)
-        if _is_everywhere(message):
-            yield from ((part.name, shard) for part, shard in zip(message, shards, strict=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1 and message[-1].copies == 1:
+            yield from ((part.names[0], shard) for part, shard in zip(message, shards, strict=True))
             return
-    flat = _from_sender(message, _joined(shards), like.dtype)
+    flat = from_stage(stage, _joined(shards), (sum(part.numel for part in message),), like.dtype)
     del shards
     whole = sum(part.numel for part in message if part.copies == 1)
-    gathered = _gather(flat[whole:])
+    gathered = _gather(flat[whole:], message[-1])
     if whole < len(flat):
         flat = flat[:whole].clone()  # the rest is in `gathered`, and goes
     offset = 0
     for part in message:
         end = offset + part.numel
         if part.copies == 1:
-            yield part.name, flat[offset:end].view(part.shape)
+            yield part.names[0], flat[offset:end].view(part.shape)
         else:
             held = gathered[:, offset - whole : end - whole].reshape(-1, *part.shape)
-            yield part.name, join(weights, part.parameter, held)
+            yield from _named(weights, part, held)
         offset = end
 
 
-def _is_everywhere(message: list[Part]) -> bool:
-    """Whether every rank holds all tensors of a message whole."""
-    has_one_stage = parallel_state.get_pipeline_model_parallel_world_size() == 1
-    is_shared = message[0].parameter.expert_rank is None or parallel_state.get_expert_model_parallel_world_size() == 1
-    return has_one_stage and is_shared and message[-1].copies == 1
-
-
-def _from_sender(message: list[Part], flat: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a message, which one stage and, of experts, one expert-parallel rank holds, on the others (collective)."""
-    stage, expert_rank = message[0].parameter.stage, message[0].parameter.expert_rank
-    shape = (sum(part.numel for part in message),)
-    if expert_rank is None:
-        return from_stage(stage, flat, shape, dtype)
-    if expert_rank == parallel_state.get_expert_model_parallel_rank():
-        flat = from_stage(stage, flat, shape, dtype)
-    return from_expert_rank(expert_rank, flat, shape, dtype)
+def _named(weights: WeightMap, part: Part, held: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors, given what all ranks that share them hold, [ranks, *part]."""
+    if part.parameter.expert_rank is None:
+        yield part.names[0], join(weights, part.parameter, held)
+    else:
+        yield from zip(part.names, held, strict=True)
 
 
 def _own_parts(weights: WeightMap, message: list[Part], own: Mapping[str, Tensor]) -> list[Tensor]:
@@ -158,11 +152,10 @@ def _joined(shards: list[Tensor] | None) -> Tensor | None:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _gather(flat: Tensor) -> Tensor:
-    """Return what all tensor-parallel ranks hold, [ranks, elements] (collective)."""
-    group = parallel_state.get_tensor_model_parallel_group()
+def _gather(flat: Tensor, part: Part) -> Tensor:
+    """Return what all ranks hold that share the tensors of this part, [ranks, elements] (collective)."""
     if not len(flat):
         return flat[None]
-    gathered = flat.new_empty(group.size() * len(flat))
-    dist.all_gather_single(gathered, flat, group=group)
-    return gathered.view(group.size(), -1)
+    gathered = flat.new_empty(part.copies * len(flat))
+    dist.all_gather_single(gathered, flat, group=part.parameter.sharers)
+    return gathered.view(part.copies, -1)

@@ -52,7 +52,9 @@ class PolicyOptimizer:
         )
         overrides = get_standard_config_overrides(options)
         self._ddp = ddp
-        self._megatron = get_megatron_optimizer(options, [ddp], config_overrides=overrides)
+        self._megatron = get_megatron_optimizer(
+            options, [ddp], config_overrides=overrides, use_gloo_process_groups=False
+        )
         self._parts: list[Any] = self._megatron.chained_optimizers
         """The optimizer of what all data-parallel ranks share and, in a model with experts, that of the experts."""
         self._config = config

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
@@ -49,12 +53,39 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
                 f"{tensor} x {pipeline} x {expert} needs a process of its own"
             )
         return
-    parallel_state.initialize_model_parallel(
-        tensor, pipeline, expert_model_parallel_size=expert, expert_tensor_parallel_size=1
-    )
+    with _one_group_for_equal_ranks():
+        parallel_state.initialize_model_parallel(
+            tensor,
+            pipeline,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
     with torch.random.fork_rng(devices=[]):
         # Names the random states that megatron's layers ask for; without dropout nothing draws from them.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def _one_group_for_equal_ranks() -> Iterator[None]:
+    """Let Megatron make one process group where it would make several of the same ranks, each for a purpose of its own.
+
+    Most are the same here, where nothing overlaps and no context is split. A GPU has buffers for each group in use.
+    """
+    create = parallel_state.create_group
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def create_group(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+        key = (*sorted(ranks), backend)
+        if key not in made:
+            made[key] = create(ranks, backend=backend, **options)
+        return made[key]
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -65,28 +96,15 @@ def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype:
         shape: The shape of that tensor, known on every stage.
         dtype: The type of that tensor, known on every stage.
     """
-    return _broadcast(parallel_state.get_pipeline_model_parallel_group(), stage, tensor, shape, dtype)
-
-
-def from_expert_rank(rank: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the tensor that expert-parallel rank `rank` holds, on all of them; all ranks of their group call it.
-
-    Arguments are as in `from_stage`.
-    """
-    return _broadcast(parallel_state.get_expert_model_parallel_group(), rank, tensor, shape, dtype)
-
-
-def _broadcast(
-    group: dist.ProcessGroup, source: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+    group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         assert tensor is not None
         return tensor
-    if group.rank() == source:
+    if group.rank() == stage:
         assert tensor is not None and tuple(tensor.shape) == shape and tensor.dtype == dtype
         tensor = tensor.contiguous()
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tensor = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+    dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
     return tensor

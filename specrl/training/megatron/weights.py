@@ -16,6 +16,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -69,6 +70,20 @@ class Parameter:
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
         )
+
+    @property
+    def sharers(self) -> Any:
+        """The process group of the ranks of this stage that hold different parts of it, or different experts."""
+        if self.expert_rank is not None:
+            return parallel_state.get_expert_model_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def replicas(self) -> Any:
+        """The process group of the ranks that hold the same part of it as this rank."""
+        if self.expert_rank is not None:
+            return parallel_state.get_expert_data_parallel_group()
+        return parallel_state.get_data_parallel_group()
 
 
 @dataclass(frozen=True)
@@ -274,31 +289,41 @@ def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
-    """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type.
+    """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type (collective).
 
-    Of every tensor only the part is read that this rank holds.
+    Of every tensor only the part is read that this rank holds, and only by the first of the data-parallel ranks that
+    hold it, so that each byte is read once. The others receive it.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape than `config.json` says.
+        ValueError: A tensor is missing, or has another shape than `config.json` says; every rank raises it.
     """
     own = dict(model.named_parameters())
     reader = TensorReader(directory)
-    for parameter in weights.parameters:
-        if not parameter.is_here:
-            continue
+    here = [parameter for parameter in weights.parameters if parameter.is_here]
+    for parameter in here:
         _check_shape(weights, parameter, reader, directory)
-        rank, size = parameter.place
-        parts = []
-        for name in parameter.hf:
-            dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
-            parts.append(reader.read_slice(name, start, stop, dim=dim))
+    for parameter in here:
         target = own.pop(parameter.name)
-        target.copy_(weights.merge(parameter, parts, size))
+        replicas = parameter.replicas
+        if replicas.rank() == 0:
+            target.copy_(_own_part(weights, parameter, reader))
+        if replicas.size() > 1:
+            dist.broadcast(target.data, dist.get_global_rank(replicas, 0), group=replicas)
         # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the
         # gradient's norm counts one rank's part only. Experts are marked with the ranks that share them.
         target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
         target.allreduce = parameter.expert_rank is None  # type: ignore[attr-defined]
     assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
+
+
+def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) -> Tensor:
+    """Return what this rank holds of a parameter, from disk."""
+    rank, size = parameter.place
+    parts = []
+    for name in parameter.hf:
+        dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
+        parts.append(reader.read_slice(name, start, stop, dim=dim))
+    return weights.merge(parameter, parts, size)
 
 
 def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader, directory: Path) -> None:

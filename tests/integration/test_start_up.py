@@ -1,0 +1,64 @@
+"""What the start of a job takes of each of eight ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start_up_worker as worker
+from safetensors.torch import load_file
+
+from specrl.config import ModelConfig, TinyModelConfig
+from specrl.models.families import FAMILIES
+from specrl.models.shapes import model_shape
+from specrl.models.tiny import write_tiny_model
+from specrl.precision.recipe import Recipe, write_recipe
+from specrl.projection.refit import Layout, refit_cost
+from specrl.projection.start_up import rank_groups, start_up
+
+TINY = TinyModelConfig(family="qwen3_moe", hidden_size=64, num_heads=4, num_kv_heads=2)
+MODEL = ModelConfig(source="tiny", dtype="float32", tiny=TINY)
+LAYOUT = Layout(**worker.LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start-up") / "policy"
+    write_tiny_model(MODEL, 0, folder)
+    write_recipe(folder.parent / "scales.json", Recipe(FAMILIES["qwen3_moe"], TINY.num_layers), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(policy: Path) -> list[dict[str, Any]]:
+    return worker.start_all(policy.parent)
+
+
+def test_eight_ranks_read_each_weight_once_and_hash_it_once(found: list[dict[str, Any]], policy: Path) -> None:
+    size = sum(tensor.nbytes for tensor in load_file(policy / "model.safetensors").values())
+    for rank, counted in enumerate(found):
+        print(f"rank {rank}: {len(counted['groups']) + 1} groups, {counted['connections']} connections,", end=" ")
+        print(f"{counted['bytes']} of {size} bytes read, {counted['hashed']} files hashed")
+    assert [rank["hashed"] for rank in found] == [1, 1] + [0] * 6  # the weights and the configuration
+    assert found[0]["bytes"] == pytest.approx(start_up(worker.RANKS, LAYOUT, size).bytes_read, rel=0.2)
+    assert sum(rank["bytes"] for rank in found) == pytest.approx(size, rel=0.1)  # norms and tied embeddings twice
+    assert [rank["bytes"] > 0 for rank in found] == [True, True, False, False] * 2  # two replicas
+
+
+def test_eight_ranks_make_few_groups_and_connect_when_they_use_them(found: list[dict[str, Any]]) -> None:
+    cost = start_up(worker.RANKS, LAYOUT, 0)
+    assert set(found[0]["groups"]) == set(rank_groups(worker.RANKS, LAYOUT))
+    assert len(found[0]["groups"]) == cost.groups - 1
+    assert max(rank["connections"] for rank in found) < cost.pairs
+
+
+def test_a_refit_of_experts_sends_what_is_on_disk_and_what_the_plan_says(found: list[dict[str, Any]]) -> None:
+    shape = model_shape(MODEL)
+    for rank in found:
+        assert rank["wrong"] == []
+        cost = refit_cost(shape, LAYOUT, element_size=4, stage=rank["stage"])
+        traffic = rank["traffic"]
+        assert (traffic["stage_bytes"], traffic["rank_bytes"]) == (cost.stage_bytes, cost.rank_bytes)
+        assert traffic["messages"] == cost.messages
+        assert max(traffic["peak_bytes"], cost.peak_bytes) <= 4 * shape.parameters_per_layer
