@@ -34,7 +34,7 @@ def write_page(job: BenchJob, settings: ExchangeSettings, rounds: Mapping[str, S
     page.text(heading("what the exchange of rollouts costs", job.command, torch.get_num_threads()))
     page.text(
         f"{settings.responses} synthetic responses of {settings.tokens} tokens (standard deviation "
-        f"{settings.spread:.0%}) on {settings.ranks} ranks of this machine, {settings.repeats} rounds in turn. Each "
+        f"{settings.spread:.0%}) on {settings.ranks} ranks of this machine; rounds in turn: {settings.repeats}. Each "
         "figure is that of the rank with the most, and of the seconds the median over the rounds."
     )
     page.text(WHAT)
