@@ -171,7 +171,7 @@ class Trainer:
                 update = self.update_policy(step, generated.rollouts)
                 self.precision.check_quantised(update.metrics["num_tokens"])
                 kv_scales = self.precision.measure_kv_scales(timer)
-            mismatch = self.precision.check_agreement(update.mismatch)
+            mismatch = self.precision.check_agreement(update.mismatch) | update.routing
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)
             update.features.clear()  # or they would still be held beside the next step's

@@ -177,6 +177,19 @@ _DEFINITIONS = (
     ),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
     Metric("mismatch/truncated_fraction", "", "Share of the tokens whose importance ratio is above 2."),
+    Metric(
+        "mismatch/routing_tokens",
+        "",
+        "Share of the tokens trained on, prompts included, that the trainer's routers would send to other experts than "
+        "the engine did, in any layer; only for policies with experts.",
+        "lower",
+    ),
+    Metric(
+        "mismatch/routing_layers",
+        "",
+        "Share of the pairs of such a token and a layer in which the experts differ.",
+        "lower",
+    ),
     Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),

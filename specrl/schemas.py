@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ class Rollout:
     sampling temperature; None where none was computed."""
     log_kept_mass: Sequence[float] | None = None
     """The logarithm of the mass that truncation kept at each response token; None where nothing can be dropped."""
+    routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    """The experts that the engine sent each token of prompt and response but the last to, [tokens - 1, layers, experts
+    per token]; None for a policy without experts. They are not stored."""
 
     def __post_init__(self) -> None:
         self.response_tokens = as_array("i", self.response_tokens)

@@ -51,6 +51,9 @@ class PolicyConfig(Section):
     recompute: Adjustable[bool] = False
     """Whether activations are computed again in the backward pass, which saves memory and costs a third more
     compute."""
+    routing_replay: Adjustable[bool] = True
+    """Whether a policy with experts trains each token with the experts that the engine sampled it with (R3, arXiv
+    2510.11370), where the trainer's own router would choose others; other policies have no use for it."""
 
 
 MIN_SAVED = 2**28

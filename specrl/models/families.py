@@ -85,6 +85,10 @@ class Router:
     """The module inside the Hugging Face layer and inside vLLM's."""
 
 
+EXPERTS_IN_A_BYTE = 256
+"""The largest number of experts that are told apart by one byte."""
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """The dimensions of a mixture of experts."""
@@ -95,6 +99,11 @@ class ExpertShape:
     """The number of experts that compute each token."""
     intermediate_size: int
     """The width of one expert."""
+
+    @property
+    def route_type(self) -> str:
+        """The integer type of NumPy and torch in which the number of an expert is kept for each token."""
+        return "uint8" if self.num_experts <= EXPERTS_IN_A_BYTE else "int16"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from specrl.config import Config
 from specrl.config.rollout import batched_tokens
+from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
 from specrl.projection.exchange import ExchangeShape, exchange_cost
 from specrl.projection.refit import Layout, refit_cost
@@ -38,8 +39,6 @@ the logits and their log-probabilities."""
 GRAPHS_GIB = 2.0
 """The GiB of a compiled engine's CUDA graphs, which stay on the GPU while the engine sleeps."""
 GRAPHS = "engine's CUDA graphs"
-EXPERTS_IN_A_BYTE = 256
-"""The largest number of experts that are told apart by one byte (`rollout/vllm/experts/routes.py`)."""
 PREGENERATED = 0.5
 """The assumed share of the next step's tokens that idle engines generate before it."""
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}

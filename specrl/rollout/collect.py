@@ -62,6 +62,7 @@ def collect(
     on_iteration: Callable[[], None] | None = None,
     recall: bool = False,
     learn: bool = True,
+    routes: bool = False,
 ) -> Unscored:
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
@@ -90,6 +91,7 @@ def collect(
         on_response=on_response,
         recall=recall,
         learn=learn,
+        routes=routes,
     )
     asked = [
         (prompt, sample, request, engine.stored_for(request))
@@ -143,4 +145,5 @@ def _rollout(
         started_at=response.started_at,
         finished_at=response.finished_at,
         reward=reward,
+        routes=response.routes,
     )

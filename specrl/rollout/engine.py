@@ -119,7 +119,8 @@ class Engine:
         arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision, alone=alone)
         if not reads_policy:
             arguments = without_weights(arguments)
-        self._vllm = VllmEngine({**arguments, **(overrides or {})})
+        self._family = family_of(read_model_config(policy_dir))
+        self._vllm = VllmEngine({**arguments, **(overrides or {})}, keeps_routes=self._family.router is not None)
         self._runner = self._vllm.runner
         self.precision.loaded(self._vllm.policy, None)
         refuse_shared_head(self._runner, config.speculation.draft_method)
@@ -130,7 +131,6 @@ class Engine:
         self.stop_tokens = stop_tokens(policy_dir, self._vllm.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
-        self._family = family_of(read_model_config(policy_dir))
         self._directories = policy_dir, drafter_dir or policy_dir
         self._stopped = False
         self.version = 0
@@ -168,6 +168,7 @@ class Engine:
         stop: Callable[[], bool] | None = None,
         recall: bool = False,
         learn: bool = True,
+        routes: bool = False,
     ) -> Generation:
         """Answer all requests.
 
@@ -186,6 +187,7 @@ class Engine:
             learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
                 controller has settled on, and nothing about later drafts changes; it is meant for validation between
                 steps.
+            routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
@@ -202,7 +204,7 @@ class Engine:
                 finished = self._vllm.step()
                 for request in finished:
                     index, internal = running.pop(request.name)
-                    responses[index] = self._response(internal, request.tokens, request.finish_reason)
+                    responses[index] = self._response(internal, request.tokens, request.finish_reason, routes=routes)
                     if on_response is not None:
                         on_response(index, responses[index])
                 if finished and on_progress is not None:
@@ -514,7 +516,7 @@ class Engine:
         for name in names:
             self._sampler.records.pop(name, None)
 
-    def _response(self, internal: str, tokens: list[int], finish_reason: str) -> Response:
+    def _response(self, internal: str, tokens: list[int], finish_reason: str, *, routes: bool = False) -> Response:
         """Return the response to a request, and remove its record; a request that was never worked on has no record."""
         if self._drafting is not None:
             self._drafting.remember(tokens)
@@ -537,4 +539,5 @@ class Engine:
             started_at=record.started_at,
             finished_at=now,
             by_source=record.by_source,
+            routes=self._vllm.routes(internal, record.prompt_length + len(tokens) - 1) if routes else None,
         )

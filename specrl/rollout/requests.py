@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
@@ -61,6 +64,9 @@ class Response:
     """The end of the last iteration that worked on the response, in Unix seconds."""
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
     """Counters of its drafts, by the name of their source."""
+    routes: NDArray[Any] | None = field(default=None, repr=False)
+    """The experts that each token of prompt and response was sent to in each layer, [tokens - 1, layers, experts per
+    token]: the engine never computes the last token. None where they were not asked for, or the policy has none."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ class TokenSequence:
     """The number of leading tokens that are the prompt, at least 1."""
     index: int
     """The position in the caller's list."""
+    routes: NDArray[Any] | None = None
+    """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
@@ -48,6 +51,8 @@ class MicroBatch:
     """[batch] int64: the length of each sequence without padding."""
     indices: list[int]
     """The `TokenSequence.index` of each row."""
+    routes: list[NDArray[Any]] | None = None
+    """The `TokenSequence.routes` of each row, in host memory; None where a row has none."""
 
     @property
     def area(self) -> int:
@@ -61,7 +66,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
-        return MicroBatch(self.tokens.to(device), self.mask.to(device), self.lengths.to(device), self.indices)
+        return replace(self, tokens=self.tokens.to(device), mask=self.mask.to(device), lengths=self.lengths.to(device))
 
 
 def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
@@ -113,4 +118,6 @@ def _pad(rows: list[TokenSequence], width: int) -> MicroBatch:
         tokens[row, :length] = torch.as_tensor(sequence.tokens)
         mask[row, sequence.prompt_length - 1 : length - 1] = True
     lengths = torch.tensor([len(sequence.tokens) for sequence in rows])
-    return MicroBatch(tokens, mask, lengths, [sequence.index for sequence in rows])
+    routes = [sequence.routes for sequence in rows if sequence.routes is not None]
+    indices = [sequence.index for sequence in rows]
+    return MicroBatch(tokens, mask, lengths, indices, routes if len(routes) == len(rows) else None)

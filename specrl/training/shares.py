@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,15 @@ from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
 """A value for each response token, by the number of the rollout."""
+
+
+class RouteFormat(NamedTuple):
+    """How the experts of one token are kept."""
+
+    dtype: str
+    """The integer type of an expert's number."""
+    item_shape: tuple[int, int]
+    """The number of layers, and of experts per token."""
 
 
 class PlaceInPolicy(Protocol):
@@ -59,7 +68,8 @@ class OwnRollouts:
     columns: Mapping[str, Ragged]
     """By name, a row for each rollout: `prompt` and `response`, int32 tokens, and `generation_logprobs`, float32, the
     engine's log-prob of each response token under the whole distribution. The latter has rows only on ranks that
-    compute the loss, those of the last pipeline stage."""
+    compute the loss, those of the last pipeline stage. For a policy with experts `routes` are those of all tokens but
+    the last."""
 
     def row(self, column: str, number: int) -> NDArray[np.generic]:
         """Return the row of a rollout."""
@@ -69,7 +79,11 @@ class OwnRollouts:
         """Return the tokens of a rollout, prompt and response."""
         prompt = self.columns["prompt"][self.places[number]]
         response = self.columns["response"][self.places[number]]
-        return TokenSequence(np.concatenate([prompt, response]), len(prompt), number)
+        tokens = np.concatenate([prompt, response])
+        if "routes" not in self.columns:
+            return TokenSequence(tokens, len(prompt), number)
+        routes = self.columns["routes"][self.places[number]]
+        return TokenSequence(tokens, len(prompt), number, routes if len(routes) else None)
 
 
 @dataclass(frozen=True)
@@ -117,13 +131,20 @@ class TrainingShares:
         columns = rollouts.deliver(self.ranks, token_columns(list(rollouts.held.values())), trained)
         return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
 
-    def deliver(self, rollouts: RolloutBatch) -> OwnRollouts:
-        """Send each rollout's tokens, and the engine's log-probs to the ranks that compute the loss (collective)."""
+    def deliver(self, rollouts: RolloutBatch, routes: RouteFormat | None = None) -> OwnRollouts:
+        """Send each rollout's tokens, and the engine's log-probs to the ranks that compute the loss (collective).
+
+        Args:
+            routes: The format of the routes, which are sent with the tokens; None for a policy without experts.
+        """
         own = self.deliver_tokens(rollouts)
         trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
         compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
         logprobs = rollouts.deliver(self.ranks, logprob_columns(list(rollouts.held.values())), compared)
-        return OwnRollouts(own.places, {**own.columns, **logprobs})
+        columns = {**own.columns, **logprobs}
+        if routes is not None:
+            columns |= rollouts.deliver(self.ranks, route_columns(list(rollouts.held.values()), routes), trained)
+        return OwnRollouts(own.places, columns)
 
     def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
         """Give rollouts the `policy_logprobs` that were found, on the ranks that write them (collective).
@@ -160,6 +181,12 @@ def token_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
 def logprob_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
     """Return the engine's log-probs of rollouts as a column to deliver, under the whole distribution."""
     return {"generation_logprobs": Ragged.of([rollout.whole_generation_logprobs for rollout in rollouts], np.float32)}
+
+
+def route_columns(rollouts: Sequence[Rollout], routes: RouteFormat) -> dict[str, Ragged]:
+    """Return the experts of the rollouts' tokens as a column to deliver; a rollout without routes has an empty row."""
+    rows = [() if rollout.routes is None else rollout.routes for rollout in rollouts]
+    return {"routes": Ragged.of(rows, routes.dtype, routes.item_shape)}
 
 
 _NONE = np.empty(0, np.int64)

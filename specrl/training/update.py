@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -16,13 +16,14 @@ from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config
 from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
+from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
 from specrl.training.batches import MicroBatch, pack
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
-from specrl.training.shares import OwnRollouts, Rows, TrainingShares
+from specrl.training.shares import OwnRollouts, RouteFormat, Rows, TrainingShares
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class PolicyUpdate:
     mismatch: MismatchSums
     """The disagreement of the engines about this rank's share of the tokens trained on; every share is counted on one
     rank only."""
+    routing: dict[str, float]
+    """Their disagreement about experts over all ranks, as `mismatch/routing_...` metrics; empty without experts."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,21 @@ def update_policy(
     """
     parts = _split_by_group(rollouts, _with_signal(rollouts, config), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
-    own = shares.deliver(rollouts)
+    own = shares.deliver(rollouts, _route_format(policy))
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
-    old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
+    if policy.routing is not None:
+        policy.routing.clear()
+    routing: dict[str, float] = {}
+    old: Rows = {}
+    if len(parts) > 1:
+        old, routing = _logprob_pass(policy, batches, config), _routing_disagreement(policy)
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
     logprob_s = time.perf_counter() - started
     recorded: Rows = {}
     sample = _sample(policy, batches, config, step) if spec is not None else None
     metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample)
+    routing |= _routing_disagreement(policy) if len(parts) == 1 else {}
     features: list[Features | None] = []
     if sample is not None:
         sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
@@ -102,7 +111,19 @@ def update_policy(
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
-    return PolicyUpdate(metrics, features, mismatch)
+    return PolicyUpdate(metrics, features, mismatch, routing)
+
+
+def _route_format(policy: Policy) -> RouteFormat | None:
+    experts = expert_shape_of_model(policy.hf_config)
+    if experts is None:
+        return None
+    return RouteFormat(experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token))
+
+
+def _routing_disagreement(policy: Policy) -> dict[str, float]:
+    """Return how far the routers disagreed with the engine's in the passes since the last call (collective)."""
+    return policy.routing.disagreement() if policy.routing is not None else {}
 
 
 def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: int) -> Sample:
@@ -218,5 +239,7 @@ def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config:
     """Return the log-probs of this rank's rollouts under the reference policy (collective); none without a penalty."""
     if not config.train.kl_coef:
         return {}
+    # The reference is another policy: its tokens go to the experts that it chooses.
+    unrouted = [[replace(batch, routes=None) for batch in part] for part in batches]
     with policy.reference_weights():
-        return _logprob_pass(policy, batches, config)
+        return _logprob_pass(policy, unrouted, config)

@@ -180,6 +180,7 @@ class RolloutGenerator:
             on_progress=pace.on_progress,
             on_iteration=on_iteration,
             recall=True,
+            routes=True,
         )
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
         rollouts, scores = unscored.scored()

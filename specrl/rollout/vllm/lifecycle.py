@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from specrl.rollout.errors import RefitError
+from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.load import Weights, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
@@ -54,9 +57,15 @@ class FinishedRequest:
 class VllmEngine:
     """An in-process vLLM engine, and its V1 model runner, for the modules that replace parts of it."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Start the engine with these arguments of vLLM's `EngineArgs`; collective over its ranks."""
-        self.llm = start(arguments)
+    def __init__(self, arguments: dict[str, Any], *, keeps_routes: bool = False) -> None:
+        """Start the engine; collective over its ranks.
+
+        Args:
+            arguments: Arguments of vLLM's `EngineArgs`.
+            keeps_routes: Whether to keep the experts that each token is sent to, for `routes`.
+        """
+        with captured_from_the_start() if keeps_routes else nullcontext():
+            self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.tokenizer: Any = self.llm.get_tokenizer()
         self._num_requests = 0
@@ -90,6 +99,11 @@ class VllmEngine:
     def tokens_so_far(self, internal: str) -> list[int]:
         """Return the response tokens of an unfinished request, by the engine's own id."""
         return list(self.llm.engine_core.engine_core.scheduler.requests[internal].output_token_ids)
+
+    def routes(self, internal: str, num_tokens: int) -> NDArray[Any] | None:
+        """Return the experts of a request's first tokens, as `Routes.of` does; None where they are not kept."""
+        routes = routes_of(self.runner)
+        return routes.of(internal, num_tokens) if routes is not None else None
 
     def abort(self, internal: Iterable[str]) -> None:
         """Give up unfinished requests, by the engine's own ids."""

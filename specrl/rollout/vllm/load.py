@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specrl.models.families import FAMILIES, LLAMA, Family
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
+from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, computes_with_expert, pack_anew
 from specrl.rollout.vllm.group import own_part
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -151,9 +152,9 @@ def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, f
 def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, drafter: bool) -> list[str]:
     """Return the names of those of `weights` that `model`, inside the engine, does not compute with.
 
-    Linear layers are compared by their outputs on fixed random inputs, because CPU engines keep only packed weights;
-    everything else is compared by value. Each rank of a tensor-parallel engine compares its own part, and no tensor is
-    kept for longer than it takes until the fused layer that it belongs to is complete.
+    Linear layers and experts are compared by their outputs on fixed random inputs, because CPU engines keep only packed
+    weights; everything else is compared by value. Each rank of a tensor-parallel engine compares its own part, and no
+    tensor is kept for longer than it takes until the fused layer or expert that it belongs to is complete.
 
     Args:
         family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any policy.
@@ -171,10 +172,7 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
             engine_name, fused = _eagle3_engine_name(name), LLAMA.fused
         else:
             engine_name, fused = name, family.fused
-        path, _, kind = engine_name.rpartition(".")
-        parent, _, leaf = path.rpartition(".")
-        order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
-        fused_name = f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip(".")
+        fused_name, leaf, order = _place(engine_name, fused)
         parts = waiting.setdefault(fused_name, {})
         parts[order.index(leaf)] = name, tensor
         if len(parts) == len(order):
@@ -184,11 +182,28 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
     return wrong
 
 
+def _place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
+    """Return where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
+
+    All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
+    """
+    if (expert := EXPERT.fullmatch(name)) is not None:
+        return f"{expert['experts']}.{expert['number']}.weight", expert["part"], list(PARTS)
+    path, _, kind = name.rpartition(".")
+    parent, _, leaf = path.rpartition(".")
+    order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
+    return f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), leaf, order
+
+
 def _differing_parts(model: nn.Module, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that a parameter of the engine fuses, by their order, if it differs from them."""
     path, _, kind = fused_name.rpartition(".")
-    layer = model.get_submodule(path)
     names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
+    parent, _, number = path.rpartition(".")
+    if number.isdecimal() and parent.endswith(".experts"):
+        experts: Any = model.get_submodule(parent)
+        return [] if _is_expert(experts.routed_experts, int(number), tensors) else list(names)
+    layer = model.get_submodule(path)
     return [] if _matches(layer, kind, own_part(layer, kind, tensors)) else list(names)
 
 
@@ -221,27 +236,42 @@ def _is_embedding(module: nn.Module) -> bool:
     return "Embedding" in type(module).__name__
 
 
+def _is_expert(layer: Any, number: int, matrices: Sequence[Tensor]) -> bool:
+    """Return whether an expert's outputs on fixed random inputs are those of its matrices, element by element."""
+    if len(matrices) < len(PARTS):
+        return False
+    return _are_equal(*computes_with_expert(layer, number, matrices, _probe(matrices[0])))
+
+
 def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
     """Return whether the layer's outputs on fixed random inputs are those of `weight` [out, in], element by element.
 
     For a layer in emulated FP8 the expected outputs are quantised too: rounding moves them by more than the tolerance.
     """
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    inputs = _probe(weight)
     method: Any = layer.quant_method
     if hasattr(method, "quantise_weight"):
         reference = method.quantise_inputs(inputs).float() @ method.quantise_weight(weight).float().T
     else:
         reference = inputs.float() @ weight.cpu().float().T  # [PROBE_ROWS, out]
     actual = linear_output(layer, inputs.to(weight.device)).float().cpu()[:, : weight.shape[0]]
-    if actual.shape != reference.shape:
-        return False
+    return actual.shape == reference.shape and _are_equal(actual, reference)
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """Return the fixed random inputs of a weight [out, in], on the CPU: [PROBE_ROWS, in]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+
+
+def _are_equal(actual: Tensor, reference: Tensor) -> bool:
+    """Return whether outputs on the probe [PROBE_ROWS, out] are equal but for rounding."""
     scale = reference.abs() + reference.pow(2).mean(-1, keepdim=True).sqrt()
     return bool(((actual - reference).abs() <= READ_BACK_TOLERANCE * scale).all())
 
 
 def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights with on-disk names in place. CPU engines pack linear weights, and each is packed anew.
+    """Load weights with on-disk names in place. CPU engines pack linear weights and experts, and each is packed anew.
 
     A head tied to the embeddings has a packed copy of its own, which vLLM's reload leaves as it was; it is packed anew
     here.
@@ -249,6 +279,7 @@ def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[s
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
+    pack_anew(model)
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         inplace.reload_weights(
             vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True

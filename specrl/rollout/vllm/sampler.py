@@ -15,6 +15,7 @@ from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, Specula
 from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
 from specrl.rollout.drafts.text_sources import TextCursor
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
+from specrl.rollout.vllm.experts.routes import routes_of
 
 SEED = "specrl_seed"
 """The key of a request's seed in the `extra_args` of its `SamplingParams`."""
@@ -120,6 +121,7 @@ class InvariantSampler:
         self.records: dict[str, RequestRecord] = {}
         self.stats = SpeculationStats()
         self.last = Iteration()
+        self._routes = routes_of(runner)
 
     def install(self) -> None:
         """Take the place of the runner's `_sample`."""
@@ -134,6 +136,8 @@ class InvariantSampler:
         counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
         assert logits.shape[0] == sum(counts) + len(ids), (logits.shape, counts)
         self._admit(ids)
+        if self._routes is not None:
+            self._routes.keep()
         states = [self.runner.requests[request_id] for request_id in ids]
         # The length of each response before this iteration, and so the index in it of the first picked token.
         starts = [state.num_tokens - state.num_prompt_tokens for state in states]

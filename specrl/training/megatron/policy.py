@@ -50,6 +50,7 @@ from specrl.training.megatron.model import (
     transformer_config,
 )
 from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
+from specrl.training.megatron.routing import RoutingReplay
 from specrl.training.megatron.shards import policy_shards, tensor_shapes
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -143,6 +144,9 @@ class Policy:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
         """Observes queries, keys and values of the forward passes; None where nobody does."""
+        has_experts = self.family.router is not None
+        self.routing = RoutingReplay(self.model, replays=config.routing_replay) if has_experts else None
+        """Trains with the engine's routes, where micro-batches have any; None for a policy without experts."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)
@@ -391,7 +395,8 @@ class Policy:
             targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
             head = HeadInput(batch.mask, targets, temperature, part.wanted if part else None)
             recording = inputs.micro_batch(part.rows) if part else nullcontext()
-            with self._observed(batch, trains=loss is not None), recording:
+            trains = loss is not None
+            with self._observed(batch, trains=trains), recording, self._routed(batch, trains=trains):
                 output = model(batch.tokens, head)
             return output, partial(_outcome, batch, loss)
 
@@ -408,6 +413,8 @@ class Policy:
                 )
         finally:
             inputs.remove()
+        if self.routing is not None:
+            self.routing.end_pass()
         return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
 
     def _kept(self, batch: MicroBatch, spec: FeatureSpec | None, windows: Mapping[int, Window] | None) -> _Kept | None:
@@ -431,6 +438,10 @@ class Policy:
         if observer is None or (observer.training_only and not trains):
             return nullcontext()
         return observer.forward_pass(batch.lengths)
+
+    def _routed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
+        """Return a context manager for the forward pass of a micro-batch, in which `routing` chooses the experts."""
+        return self.routing.micro_batch(batch, trains=trains) if self.routing is not None else nullcontext()
 
     def _num_micro_batches(self, own: int) -> int:
         """Return how many micro-batches this rank computes: ranks that share experts compute equally many."""

@@ -1,0 +1,206 @@
+"""Rollout routing replay: the policy trains with the experts that the engine chose (R3, arXiv 2510.11370).
+
+Rounding makes the routers of engine and trainer choose different experts for some tokens, whose log-probs then differ
+by far more than rounding explains. With the replay each token goes to the experts that it was sampled with. Their
+weights are computed anew from the trainer's own logits, so that gradients reach the router as without the replay.
+
+Replayed or not, the routers' own choice is compared with the engine's: that is the routing disagreement.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+
+# isort: split
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from specrl.training.batches import MicroBatch
+from specrl.training.megatron.model import PolicyModel
+
+
+@dataclass
+class _Compared:
+    """The tokens of one micro-batch that the engine chose experts for, and where this stage would choose others."""
+
+    known: Tensor
+    """[seq, batch] bool: whether the engine computed the token. It never computes the last one of a sequence."""
+    differs: Tensor
+    """[seq, batch] uint8: 1 where a layer of this stage would send the token to other experts."""
+    num_pairs: Tensor
+    """The number of pairs of such a token and such a layer, float64."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What the engine chose for the tokens of one micro-batch.
+
+    With sequence parallelism the routers of a rank see a part of each sequence.
+    """
+
+    experts: Tensor
+    """[seq of this rank, batch, layers of this stage, experts per token] uint8 or int16."""
+    own: slice
+    """The part of each sequence that this rank's routers see."""
+    compared: _Compared
+
+
+class RoutingReplay:
+    """Takes part in the choice of every router of this rank's layers, in passes over micro-batches with routes."""
+
+    def __init__(self, model: PolicyModel, *, replays: bool) -> None:
+        """Attach to the routers of a model with experts.
+
+        Args:
+            replays: Whether tokens go to the engine's experts; otherwise the choices are compared, and no more.
+        """
+        self._replays = replays
+        self._num_layers: int = model.config.num_layers
+        self._recomputes = model.config.recompute_granularity is not None
+        self._parts = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
+        self._layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        self._weight = model.decoder.layers[0].mlp.router.weight  # says on which device the model is
+        self._inside = self._trains = False
+        self._current: _Recorded | None = None
+        self._again: list[deque[_Recorded | None]] = [deque() for _ in self._layers]
+        """For each layer the micro-batches for which a backward pass will compute it again, in that order."""
+        self._compared: list[_Compared] = []
+        for place, layer in enumerate(model.decoder.layers):
+            layer.mlp.router.router_replay = _Chooser(partial(self._choose, place))
+
+    @contextmanager
+    def micro_batch(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
+        """Route the forward pass inside the block as the engine did, if the micro-batch has routes.
+
+        Args:
+            trains: Whether a backward pass follows; where it computes activations again, it routes in the same way.
+        """
+        self._inside, self._trains, self._current = True, trains, self._recorded(batch)
+        try:
+            yield
+        finally:
+            self._inside = False
+        if self._current is not None:
+            self._compared.append(self._current.compared)
+        self._current = None
+
+    def end_pass(self) -> None:
+        """Take note that all micro-batches were passed over, forwards and backwards."""
+        assert not any(self._again), "a layer was not computed again in the backward pass of every micro-batch"
+
+    def clear(self) -> None:
+        """Forget what was compared so far."""
+        self._compared.clear()
+
+    def disagreement(self) -> dict[str, float]:
+        """Return how far the routers disagree with the engine's since the last call or `clear` (collective).
+
+        Returns:
+            The `mismatch/routing_...` metrics over the tokens of all ranks; empty where no token had routes.
+        """
+        compared, self._compared = self._compared, []
+        nothing = torch.zeros(0, dtype=torch.uint8, device=self._weight.device)
+        differs = torch.cat([nothing, *(batch.differs.flatten() for batch in compared)])
+        zero = torch.zeros((), dtype=torch.float64, device=self._weight.device)
+        pairs = sum((batch.num_pairs for batch in compared), zero)
+        # Each stage has layers of its own and, with sequence parallelism, each tensor-parallel rank tokens of its own.
+        groups = [parallel_state.get_pipeline_model_parallel_group()]
+        if self._parts > 1:
+            groups.append(parallel_state.get_tensor_model_parallel_group())
+        for group in groups:
+            dist.all_reduce(pairs, group=group)
+            if len(differs):
+                dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+        known = sum((batch.known.sum() for batch in compared), zero)
+        sums = torch.stack([differs.sum(dtype=torch.float64), pairs, known])
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        different, different_pairs, total = sums.tolist()
+        if not total:
+            return {}
+        return {
+            "mismatch/routing_tokens": different / total,
+            "mismatch/routing_layers": different_pairs / (total * self._num_layers),
+        }
+
+    def _recorded(self, batch: MicroBatch) -> _Recorded | None:
+        """Bring the routes of a micro-batch into the order of the routers' tokens; None where it has none."""
+        if batch.routes is None:
+            return None
+        (rows, width), device = batch.tokens.shape, batch.tokens.device
+        like = batch.routes[0]
+        experts = np.zeros((width, rows, len(self._layers), like.shape[-1]), like.dtype)
+        for row, routes in enumerate(batch.routes):
+            experts[: len(routes), row] = routes[:, self._layers[0] : self._layers[-1] + 1]
+        part = width // self._parts
+        first = parallel_state.get_tensor_model_parallel_rank() * part if self._parts > 1 else 0
+        own = slice(first, first + part)
+        positions = torch.arange(width, device=device)
+        compared = _Compared(
+            known=positions[:, None] < batch.lengths - 1,
+            differs=torch.zeros(width, rows, dtype=torch.uint8, device=device),
+            num_pairs=torch.zeros((), dtype=torch.float64, device=device),
+        )
+        return _Recorded(torch.from_numpy(experts[own]).to(device), own, compared)
+
+    def _choose(self, place: int, own: Tensor) -> Tensor:
+        """Return the experts of the tokens that a router sees: [tokens, experts per token] int64.
+
+        Args:
+            place: The number of the layer among those of this stage.
+            own: What the router would choose, in the shape of the result.
+        """
+        if not self._inside:  # a layer is computed again
+            recorded = self._again[place].popleft() if self._again[place] else None
+            return own if recorded is None else self._merged(recorded, place, own)[0]
+        if self._trains and self._recomputes:
+            self._again[place].append(self._current)
+        if self._current is None:
+            return own
+        chosen, differs = self._merged(self._current, place, own)
+        compared = self._current.compared
+        part = compared.differs[self._current.own]
+        part |= differs.view(part.shape).to(part.dtype)
+        compared.num_pairs += differs.sum()
+        return chosen
+
+    @torch.no_grad()
+    def _merged(self, recorded: _Recorded, place: int, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts to use, and for which tokens the engine's are others than the router's own: [tokens].
+
+        Where both are the same ones, they keep the router's order: its weights add up in the order without the replay.
+        """
+        engine = recorded.experts[:, :, place].flatten(0, 1).long()
+        assert engine.shape == own.shape, (engine.shape, own.shape)
+        known = recorded.compared.known[recorded.own].flatten()
+        differs = (engine.sort(-1).values != own.sort(-1).values).any(-1) & known
+        return (torch.where(differs[:, None], engine, own) if self._replays else own), differs
+
+
+class _Chooser:
+    """What Megatron's router asks for experts; the interface is that of its own `RouterReplay`."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        self._choose = choose
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and the numbers of the experts of each token, [tokens, topk] each.
+
+        Args:
+            scores: [tokens, experts]
+            default_compute_topk: The router's own choice, which returns the same two.
+        """
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self._choose(own)
+        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
