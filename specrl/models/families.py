@@ -39,8 +39,11 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """The name of this layer in FP8 recipes and tables, such as `linear_qkv`."""
-        return self.megatron.rpartition(".")[2]
+        """The name of this layer in FP8 recipes and tables, such as `linear_qkv`.
+
+        All layers of all experts are one there, `experts`, as they are one module in the engine.
+        """
+        return "experts" if self.is_expert else self.megatron.rpartition(".")[2]
 
     @property
     def is_expert(self) -> bool:
@@ -149,6 +152,11 @@ class Family:
     def linears(self) -> tuple[Linear, ...]:
         """All linear layers of a transformer layer: what FP8 applies to."""
         return self.attention + self.mlp
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The names of the linear layers in FP8 recipes and tables; a router is none of them."""
+        return tuple(dict.fromkeys(linear.name for linear in self.linears))
 
     @property
     def fused(self) -> dict[str, str]:

@@ -128,14 +128,12 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
     Args:
         layers: The linear layers of this rank's part of the model, by name.
-        names: The names of the layers that stay in BF16, in the whole model.
+        names: The names of those that stay in BF16.
     """
     from transformer_engine.pytorch import fp8_autocast
 
     for name in names:
-        module = layers.get(name)
-        if module is None:
-            continue  # it belongs to another pipeline stage
+        module = layers[name]
         forward = module.forward
 
         def in_bf16(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:

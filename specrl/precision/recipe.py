@@ -17,7 +17,7 @@ from specrl.artifacts import atomic_path
 from specrl.distributed import Ranks
 from specrl.keys import contents_digest, file_digest
 from specrl.models.directory import read_model_config
-from specrl.models.families import Family, family_of, head_dim
+from specrl.models.families import Family, expert_shape_of_model, family_of, head_dim
 from specrl.precision.blocks import BLOCK
 
 Mode = Literal["native", "emulated", "off"]
@@ -80,19 +80,19 @@ class Recipe:
 
 def layer_names(family: Family, num_layers: int) -> list[str]:
     """Return the trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
-    return [f"layers.{layer}.{linear.name}" for layer in range(num_layers) for linear in family.linears]
+    return [f"layers.{layer}.{name}" for layer in range(num_layers) for name in family.layer_names]
 
 
 def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
     """Return the names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
-    return [f"layers.{layer}.{linear.name}" for layer in kept for linear in family.linears]
+    return [f"layers.{layer}.{name}" for layer in kept for name in family.layer_names]
 
 
 def engine_name(family: Family, name: str) -> str:
     """Return the engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
     layers, index, own = name.split(".")
-    (found,) = (linear.engine for linear in family.linears if linear.name == own)
+    (found,) = {linear.engine for linear in family.linears if linear.name == own}
     return f"model.{layers}.{index}.{found}"
 
 
@@ -171,15 +171,24 @@ def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
         engine_size: `engine.tensor_parallel`.
 
     Raises:
-        ValueError: The sizes differ and a shard's boundary falls inside a block.
+        ValueError: The sizes differ, or the model has experts, which only the engine splits, and a shard's boundary
+            falls inside a block.
     """
+    experts = expert_shape_of_model(hf)
+    if experts is not None and experts.intermediate_size % (engine_size * BLOCK) and engine_size > 1:
+        raise ValueError(
+            f"engine.tensor_parallel = {engine_size} with FP8 in both: the {experts.intermediate_size} rows of an "
+            f"expert in {engine_size} parts cut through blocks of {BLOCK}, and the trainer does not split experts; use "
+            "a smaller size"
+        )
     if trainer_size == engine_size:
         return
     sizes = {
         "query": hf.num_attention_heads * head_dim(hf),
         "key and value": hf.num_key_value_heads * head_dim(hf),
-        "MLP": hf.intermediate_size,
     }
+    if experts is None:
+        sizes["MLP"] = hf.intermediate_size
     for name, rows in sizes.items():
         for size in {trainer_size, engine_size} - {1}:
             if rows // size % BLOCK:

@@ -18,7 +18,9 @@ from specrl.distributed import Ranks, join, leave
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.sources import check_source, materialise_model
+from specrl.precision.recipe import Recipe, check_shards, engine_name, layer_names
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy
 from specrl.training.megatron.weights import WeightMap, weight_map
@@ -151,3 +153,25 @@ def test_the_router_is_no_layer_that_fp8_applies_to() -> None:
     family = FAMILIES["qwen3_moe"]
     assert family.router is not None
     assert family.router.megatron not in {linear.megatron for linear in family.linears}
+
+
+def test_fp8_takes_the_experts_of_a_layer_as_one_and_leaves_the_router(policy_dir: Path, ranks: Ranks) -> None:
+    """All their matrices, forward and backward, as the engine has them in one module."""
+    family, precision = FAMILIES["qwen3_moe"], LinearPrecision(["layers.1.experts"])
+    policy = Policy(policy_dir, PolicyConfig(), dtype="bfloat16", ranks=ranks, seed=0, fp8=precision)
+    batches = pack([TokenSequence(TOKENS, 1, 0)], len(TOKENS))
+    policy.train_step(batches, lambda logprobs, _, batch: (-(logprobs * batch.mask).sum(), {}))
+    policy.logprobs(batches)
+    precision.assert_quantised(trained=True)
+    assert {layer_of(name) for name in precision.linears} == set(layer_names(family, 6)) - {"layers.1.experts"}
+    assert len(precision.linears) == 6 * 2 + 5 * 8 * 2 and "layers.5.experts.7.linear_fc2" in precision.linears
+    recipe = Recipe(family, 6, bf16_layers=frozenset(["layers.1.experts"]))
+    assert [engine_name(family, name) for name in recipe.kept_layers] == ["model.layers.1.mlp.experts"]
+    assert len(set(recipe.engine_layers)) == 3 * 6 - 1
+    assert not any("gate" in name or "router" in name for name in recipe.engine_layers)
+
+
+def test_the_engine_must_not_cut_an_expert_through_a_block() -> None:
+    check_shards(moe_config(moe_intermediate_size=256), 1, 2)
+    with pytest.raises(ValueError, match=r"engine.tensor_parallel = 4 .* 256 rows of an expert"):
+        check_shards(moe_config(moe_intermediate_size=256), 4, 4)

@@ -24,7 +24,7 @@ from specrl.precision.recipe import KvScales, Recipe
 from specrl.training.batches import MicroBatch
 from specrl.training.calibration.divergence import KlDivergence
 from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
-from specrl.training.megatron.fp8 import EmulatedLinear, emulate
+from specrl.training.megatron.fp8 import EmulatedLinear, emulate, layer_of
 from specrl.training.megatron.policy import Policy
 
 GROWTH = 1 / 16
@@ -49,7 +49,7 @@ class SwitchableLinears:
     def set_fp8(self, names: Sequence[str]) -> None:
         """Let exactly these layers compute in FP8; names of layers that other ranks hold are ignored here."""
         for name, linear in self.linears.items():
-            linear.active = name in names
+            linear.active = layer_of(name) in names
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,13 @@ def layer_statistics(
     """Return the statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
     observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
+    batches = policy.evenly_many(batches)
     for done, batch in enumerate(batches):
         on_progress(done, len(batches), "layer statistics")
         with observing(observers.values(), batch.lengths):
             policy.logprobs([batch])
-    return merge(ranks.gather({name: observer.statistics for name, observer in observers.items()}))
+    own = merge({layer_of(name): observer.statistics} for name, observer in observers.items())
+    return merge(ranks.gather(own))
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:

@@ -32,7 +32,8 @@ class KlDivergence:
     """
 
     def __init__(self, policy: Policy, switch: Switch, batches: list[MicroBatch], ranks: Ranks) -> None:
-        self._policy, self._switch, self._batches, self._ranks = policy, switch, batches, ranks
+        self._policy, self._switch, self._ranks = policy, switch, ranks
+        batches = self._batches = policy.evenly_many(batches)
         switch.set_fp8([])
         self._references = [self._logprobs(batch) for batch in batches]
         self._num_positions = sum(ranks.gather(self._own(sum(batch.num_tokens for batch in batches))))

@@ -34,9 +34,11 @@ class LayerStatistics:
     """The largest magnitude of any activation."""
     weight_amax: float = 0.0
     weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
-    """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]."""
+    """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]. Those of experts are left
+    out, because they would be more than everything else together."""
     flops_per_token: dict[int, int] = field(default_factory=dict)
-    """The FLOPs of the matrix product by tensor-parallel rank, two for each weight."""
+    """The FLOPs of the matrix product by tensor-parallel rank, two for each weight; of experts by expert and layer, as
+    if tokens were divided evenly among the experts."""
 
     @property
     def relative_error(self) -> float:
@@ -73,13 +75,21 @@ class LayerObserver:
         self.linear = linear
         self.statistics = LayerStatistics(
             weight_amax=float(weight.abs().max()),
-            weight_scales={tp_rank: linear.weight_scales().tolist()},
-            flops_per_token={tp_rank: 2 * weight.numel()},
         )
+        if ".experts." in linear.name:
+            _, _, _, expert, own = linear.name.split(".")
+            config = linear.module.config
+            flops = 2 * weight.numel() * config.moe_router_topk // config.num_moe_experts
+            self.statistics.flops_per_token = {2 * int(expert) + (own == "linear_fc2"): flops}
+        else:
+            self.statistics.weight_scales = {tp_rank: linear.weight_scales().tolist()}
+            self.statistics.flops_per_token = {tp_rank: 2 * weight.numel()}
 
     @torch.no_grad()
     def observe(self, inputs: Tensor) -> None:
-        """Count the inputs [tokens, in], which must be without padding."""
+        """Count the inputs [tokens, in], which must be without padding where the layer is not an expert's."""
+        if not len(inputs):
+            return
         found, linear = self.statistics, self.linear
         plain = inputs @ linear.module.weight.t()
         quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
@@ -96,9 +106,13 @@ def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[N
     """Let the observers see their layers' inputs inside the block, up to each sequence's length, `lengths` [batch]."""
 
     def hook(observer: LayerObserver, args: tuple[Any, ...]) -> None:
-        inputs: Tensor = args[0]  # [seq, batch, in]
-        valid = torch.arange(inputs.shape[0], device=inputs.device)[:, None] < lengths.to(inputs.device)
-        observer.observe(inputs.detach()[valid])
+        inputs: Tensor = args[0].detach()  # [seq, batch, in], or [tokens, in] for an expert
+        if inputs.dim() == 2:
+            observer.observe(inputs)
+            return
+        first = observer.linear.first_position(inputs.shape[0])
+        positions = first + torch.arange(inputs.shape[0], device=inputs.device)
+        observer.observe(inputs[positions[:, None] < lengths.to(inputs.device)])
 
     handles = [
         observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))

@@ -12,6 +12,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 # isort: split
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from specrl.training.batches import MicroBatch
@@ -96,6 +97,7 @@ class LayerInputs:
         """The inputs of each micro-batch: layer index to [rows, width, hidden] in the compute type."""
         self._current: dict[int, Tensor] | None = None
         self._kept: KeptRows | None = None
+        self._sequence_parallel: bool = model.config.sequence_parallel
         readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         if model.post_process:
             readers[model.config.num_layers] = model.decoder.final_layernorm
@@ -107,8 +109,10 @@ class LayerInputs:
 
     def _record(self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._current is not None and self._kept is not None:
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]  # [seq, batch, hidden]
-            self._current[index] = self._kept.cut(hidden.detach().transpose(0, 1))
+            hidden: Tensor = (args[0] if args else kwargs["hidden_states"]).detach()  # [seq, batch, hidden]
+            if self._sequence_parallel:  # a part of the sequence on each tensor-parallel rank
+                hidden = gather_from_sequence_parallel_region(hidden)
+            self._current[index] = self._kept.cut(hidden.transpose(0, 1))
 
     @contextmanager
     def micro_batch(self, kept: KeptRows) -> Iterator[None]:

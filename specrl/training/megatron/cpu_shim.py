@@ -156,6 +156,10 @@ def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
         module.disable_jit_fuser()  # torch.compile of a dozen two-line functions costs minutes and gains nothing here
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         module.__dict__.setdefault("te_general_gemm", None)  # which it asks for even without Transformer Engine
+        # The sizes of what ranks exchange must be numbers: only tensors on GPUs are turned into those.
+        module.__dict__["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        )
     if module.__name__ == "megatron.core.tensor_parallel.random":
         module.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
         module.__dict__["_get_cuda_rng_state"] = lambda device="cpu", clone=False, graph_safe=False: (

@@ -14,7 +14,7 @@ emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 # isort: split
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -96,6 +97,8 @@ class EmulatedLinear:
                 input, weight, bias=bias, allreduce_dgrad=allreduce_dgrad, tp_group=tp_group, **others
             )
             return plain
+        if others.get("sequence_parallel"):  # each rank has a part of the sequence, and gets that of its gradient
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
         group = tp_group if allreduce_dgrad else None
         output: Tensor = _QuantisedProduct.apply(input, weight, self.quantised_weight(), self, group)  # type: ignore[no-untyped-call]
         self.num_forwards += 1
@@ -133,8 +136,15 @@ class EmulatedLinear:
         weight: Tensor = self.module.weight.detach()
         return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
 
+    def first_position(self, length: int) -> int:
+        """Return which position of the sequence is the first of `length` inputs that this rank's module gets."""
+        has_part = isinstance(self.module, ColumnParallelLinear) and self.module.sequence_parallel
+        return self.module.tp_group.rank() * length if has_part else 0
+
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         """Return the dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
+        if not values.numel():  # an expert without tokens
+            return values
         return fake_quantise(values, block, power_of_two=self.power_of_two)
 
 
@@ -151,7 +161,7 @@ class _QuantisedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
         ctx.save_for_backward(flat, quantised)
         ctx.layer, ctx.group, ctx.shape = layer, group, x.shape
-        return (layer.quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], -1)
+        return (layer.quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], quantised.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -172,13 +182,35 @@ class _QuantisedProduct(torch.autograd.Function):
 def linear_layers(model: Any) -> dict[str, tuple[Linear, Any]]:
     """Return the linear layers of this rank's transformer layers: what the family says of each, and its module.
 
-    Names such as `layers.3.linear_fc2` count the layers of all pipeline stages.
+    Names such as `layers.3.linear_fc2` count the layers of all pipeline stages. Those of experts are
+    `layers.3.experts.17.linear_fc2` or, where Transformer Engine has one module for all experts of the rank,
+    `layers.3.experts.linear_fc2`.
     """
-    return {
-        f"layers.{layer.layer_number - 1}.{linear.name}": (linear, layer.get_submodule(linear.megatron))
-        for layer in model.decoder.layers
-        for linear in model.family.linears
-    }
+    found: dict[str, tuple[Linear, Any]] = {}
+    for layer in model.decoder.layers:
+        for linear in model.family.linears:
+            name = f"layers.{layer.layer_number - 1}.{linear.name}"
+            if linear.is_expert:
+                found |= {f"{name}.{own}": (linear, module) for own, module in _expert_modules(layer, linear)}
+            else:
+                found[name] = linear, layer.get_submodule(linear.megatron)
+    return found
+
+
+def _expert_modules(layer: Any, linear: Linear) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of one linear layer of the rank's experts, by their names after that of the recipe."""
+    own = linear.megatron.rpartition(".")[2]
+    experts = layer.mlp.experts
+    if not hasattr(experts, "local_experts"):
+        yield own, experts.get_submodule(own)
+        return
+    for index, expert in zip(layer.mlp.local_expert_indices, experts.local_experts, strict=True):
+        yield f"{index}.{own}", expert.get_submodule(own)
+
+
+def layer_of(name: str) -> str:
+    """Return a recipe's name of a linear layer in `linear_layers`."""
+    return ".".join(name.split(".")[:3])
 
 
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
@@ -199,12 +231,12 @@ def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = F
         raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
     installed = {}
     for name, (linear, module) in linear_layers(model).items():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.sequence_parallel:
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
             raise ValueError(
-                f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers "
-                'without sequence parallelism; set precision.training = "bf16"'
+                f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers; "
+                'set precision.training = "bf16"'
             )
-        if name not in exclude:
+        if layer_of(name) not in exclude:
             rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
             installed[name] = EmulatedLinear(name, module, rows, power_of_two=power_of_two)
             module._forward_impl = installed[name]
@@ -237,10 +269,11 @@ class LinearPrecision:
         """Change the policy's linear layers; the policy calls it once, before it is used."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
         layers = {name: module for name, (_, module) in linear_layers(model).items()}
-        self._expected = frozenset(layers) - self.bf16_layers
+        kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)
+        self._expected = frozenset(layers) - kept
         if self.is_native:
             self._native = layers
-            native.keep_in_bf16(layers, self.bf16_layers)
+            native.keep_in_bf16(layers, kept)
             return
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
 

@@ -381,9 +381,7 @@ class Policy:
         Outcomes are empty except on the last stage.
         """
         device = self.ranks.device
-        count = self._num_micro_batches(len(micro_batches))
-        empty = [empty_micro_batch(self.pad_multiple)] * (count - len(micro_batches))
-        batches = [batch.to(device) for batch in (*micro_batches, *empty)]
+        batches = [batch.to(device) for batch in self.evenly_many(micro_batches or [self._empty])]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         kept = [self._kept(batch, spec, windows) if batch.indices else None for batch in batches]
         items = list(zip(batches, kept, strict=True))
@@ -443,14 +441,20 @@ class Policy:
         """Return a context manager for the forward pass of a micro-batch, in which `routing` chooses the experts."""
         return self.routing.micro_batch(batch, trains=trains) if self.routing is not None else nullcontext()
 
-    def _num_micro_batches(self, own: int) -> int:
-        """Return how many micro-batches this rank computes: ranks that share experts compute equally many."""
-        count = max(own, 1)
+    @property
+    def _empty(self) -> MicroBatch:
+        return empty_micro_batch(self.pad_multiple)
+
+    def evenly_many(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches to which empty ones are added, so that ranks that share experts have equally many.
+
+        The methods of this class do it for those that they are given together (collective).
+        """
         if self.config.expert_parallel == 1:
-            return count
-        most = torch.tensor(count, device=self.ranks.device)
+            return micro_batches
+        most = torch.tensor(len(micro_batches), device=self.ranks.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
-        return int(most)
+        return [*micro_batches, *[self._empty] * (int(most) - len(micro_batches))]
 
     def _features(
         self, spec: FeatureSpec, kept: list[_Kept | None], inputs: LayerInputs, outcomes: list[_Outcome]

@@ -1,0 +1,114 @@
+"""Runs a policy with experts on layouts of gloo ranks; the tests compare what the layouts leave behind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import policy_worker as shared
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch.multiprocessing import ProcessContext
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from specrl.config import PolicyConfig
+from specrl.distributed import Ranks, join, leave
+from specrl.processes import free_port
+from specrl.training.batches import MicroBatch, pack
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import load
+from specrl.training.megatron.policy import Policy
+
+# isort: split
+from megatron.core import parallel_state
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share a policy, and how."""
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    source: str | None = None
+    """The name of the layout whose checkpoint it goes on from, in the same folder."""
+    recompute: bool = False
+
+
+def make_model(directory: Path) -> None:
+    """A random model whose routers choose clearly."""
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared.SHAPE, **EXPERTS, head_dim=16, tie_word_embeddings=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+
+
+def my_batches(policy: Policy) -> list[MicroBatch]:
+    """Uneven on purpose: the second data-parallel rank has the last sequence only."""
+    rows = shared.sequences()
+    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:], [], [])[policy.dp_rank]
+    return pack(mine, 90, policy.pad_multiple)
+
+
+def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any]:
+    """What a layout computes, what two updates make of it, and its checkpoint."""
+    config = PolicyConfig(
+        tensor_parallel=layout.tensor,
+        pipeline_parallel=layout.pipeline,
+        expert_parallel=layout.expert,
+        recompute=layout.recompute,
+        **shared.CONFIG,
+    )
+    policy = Policy(scratch / "model", config, dtype="float32", ranks=ranks, seed=0)
+    if layout.source is not None:
+        load(scratch / layout.source / "step=000001", policy, None)
+    batches = my_batches(policy)
+    result: dict[str, Any] = {"loaded": shared.weights_of(policy)}
+    result["num_parameters"] = sum(parameter.numel() for parameter in policy.model.parameters())
+    features = policy.forward_features(batches, shared.SPEC)
+    result["hidden"] = shared.by_sequence(batches, [item.hidden for item in features])
+    result["logprobs"] = shared.by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+    checkpoints = Checkpoints(scratch / name, policy, Retention(1))
+    if layout.source is not None:
+        checkpoints.save(1, None, {}, {})
+        checkpoints.wait()
+    result["metrics"] = [policy.train_step(batches, shared.loss)[0]]
+    if layout.source is None:
+        checkpoints.save(1, None, {}, {})
+        checkpoints.wait()
+    result["metrics"].append(policy.train_step(batches, shared.loss)[0])
+    result["trained"] = shared.weights_of(policy)
+    return result
+
+
+def _rank_main(rank: int, world: int, layouts: dict[str, Layout], port: int, scratch: Path) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    ranks = join()
+    for name, layout in layouts.items():
+        torch.save(run(name, layout, ranks, scratch), scratch / f"{name}-{rank}.pt")
+        parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves start-ups
+    leave()
+
+
+def start(layouts: dict[str, Layout], scratch: Path) -> ProcessContext:
+    """Run layouts of equally many ranks, one after another, in processes of their own."""
+    (world,) = {layout.world for layout in layouts.values()}
+    arguments = (world, layouts, free_port(), scratch)
+    context = torch.multiprocessing.spawn(_rank_main, arguments, nprocs=world, join=False)
+    assert context is not None
+    return context
+
+
+def merged(results: list[dict[str, Any]], key: str) -> dict[int, Tensor]:
+    """What the data-parallel ranks have of each sequence."""
+    return {index: tensor for result in results for index, tensor in result[key].items()}

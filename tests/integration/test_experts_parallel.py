@@ -1,0 +1,110 @@
+"""Mixtures of experts on one, two and four ranks: equal to transformers, and to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import expert_worker as worker
+import pytest
+import torch
+from expert_worker import Layout
+from policy_worker import SPEC, sequences
+from transformers import Qwen3MoeForCausalLM
+
+from tests.checkpoints import whole_state
+
+LAYOUTS = {
+    "alone": Layout(1, recompute=True),
+    "data": Layout(2),
+    "experts": Layout(2, expert=2),
+    "tensor": Layout(2, tensor=2),
+    "tensor and experts": Layout(2, tensor=2, expert=2, recompute=True),
+    "pipeline": Layout(2, pipeline=2),
+    "moved": Layout(2, tensor=2, source="experts"),
+    "tensor, pipeline and experts": Layout(4, tensor=2, pipeline=2, expert=2),
+    "all experts apart": Layout(4, tensor=2, expert=4, source="tensor, pipeline and experts"),
+}
+WHOLE = [name for name, layout in LAYOUTS.items() if layout.source is None]
+MOVED = [name for name, layout in LAYOUTS.items() if layout.source is not None]
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("experts")
+    worker.make_model(directory / "model")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(scratch: Path) -> Results:
+    for together in ((1, 2), (4,)):
+        started = [
+            worker.start({name: layout for name, layout in LAYOUTS.items() if layout.world == world}, scratch)
+            for world in together
+        ]
+        for context in started:
+            while not context.join():
+                pass
+    return {
+        name: [torch.load(scratch / f"{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
+        for name, layout in LAYOUTS.items()
+    }
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+def test_log_probs_and_features_equal_transformers(results: Results, scratch: Path, layout: str) -> None:
+    model = Qwen3MoeForCausalLM.from_pretrained(scratch / "model", dtype=torch.float32)
+    logprobs, hidden = (worker.merged(results[layout], key) for key in ("logprobs", "hidden"))
+    for sequence in sequences():
+        tokens = torch.tensor(sequence.tokens)
+        with torch.no_grad():
+            out = model(tokens[None], output_hidden_states=True)
+        expected = (out.logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(logprobs[sequence.index][:-1], expected, atol=2e-4, rtol=0)
+        inputs = torch.cat([out.hidden_states[layer][0] for layer in SPEC.layers[:-1]], -1)
+        found = hidden[sequence.index][:, : inputs.shape[1]]
+        torch.testing.assert_close(found, inputs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+def test_weights_come_back_bit_by_bit_on_every_rank(results: Results, layout: str) -> None:
+    expected = results["alone"][0]["loaded"]
+    assert "model.layers.5.mlp.experts.7.down_proj.weight" in expected
+    for rank in results[layout]:
+        assert rank["loaded"].keys() == expected.keys()
+        assert all(torch.equal(rank["loaded"][name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", [name for name in WHOLE if name != "alone"])
+def test_two_updates_are_the_same_on_every_layout(results: Results, layout: str) -> None:
+    """Router and experts included, and the norm of all gradients, which the updates are clipped to."""
+    alone = results["alone"][0]
+    for rank in results[layout]:
+        for found, expected in zip(rank["metrics"], alone["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4)
+        for name, tensor in alone["trained"].items():
+            torch.testing.assert_close(rank["trained"][name], tensor, atol=2e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("layout", MOVED)
+def test_a_checkpoint_is_read_by_another_layout(results: Results, scratch: Path, layout: str) -> None:
+    """Bit by bit what was stored; and the next update is that of a run that never moved."""
+    source = LAYOUTS[layout].source
+    assert source is not None
+    stored, again = (whole_state(scratch / name / "step=000001") for name in (source, layout))
+    assert stored.keys() == again.keys()
+    assert [key for key, tensor in stored.items() if not torch.equal(again[key], tensor)] == []
+    for rank in results[layout]:
+        assert rank["metrics"][0] == pytest.approx(results["alone"][0]["metrics"][1], rel=1e-4)
+
+
+def test_experts_are_divided_among_the_ranks(results: Results) -> None:
+    """Everything else is held as without expert parallelism."""
+    sizes = {name: [rank["num_parameters"] for rank in results[name]] for name in LAYOUTS}
+    experts = 6 * 8 * 3 * 64 * 48
+    (alone,) = sizes["alone"]
+    assert sizes["experts"] == [alone - experts // 2] * 2
+    assert sizes["tensor"][0] - sizes["tensor and experts"][0] == experts // 2
+    assert sizes["tensor"][0] - sizes["all experts apart"][0] == experts * 3 // 4
