@@ -33,7 +33,7 @@ def write_page(job: BenchJob, rows: Sequence[Mapping[str, Any]]) -> None:
         (row["name"], row["how"], *(f"{value / MB:.1f}" for value in (row["planned"], row["peak"])), _error(row))
         for row in rows
     ]
-    page.text(markdown_table(("run", "", ">planned, MB", ">measured, MB", ">planned too much"), table))
+    page.text(markdown_table(("run", "", ">planned, MB", ">measured, MB", ">planned more"), table))
     for row in rows:
         page.text(f"## {row['name']}")
         page.text(_phases(row))
