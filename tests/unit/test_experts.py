@@ -172,6 +172,6 @@ def test_fp8_takes_the_experts_of_a_layer_as_one_and_leaves_the_router(policy_di
 
 
 def test_the_engine_must_not_cut_an_expert_through_a_block() -> None:
-    check_shards(moe_config(moe_intermediate_size=256), 1, 2)
+    check_shards(moe_config(moe_intermediate_size=256), 2, 2)
     with pytest.raises(ValueError, match=r"engine.tensor_parallel = 4 .* 256 rows of an expert"):
         check_shards(moe_config(moe_intermediate_size=256), 4, 4)
