@@ -1,16 +1,18 @@
 """FP8 inside vLLM: emulated on CPUs through its registry of quantisation methods, native on GPUs.
 
 The emulation rounds weights once per (re)load and activations before every product, with the functions of the trainer's
-emulation; the product itself is vLLM's own, of weights and activations in the compute type. Only the policy's linear
-layers named by the recipe are touched: head, embeddings, norms and any drafter stay as they are.
+emulation; the product of a linear layer is vLLM's own, of weights and activations in the compute type. Only the
+policy's layers named by the recipe are touched: head, embeddings, norms, routers and any drafter stay as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     UnquantizedLinearMethod,
@@ -21,6 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_rows
 from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name
+from specrl.rollout.vllm.experts import fp8 as experts
 
 EMULATION = "specrl_fp8"
 NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
@@ -29,10 +32,15 @@ NATIVE = "fp8_per_block"
 
 
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return arguments of vLLM's `EngineArgs` for the recipe's layers to be in FP8, native on GPUs, else emulated."""
+    """Return arguments of vLLM's `EngineArgs` for the recipe's layers to be in FP8, native on GPUs, else emulated.
+
+    To vLLM a router is a linear layer like any other, so that those of the policy must be left out by name.
+    """
     if torch.cuda.is_available():
         kept = [engine_name(recipe.family, name) for name in recipe.kept_layers]
-        return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "ignore": kept}}
+        if recipe.family.router is not None:
+            kept += [f"model.layers.{layer}.{recipe.family.router.hf}" for layer in range(recipe.num_layers)]
+        return {"quantization": NATIVE, "quantization_config": {"linear": NATIVE, "moe": NATIVE, "ignore": kept}}
     return {"quantization": EMULATION}
 
 
@@ -73,9 +81,11 @@ class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
         return cls(frozenset(config["layers"]), config["power_of_two"])
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        if not isinstance(layer, LinearBase):
-            return None  # head, embeddings and attention stay as vLLM has them
-        return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
+        if isinstance(layer, LinearBase):
+            return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
+        if isinstance(layer, RoutedExperts) and prefix in self.layers:
+            return experts.EmulatedFp8Experts(layer.moe_config, self.power_of_two)
+        return None  # head, embeddings and attention stay as vLLM has them
 
 
 @register_weight_loader_v2_supported_method
@@ -120,30 +130,41 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
 
 
+EMULATED = (EmulatedFp8Linear, experts.EmulatedFp8Experts)
+
+
 def mode_of(model: nn.Module) -> Mode:
     """Return how the policy's module inside the engine computes FP8; "off" if no layer does."""
-    layers = list(model.modules())
-    if any(isinstance(_method(layer), EmulatedFp8Linear) for layer in layers):
+    layers = dict(_layers(model)).values()
+    if any(isinstance(layer.quant_method, EMULATED) for layer in layers):
         return "emulated"
     return "native" if any(_is_native(layer) and _flaw(layer) is None for layer in layers) else "off"
 
 
-def _method(layer: nn.Module) -> Any:
-    return getattr(layer, "quant_method", None)
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that have a quantisation method, by the names that vLLM knows them by when it chooses one.
+
+    The experts of a layer are in a module of their own inside the one of that name.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "quant_method", None) is not None:
+            yield name.removesuffix(".routed_experts"), module
 
 
-def _is_native(layer: nn.Module) -> bool:
+def _is_native(layer: Any) -> bool:
     """Return whether vLLM was asked for FP8 in this layer."""
-    return type(_method(layer)).__name__ == NATIVE_METHOD
+    return type(layer.quant_method).__name__ in (NATIVE_METHOD, experts.NATIVE_METHOD)
 
 
-def _flaw(layer: nn.Module) -> str | None:
+def _flaw(layer: Any) -> str | None:
     """Return why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
 
     Kernels for older devices keep only the weights in FP8.
     """
+    if type(layer.quant_method).__name__ == experts.NATIVE_METHOD:
+        return experts.native_flaw(layer)
     weight: Any = layer.weight
-    kernel = type(getattr(_method(layer), "fp8_linear", None)).__name__
+    kernel = type(getattr(layer.quant_method, "fp8_linear", None)).__name__
     if "Marlin" in kernel:
         return f"computes with {kernel}: its activations are not in FP8"
     return None if weight.dtype == torch.float8_e4m3fn else f"holds weights of {weight.dtype}, not in FP8"
@@ -161,16 +182,16 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
     Raises:
         NotQuantisedError: A layer computes in another precision than the recipe says; the error names the first.
     """
-    expected = set(recipe.engine_layers)
-    for name, module in model.named_modules():
-        method = _method(module)
-        is_fp8 = isinstance(method, EmulatedFp8Linear) or _is_native(module)
-        if is_fp8 != (name in expected) and (is_fp8 or name in expected):
+    expected, layers = set(recipe.engine_layers), dict(_layers(model))
+    for name, layer in layers.items():
+        method = layer.quant_method
+        is_fp8 = isinstance(method, EMULATED) or _is_native(layer)
+        if is_fp8 != (name in expected):
             precision = "FP8" if is_fp8 else "BF16"
             raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
-        if _is_native(module) and (flaw := _flaw(module)):
+        if _is_native(layer) and (flaw := _flaw(layer)):
             raise NotQuantisedError(f"{name} of the engine {flaw}")
-        if not isinstance(method, EmulatedFp8Linear):
+        if not isinstance(method, EMULATED):
             continue
         if method.num_weight_quantisations < num_loads:
             raise NotQuantisedError(
@@ -179,8 +200,7 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
             )
         if counts_activations and not method.num_activation_quantisations:
             raise NotQuantisedError(f"{name} of the engine has quantised no activations")
-    missing = expected - {name for name, _ in model.named_modules()}
-    if missing:
+    if missing := expected - layers.keys():
         raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
 
 
