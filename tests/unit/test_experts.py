@@ -12,18 +12,30 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from specrl.config import ConfigError, ModelConfig, PolicyConfig
+from specrl.config import ConfigError, ModelConfig, PolicyConfig, PrecisionConfig
 from specrl.config.model import TinyModelConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.sources import check_source, materialise_model
-from specrl.precision.recipe import Recipe, check_shards, engine_name, layer_names
+from specrl.precision.recipe import (
+    Recipe,
+    check_shards,
+    edge_layers,
+    engine_name,
+    layer_names,
+    load_recipe,
+    write_recipe,
+)
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.calibration.calibration import SwitchableLinears, calibrate, layer_details, recipe_from
+from specrl.training.calibration.data import calibration_data
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy
 from specrl.training.megatron.weights import WeightMap, weight_map
+from tests.unit.test_calibration import CONFIG as CALIBRATION
+from tests.unit.test_calibration import make_rollouts
 
 # isort: split
 from megatron.core import parallel_state
@@ -169,6 +181,26 @@ def test_fp8_takes_the_experts_of_a_layer_as_one_and_leaves_the_router(policy_di
     assert [engine_name(family, name) for name in recipe.kept_layers] == ["model.layers.1.mlp.experts"]
     assert len(set(recipe.engine_layers)) == 3 * 6 - 1
     assert not any("gate" in name or "router" in name for name in recipe.engine_layers)
+
+
+def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Their errors and FLOPs count together, their layer is chosen as a whole, and the recipe goes through its file."""
+    switch, family = SwitchableLinears(), FAMILIES["qwen3_moe"]
+    config = CALIBRATION.model_copy(update={"precision": PrecisionConfig(calibration_tokens=200)})
+    policy = Policy(policy_dir, config.policy, dtype="float32", ranks=ranks, seed=0, trainable=False, fp8=switch)
+    kept = edge_layers(family, 6, 1, 1)
+    found = calibrate(policy, switch, calibration_data(make_rollouts(4, 1), config, 0, 1), 1.0, ranks, always_bf16=kept)
+    rows = {row.name: row for row in found.rows}
+    assert rows.keys() == set(layer_names(family, 6)) and set(found.bf16_layers) == set(kept)
+    assert 0 < found.kl_chosen < found.kl_all_fp8
+    assert rows["layers.3.experts"].flops_per_token == 2 * 2 * 3 * 128 * 96  # of both experts of a token
+    assert all(0.01 < row.relative_error < 0.1 and row.kl_alone > 0 for row in found.rows)
+    linears = switch.linears.items()
+    assert {layer_of(name) for name, linear in linears if linear.active} == set(layer_names(family, 6))
+    recipe = recipe_from(found, family, 6, power_of_two=False)
+    write_recipe(tmp_path / "scales.json", recipe, policy_dir, layer_details(found))
+    assert load_recipe(tmp_path / "scales.json", policy_dir, ranks) == recipe
+    assert "model.layers.3.mlp.experts" in recipe.engine_layers
 
 
 def test_the_engine_must_not_cut_an_expert_through_a_block() -> None:
