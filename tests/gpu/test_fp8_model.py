@@ -25,6 +25,7 @@ from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.sources import materialise_model
 from specrl.models.tiny import character_tokenizer
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
@@ -40,6 +41,9 @@ pytestmark = [
 HIDDEN, INTERMEDIATE, MAX_LENGTH = 4096, 12288, 256
 PRODUCT_ERROR = 0.005
 """The allowed error as a part of the norm, from FP32 sums in another order and the output's rounding to BF16."""
+EXPERT_ERROR = 0.03
+"""The allowed error of an expert: where its inner activations differ by a rounding to BF16, some round to another FP8
+value. FP8 itself costs more."""
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +155,48 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
         expected = fake_quantise(x, ALONG_ROWS).float() @ fake_quantise(weight, SQUARE).float().t()
         assert float((found - expected).norm() / expected.norm()) < PRODUCT_ERROR
     engine.shutdown()
+
+
+def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp_path: Path) -> None:
+    """One expert at a time: both products and the rounding of the inner activations between them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from specrl.rollout.engine import Engine
+    from specrl.rollout.vllm.experts.weights import computes_with_expert
+
+    if torch.cuda.get_device_capability() < native.FIRST_CAPABILITY:
+        pytest.skip("this GPU has no FP8 in blocks")
+    sizes = {"hidden_size": 1024, "num_layers": 6, "num_heads": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    tiny = {"family": "qwen3_moe", "moe_intermediate_size": 768, **sizes}
+    config = Config.model_validate(
+        {
+            "name": "fp8",
+            "model": {"source": "tiny", "dtype": "bfloat16", "max_length": MAX_LENGTH - 16, "tiny": tiny},
+            "sampling": {"max_response_tokens": 32},
+            "speculation": {"method": "none", "k": 0},
+            "engine": {"max_num_seqs": 8, "gpu_memory_fraction": 0.3},
+            "precision": {"generation": "fp8", "hardware": "native"},
+        }
+    )
+    directory = materialise_model(config.model, 0, tmp_path / "policy")
+    engine = Engine(directory, None, config=config, seed=0, recipe=Recipe(FAMILIES["qwen3_moe"], 6))
+    assert engine.mode == "native"
+    engine.assert_quantised()
+    weights = load_file(directory / "model.safetensors", device="cuda")
+    layer = engine._runner.model.get_submodule("model.layers.0.mlp.experts.routed_experts")
+    x = torch.randn(40, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for expert in (0, 5):
+        names = (f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        matrices = [weights[name] for name in names]
+        found, plain = computes_with_expert(layer, expert, matrices, x)
+        expected = expert_in_fp8(matrices, x)
+        assert float((found - expected).norm() / expected.norm()) < EXPERT_ERROR
+        assert float((plain - expected).norm() / expected.norm()) > EXPERT_ERROR
+    engine.shutdown()
+
+
+def expert_in_fp8(matrices: list[Tensor], x: Tensor) -> Tensor:
+    """Return what the emulation makes of inputs [tokens, in] with an expert's gate, up and down projection."""
+    gate, up, down = (fake_quantise(matrix.cpu(), SQUARE).float() for matrix in matrices)
+    inputs = fake_quantise(x, ALONG_ROWS).float()
+    inner = (torch.nn.functional.silu(inputs @ gate.t()) * (inputs @ up.t())).bfloat16()
+    return fake_quantise(inner, ALONG_ROWS).float() @ down.t()
