@@ -1,33 +1,44 @@
-"""Kill parts of a run at random moments and see whether it ends with the result of an undisturbed one.
+"""Kill parts of a run at random moments, or fill its disk, and see whether it ends as an undisturbed one does.
 
-    python -m tests.kills FOLDER --kills 20 --seed 1 [--page FILE]
+    python -m tests.kills FOLDER --kills 20 --seed 1 [--disk MOUNTED]
 
 Runs `configs/smoke.toml` through the command line, with a checkpoint after every step and a real MLflow server. The
 first run is left alone. In the others, one process at a time gets SIGKILL: the flow, Prefect's server, the job's
 controller, a rank, a reward worker or the MLflow server, which comes back after a while. A flow that ended is resumed.
+
+With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=4g none MOUNTED`), further runs lie
+there, and the disk is filled at the moments of `FULL_AT`, until the flow has ended; then it gets room and is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from specrl.processes import free_port
-from tests.integration.pipeline_runs import assert_same_result, outside_of_groups, run_smoke, specrl
+from tests.integration.pipeline_runs import assert_same_result, finish, outside_of_groups, run_smoke, specrl, wait_for
 
 PAUSE_SECONDS = (4.0, 20.0)
 """The shortest and the longest time between two kills."""
 AWAY_SECONDS = (2.0, 25.0)
 """How long a killed MLflow server stays away."""
 RUN_SECONDS = 1800.0
+FULL_AT = {
+    "checkpoint": "stages/train-*/checkpoints/*",
+    "rollouts": "stages/train-*/steps/*",
+    "summary": "stages/export-*/result.json",
+}
+"""What is written when the disk gets full: the first file that a run has just before."""
 
 
 @dataclass
@@ -138,24 +149,42 @@ def start(runs_dir: Path, uri: str) -> subprocess.Popen[str]:
     return run_smoke(runs_dir, "--set", "train.checkpoint_every=1", "--set", f"tracking.uri={uri}")
 
 
-def disturb(folder: Path, num_kills: int, seed: int) -> tuple[Counter[str], list[str]]:
+def disturb(folder: Path, server: MlflowServer, num_kills: int, seed: int) -> tuple[Counter[str], list[str]]:
     """Disturb runs until `num_kills` kills were made; return the kills by kind and the lines that flows ended with."""
-    folder.mkdir(parents=True)
-    server = MlflowServer(folder)
-    server.start()
-    time.sleep(15)
-    plain = start(folder / "plain", server.uri)
-    output, _ = plain.communicate()
-    assert plain.returncode == 0, output
     generator, kills, lines = random.Random(seed), Counter[str](), list[str]()
     while sum(kills.values()) < num_kills:
         run = Disturbed(folder / f"run-{sum(kills.values())}", server, generator)
         assert run.run(num_kills - sum(kills.values())), f"{run.run_dir} has not finished in {RUN_SECONDS} s"
         assert_same_result(folder / "plain" / "smoke", run.run_dir)
         kills, lines = kills + run.kills, lines + run.lines
-        print(f"{run.run_dir.parent.name}: finished, same rollouts, policy and drafter; kills: {dict(run.kills)}")
-    server.kill()
+        done = f"finished, same rollouts, policy and drafter; kills: {dict(run.kills)}"
+        print(f"{run.run_dir.parent.name}: {done}", flush=True)
     return kills, lines
+
+
+def fill_disk(folder: Path, plain: Path, uri: str) -> None:
+    """Fill the small disk at each moment of `FULL_AT`, in a run of its own."""
+    for moment, pattern in FULL_AT.items():
+        runs_dir = folder / moment
+        flow = start(runs_dir, uri)
+        wait_for(runs_dir / "smoke", pattern)
+        ballast = folder / "ballast"
+        while flow.poll() is None:
+            leave_no_room(ballast)
+            time.sleep(0.2)
+        output, _ = flow.communicate()
+        said = f"{output.strip().splitlines()[-1]} (exit {flow.returncode})"
+        ballast.unlink()
+        finish(specrl("resume", "smoke", "--runs-dir", str(runs_dir)))
+        assert_same_result(plain, runs_dir / "smoke")
+        print(f"disk full at {moment}: {said}; resumed: same rollouts, policy and drafter", flush=True)
+        shutil.rmtree(runs_dir)
+
+
+def leave_no_room(ballast: Path) -> None:
+    with ballast.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
 
 
 def main() -> None:
@@ -163,14 +192,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--disk", type=Path, help="a folder on a small file system of its own")
     arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
+    folder.mkdir(parents=True)
+    server = MlflowServer(folder)
+    server.start()
+    time.sleep(15)
+    finish(start(folder / "plain", server.uri))
     started = time.monotonic()
-    kills, lines = disturb(arguments.folder.absolute(), arguments.kills, arguments.seed)
+    kills, lines = disturb(folder, server, arguments.kills, arguments.seed)
     for kind, count in sorted(kills.items()):
         print(f"{count:3} {kind}")
     print(f"{sum(kills.values()):3} in {time.monotonic() - started:.0f} s; flows that ended said:")
     for line in lines:
         print(f"    {line}")
+    if arguments.disk is not None:
+        server.back_at = 0.0
+        server.come_back()
+        fill_disk(arguments.disk.absolute(), folder / "plain" / "smoke", server.uri)
+    if server.process is not None:
+        server.kill()
 
 
 if __name__ == "__main__":
