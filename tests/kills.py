@@ -3,8 +3,9 @@
     python -m tests.kills FOLDER --kills 20 --seed 1 [--disk MOUNTED]
 
 Runs `configs/smoke.toml` through the command line, with a checkpoint after every step and a real MLflow server. The
-first run is left alone. In the others, one process at a time gets SIGKILL: the flow, Prefect's server, the job's
-controller, a rank, a reward worker or the MLflow server, which comes back after a while. A flow that ended is resumed.
+first run, unless FOLDER has it already, is left alone. In the others, one process at a time gets SIGKILL, of the kind
+that was killed least often: the flow, Prefect's server, the job's controller, a rank, a reward worker or the MLflow
+server, which comes back after a while. A flow that ended is resumed.
 
 With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=4g none MOUNTED`), further runs lie
 there, and the disk is filled at the moments of `FULL_AT`, until the flow has ended; then it gets room and is resumed.
@@ -16,7 +17,6 @@ import argparse
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-from specrl.processes import free_port
-from tests.integration.pipeline_runs import assert_same_result, finish, outside_of_groups, run_smoke, specrl, wait_for
+from tests.integration.pipeline_runs import assert_same_result, finish, run_smoke, specrl, wait_for
+from tests.mlflow_server import MlflowServer
 
-PAUSE_SECONDS = (4.0, 20.0)
+PAUSE_SECONDS = (5.0, 60.0)
 """The shortest and the longest time between two kills."""
 AWAY_SECONDS = (2.0, 25.0)
 """How long a killed MLflow server stays away."""
@@ -42,46 +42,15 @@ FULL_AT = {
 
 
 @dataclass
-class MlflowServer:
-    """A tracking server that can be killed, and comes back at the time it was given."""
-
-    folder: Path
-    port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
-    back_at: float = 0.0
-
-    @property
-    def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        store = ["--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"]
-        artifacts = ["--artifacts-destination", str(self.folder / "artifacts")]
-        environment = {**outside_of_groups(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, *store, *artifacts], env=environment, stdout=log, stderr=log)
-
-    def kill(self) -> None:
-        assert self.process is not None
-        for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-            process.kill()
-        self.process.wait()
-        self.process = None
-
-    def come_back(self) -> None:
-        """Start again if it is time to."""
-        if self.process is None and time.monotonic() > self.back_at:
-            self.start()
-
-
-@dataclass
 class Disturbed:
     """A run whose parts are killed."""
 
     runs_dir: Path
     server: MlflowServer
     generator: random.Random
+    before: Counter[str]
+    """The kills in earlier runs."""
+    server_back_at: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
     """The last line of every flow that ended without finishing the run."""
@@ -95,7 +64,8 @@ class Disturbed:
         flow = start(self.runs_dir, self.server.uri)
         next_kill, end = self._next(), time.monotonic() + RUN_SECONDS
         while time.monotonic() < end:
-            self.server.come_back()
+            if self.server.process is None and time.monotonic() > self.server_back_at:
+                self.server.start()
             if flow.poll() is not None:
                 output, _ = flow.communicate()
                 if flow.returncode == 0:
@@ -116,10 +86,13 @@ class Disturbed:
         found = targets(self.run_dir, flow)
         if self.server.process is not None:
             found["MLflow server"] = []
-        kind = self.generator.choice(sorted(found))
+        fewest = min(
+            self.before[kind] + self.kills[kind] for kind in found
+        )  # or most kills would hit what is always there
+        kind = self.generator.choice(sorted(k for k in found if self.before[k] + self.kills[k] == fewest))
         if kind == "MLflow server":
             self.server.kill()
-            self.server.back_at = time.monotonic() + self.generator.uniform(*AWAY_SECONDS)
+            self.server_back_at = time.monotonic() + self.generator.uniform(*AWAY_SECONDS)
         else:
             self.generator.choice(found[kind]).kill()
         self.kills[kind] += 1
@@ -153,7 +126,7 @@ def disturb(folder: Path, server: MlflowServer, num_kills: int, seed: int) -> tu
     """Disturb runs until `num_kills` kills were made; return the kills by kind and the lines that flows ended with."""
     generator, kills, lines = random.Random(seed), Counter[str](), list[str]()
     while sum(kills.values()) < num_kills:
-        run = Disturbed(folder / f"run-{sum(kills.values())}", server, generator)
+        run = Disturbed(folder / f"run-{sum(kills.values())}", server, generator, kills)
         assert run.run(num_kills - sum(kills.values())), f"{run.run_dir} has not finished in {RUN_SECONDS} s"
         assert_same_result(folder / "plain" / "smoke", run.run_dir)
         kills, lines = kills + run.kills, lines + run.lines
@@ -195,11 +168,11 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="a folder on a small file system of its own")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     server = MlflowServer(folder)
     server.start()
-    time.sleep(15)
-    finish(start(folder / "plain", server.uri))
+    if not (folder / "plain" / "smoke" / "summary.json").exists():
+        finish(start(folder / "plain", server.uri))
     started = time.monotonic()
     kills, lines = disturb(folder, server, arguments.kills, arguments.seed)
     for kind, count in sorted(kills.items()):
@@ -208,11 +181,10 @@ def main() -> None:
     for line in lines:
         print(f"    {line}")
     if arguments.disk is not None:
-        server.back_at = 0.0
-        server.come_back()
+        if server.process is None:
+            server.start()
         fill_disk(arguments.disk.absolute(), folder / "plain" / "smoke", server.uri)
-    if server.process is not None:
-        server.kill()
+    server.kill()
 
 
 if __name__ == "__main__":
