@@ -7,7 +7,7 @@ first run, unless FOLDER has it already, is left alone. In the others, one proce
 that was killed least often: the flow, Prefect's server, the job's controller, a rank, a reward worker or the MLflow
 server, which comes back after a while. A flow that ended is resumed.
 
-With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=4g none MOUNTED`), further runs lie
+With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=1500m none MOUNTED`), further runs lie
 there, and the disk is filled at the moments of `FULL_AT`, until the flow has ended; then it gets room and is resumed.
 """
 
@@ -141,16 +141,17 @@ def fill_disk(folder: Path, plain: Path, uri: str) -> None:
         runs_dir = folder / moment
         flow = start(runs_dir, uri)
         wait_for(runs_dir / "smoke", pattern)
-        ballast = folder / "ballast"
+        ballast, filled_at = folder / "ballast", time.monotonic()
         while flow.poll() is None:
             leave_no_room(ballast)
-            time.sleep(0.2)
+            time.sleep(0.1)
         output, _ = flow.communicate()
-        said = f"{output.strip().splitlines()[-1]} (exit {flow.returncode})"
+        print(f"disk full at {moment}: exit {flow.returncode} after {time.monotonic() - filled_at:.0f} s, with")
+        print(f"    {output.strip().splitlines()[-1]}", flush=True)
         ballast.unlink()
         finish(specrl("resume", "smoke", "--runs-dir", str(runs_dir)))
         assert_same_result(plain, runs_dir / "smoke")
-        print(f"disk full at {moment}: {said}; resumed: same rollouts, policy and drafter", flush=True)
+        print("    resumed: finished, same rollouts, policy and drafter", flush=True)
         shutil.rmtree(runs_dir)
 
 
