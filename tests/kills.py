@@ -7,8 +7,9 @@ first run, unless FOLDER has it already, is left alone. In the others, one proce
 that was killed least often: the flow, Prefect's server, the job's controller, a rank, a reward worker or the MLflow
 server, which comes back after a while. A flow that ended is resumed.
 
-With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=1500m none MOUNTED`), further runs lie
-there, and the disk is filled at the moments of `FULL_AT`, until the flow has ended; then it gets room and is resumed.
+With `--disk`, a folder on a small file system of its own (`mount -t tmpfs -o size=1500m none MOUNTED`), further runs
+lie there, and the disk is filled at the moments of `FULL_AT`, until the flow has ended; then it gets room and is
+resumed.
 """
 
 from __future__ import annotations
