@@ -6,8 +6,11 @@ Beside them, vLLM as it comes may generate as many tokens after the same prompts
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
+
+from torch.distributed import PrefixStore
 
 from specrl.artifacts import DefaultSpeed, SpeedPair
 from specrl.config import Config
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOG_FILE = "default-engine.log"
 """The file in the stage's folder with what vLLM's default engine prints."""
+LONGEST_TURN = timedelta(days=7)
+"""How long the other ranks wait for a turn of the default engine at most; the time limit of the job is shorter."""
 Run = list[Generation]
 """One generation of all requests, batch by batch."""
 
@@ -33,10 +38,11 @@ class DefaultTurns:
         """Start the default engine (collective)."""
         self._engine, self._ranks = engine, ranks
         self._default: DefaultEngine | None = None
+        self._num_turns = 0
         self._begin()
         if ranks.is_first:
             try:
-                gpu = GpuShare.beside(config, ranks.local_rank)
+                gpu = GpuShare.beside(config, ranks.local_rank, alone=True)
                 self._default = DefaultEngine(policy_dir, config, stage_dir / LOG_FILE, gpu=gpu)
                 logger.info("vLLM's default engine: %s", self._default.facts)
             except DefaultEngineError as error:
@@ -76,10 +82,25 @@ class DefaultTurns:
 
     def _end(self) -> None:
         if self._engine.can_sleep and self._default is not None:
-            self._default.sleep()
-        self._ranks.barrier()
+            try:
+                self._default.sleep()
+            except DefaultEngineError as error:
+                logger.warning("no more figures of vLLM as it comes: %s", error)
+                self._default = None
+        self._wait_for_first()
         if self._engine.can_sleep:
             self._engine.wake()
+
+    def _wait_for_first(self) -> None:
+        """Wait until the first rank has ended its turn, which may take longer than a collective may."""
+        if self._ranks.world_size == 1:
+            return
+        self._num_turns += 1
+        store, turn = PrefixStore("specrl/default-turns", self._ranks.store()), str(self._num_turns)
+        if self._ranks.is_first:
+            store.set(turn, "ended")
+        else:
+            store.wait([turn], LONGEST_TURN)
 
 
 def matched_pair(

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from specrl.config import Config
+from specrl.config.rollout import ALONE_FRACTION
 from specrl.processes import end_with_parent
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.arguments import ENVIRONMENT
@@ -123,7 +125,8 @@ class DefaultEngine:
         """End the process; after an error it is killed."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # an order that a dead process never read is still in the buffer
+                    stream.close()
         try:
             self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -156,8 +159,12 @@ class GpuShare:
         """The fraction of a GPU's memory."""
 
     @classmethod
-    def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
+    def beside(cls, config: Config, local_rank: int, *, alone: bool = False) -> GpuShare | None:
         """Return the share that the GPUs of this rank's engine have free at the moment; None on a CPU.
+
+        Args:
+            alone: Whether neither a trainer nor an engine that is awake shares the GPU, so that the engine can take
+                most of its memory, as this rank's own does then.
 
         Raises:
             DefaultEngineError: This rank does not see all GPUs of its engine.
@@ -167,7 +174,8 @@ class GpuShare:
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
-        share = min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
+        fraction = config.engine.gpu_memory_fraction
+        share = min(max(fraction, ALONE_FRACTION) if alone else fraction, FREE_SHARE * free / total)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         return cls(engine_devices(visible.split(","), local_rank, config.engine.tensor_parallel), share)
 
