@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +32,8 @@ GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PO
 """The variables by which this process has joined a process group, of which a default engine is no part."""
 FREE_SHARE = 0.92
 """The part of a GPU's free memory that the engine takes at most."""
+ANSWER_SECONDS = 3600
+"""How long the engine may take to start, or to generate one batch, before it is killed."""
 EXIT_SECONDS = 30
 """How long the engine may take to end after it was told to."""
 
@@ -78,6 +82,7 @@ class DefaultEngine:
                 stderr=errors,
                 env=environment,
                 text=True,
+                start_new_session=True,
             )
         self.facts: dict[str, Any] = self._ask(default_arguments(policy_dir, config, gpu) | dict(overrides or {}))
         """What vLLM has chosen by itself: `async_scheduling`, `max_num_seqs`, `max_num_batched_tokens`, `eager`."""
@@ -92,8 +97,13 @@ class DefaultEngine:
             The seconds that each batch took.
 
         Raises:
-            DefaultEngineError: The engine has ended.
+            DefaultEngineError: The engine has ended, or has not answered within `ANSWER_SECONDS`.
         """
+        parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
+        return [self._generate(requests[part], lengths[part], fresh=part.start == 0) for part in parts]
+
+    def _generate(self, requests: Sequence[Request], lengths: Sequence[int], *, fresh: bool) -> float:
+        """Generate for one batch, and return the seconds; where `fresh`, prompts cached before are forgotten first."""
         asked = [
             {
                 "prompt": request.prompt_tokens,
@@ -104,10 +114,9 @@ class DefaultEngine:
             }
             for request, length in zip(requests, lengths, strict=True)
         ]
-        answer = self._ask({"do": "generate", "requests": asked, "batch": batch})
+        answer = self._ask({"do": "generate", "requests": asked, "fresh": fresh})
         assert answer["tokens"] == sum(lengths), "the default engine ended a response early"
-        seconds: list[float] = answer["seconds"]
-        return seconds
+        return float(answer["seconds"])
 
     def sleep(self) -> None:
         """Give the GPU memory back until `wake`; only for an engine with `enable_sleep_mode`."""
@@ -127,24 +136,39 @@ class DefaultEngine:
             if stream is not None:
                 with suppress(BrokenPipeError):  # an order that a dead process never read is still in the buffer
                     stream.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
+        """Kill the process and those that vLLM has started for it, some of which outlive it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
+        expired = threading.Event()
+
+        def give_up() -> None:
+            expired.set()
+            self._kill()
+
+        limit = threading.Timer(ANSWER_SECONDS, give_up)
+        limit.start()
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        finally:
+            limit.cancel()
         if not line:
             self.shutdown()
             lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise DefaultEngineError(f"vLLM's default engine ended: {lines[-1]} (log: {self._log})")
+            how = f"gave no answer within {ANSWER_SECONDS} s" if expired.is_set() else "ended"
+            raise DefaultEngineError(f"vLLM's default engine {how}: {lines[-1]} (log: {self._log})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -231,13 +255,14 @@ def serve(parent: int, channel: IO[str]) -> None:
         parent: The process that gives the orders.
         channel: Where the answers go.
     """
-    end_with_parent(parent)
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))  # vLLM's processes end too
+    end_with_parent(parent, signal.SIGTERM)
     llm = _start(json.loads(sys.stdin.readline()))
     _answer(channel, _facts(llm))
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "generate":
-            _answer(channel, _generate(llm, order["requests"], order["batch"]))
+            _answer(channel, _generate(llm, order["requests"], fresh=order["fresh"]))
         else:
             llm.sleep(1) if order["do"] == "sleep" else llm.wake_up()
             _answer(channel, {})
@@ -259,10 +284,11 @@ def _facts(llm: Any) -> dict[str, Any]:
     }
 
 
-def _generate(llm: Any, requests: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+def _generate(llm: Any, requests: list[dict[str, Any]], *, fresh: bool) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    llm.reset_prefix_cache()
+    if fresh:
+        llm.reset_prefix_cache()
     params = [
         SamplingParams(
             temperature=asked["temperature"],
@@ -275,14 +301,10 @@ def _generate(llm: Any, requests: list[dict[str, Any]], batch: int) -> dict[str,
         for asked in requests
     ]
     prompts = [{"prompt_token_ids": asked["prompt"]} for asked in requests]
-    seconds, tokens = [], 0
-    for start in range(0, len(requests), batch):
-        part = slice(start, start + batch)
-        started = time.perf_counter()
-        outputs = llm.generate(prompts[part], params[part], use_tqdm=False)
-        seconds.append(time.perf_counter() - started)
-        tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-    return {"seconds": seconds, "tokens": tokens}
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
 
 def _answer(channel: IO[str], answer: Mapping[str, Any]) -> None:
