@@ -42,7 +42,7 @@ from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, eng
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
-from specrl.training.megatron.policy import Policy
+from specrl.training.megatron.policy import FP8_TOKENS, Policy
 from tests.dequantise import dequantise
 
 BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
@@ -391,3 +391,11 @@ def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, rank
 
     with pytest.raises(ValueError, match=r"cannot be emulated in layers\.0\.linear_qkv, a Linear"):
         LinearPrecision().attach(Model())
+
+
+def test_every_rank_of_a_divided_sequence_has_a_token_count_that_native_fp8_takes() -> None:
+    policy: Any = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(fp8="e4m3", sequence_parallel=True)),
+        config=SimpleNamespace(tensor_parallel=4),
+    )
+    assert Policy.pad_multiple.fget(policy) // 4 % FP8_TOKENS == 0  # type: ignore[attr-defined]

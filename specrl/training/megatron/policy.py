@@ -221,8 +221,8 @@ class Policy:
     def pad_multiple(self) -> int:
         """The number of which a micro-batch's padded length must be a multiple: pass it to `batches.pack`."""
         tokens = FP8_TOKENS if self.model.config.fp8 else 1
-        sequence = self.config.tensor_parallel if self.model.config.sequence_parallel else 1
-        return math.lcm(tokens, sequence)
+        # With sequence parallelism the number holds for each rank's part, before it is gathered.
+        return tokens * (self.config.tensor_parallel if self.model.config.sequence_parallel else 1)
 
     @property
     def optimizer(self) -> PolicyOptimizer:
