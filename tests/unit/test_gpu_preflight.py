@@ -125,6 +125,18 @@ def test_the_facts_of_this_machine_can_be_gathered() -> None:
         assert failures(facts)  # a job that was given no GPU says so
 
 
+def test_a_rank_that_sees_all_gpus_looks_at_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (chosen[-1] * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert (gather_facts(use_torch=True).free_gib, chosen) == (5.0, [5])
+
+
 def test_a_run_with_gpus_is_not_submitted_from_an_environment_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"name": "gpu", "stage_resources": {"train": {"gpus_per_rank": 1}}})
     monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cpu")

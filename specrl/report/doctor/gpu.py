@@ -224,6 +224,8 @@ def _facts_of_torch() -> dict[str, object]:
     found: dict[str, object] = {"torch": torch.__version__, "torch_cuda": as_version(torch.version.cuda)}
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        # As `specrl.distributed.join` does: a look at another GPU would leave this process's context there.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         free, total = torch.cuda.mem_get_info()
         found |= {"free_gib": free / GIB, "total_gib": total / GIB, "capability": torch.cuda.get_device_capability()}
         found["nccl"] = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
