@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from specrl.config import Config
 from specrl.config.rollout import batched_tokens
+from specrl.models.buckets import BUCKET_BYTES
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
 from specrl.projection.exchange import ExchangeShape, exchange_cost
@@ -419,9 +420,22 @@ def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Return what a refit holds beside the parameters: the tensors of a message, in parts and whole."""
-    peak = refit_cost(rank.shape, rank.layout, element_size=rank.dtype_bytes).peak_bytes
-    return _item("refit buffer", peak, "tensors on their way, in parts and whole", "refit")
+    """Return what a refit holds beside the parameters: the tensors of a message, or those that the engine waits with.
+
+    vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
+    its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters,
+    which take nothing.
+    """
+    shape, layout, size = rank.shape, rank.layout, rank.dtype_bytes
+    peak = refit_cost(shape, layout, element_size=size).peak_bytes
+    if max(layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel) == 1:
+        return _item("refit buffer", peak, "tensors on their way, in parts and whole", "refit")
+    attention = shape.hidden_size * (shape.query_size + 2 * shape.kv_size)
+    mlp = shape.expert_parameters_per_layer or 2 * shape.hidden_size * shape.intermediate_size
+    module = max(attention, mlp) * size
+    waiting = module + module / rank.config.engine.tensor_parallel + min(module, BUCKET_BYTES)
+    how = f"tensors on their way, or a module of {module / GIB:.2f} GiB that the engine waits for"
+    return _item("refit buffer", max(peak, waiting), how, "refit")
 
 
 def step_rollouts(rank: Rank, mean_tokens: float) -> ExchangeShape:

@@ -374,3 +374,9 @@ def test_experts_of_one_node_send_no_tokens_over_the_network() -> None:
 def test_layouts_that_do_not_suit_experts_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         expert_plan(*overrides)
+
+
+def test_a_refit_holds_the_experts_of_a_layer_while_the_engine_waits_for_the_last_one() -> None:
+    buffer = items_of(expert_plan(), "GPU, trainer")["refit buffer"]
+    layer = 128 * 3 * 4096 * 1536 * 2 / 2**30
+    assert layer * (1 + 1 / 4) < buffer < layer * 1.5
