@@ -59,7 +59,12 @@ def _output(layer: Any, expert: int, inputs: Tensor) -> Tensor:
     if method.is_monolithic:  # the kernel routes by itself
         logits = inputs.new_full((rows, layer.global_num_experts), NEVER)
         logits[:, expert] = 0.0
-        chosen: Tensor = method.apply_monolithic(layer, inputs, logits)
+        # What a kernel tells of its choice is for the tokens of an iteration, and there is none.
+        sink, layer.routing_sink = layer.routing_sink, None
+        try:
+            chosen: Tensor = method.apply_monolithic(layer, inputs, logits)
+        finally:
+            layer.routing_sink = sink
         return chosen
     order = torch.arange(expert, expert + layer.top_k, dtype=torch.int32) % layer.global_num_experts
     first = torch.eye(1, layer.top_k, dtype=torch.float32)
