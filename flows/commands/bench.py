@@ -44,6 +44,7 @@ from specrl.bench.settings import (
 from specrl.bench.subject import find_subject
 from specrl.config import ConfigError, Resources
 from specrl.config.errors import explain
+from specrl.report.results import CONFIG_FILE
 from specrl.tracking import log_files
 
 BENCHMARKS: Mapping[str, type[BenchSettings]] = {
@@ -157,9 +158,12 @@ def execute_alone(
     """Run a benchmark that needs no finished run, in the folder RUNS_DIR/bench-NAME.
 
     Raises:
+        ConfigError: That folder is a run's.
         JobError: The benchmark failed, in whole or in part.
     """
     folder = (runs_dir / f"bench-{name}").absolute()
+    if (folder / CONFIG_FILE).exists():
+        raise ConfigError(f"bench {name} works in {folder}, which is the folder of a run; choose another --runs-dir")
     if not settings.goes_on:
         shutil.rmtree(folder, ignore_errors=True)
     job = BenchJob(

@@ -134,3 +134,12 @@ def test_a_wrong_request_is_one_line(arguments: list[str], words: str, capsys: p
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert words in lines[0]
+
+
+def test_the_folder_of_a_run_is_not_taken_for_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "bench-plan"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    assert invoke(["bench", "plan", "--runs-dir", str(tmp_path)])
+    assert "which is the folder of a run" in capsys.readouterr().err
+    assert (run / "config.json").exists()
