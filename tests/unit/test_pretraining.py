@@ -34,6 +34,7 @@ from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron.policy import Policy
+from specrl.training.rollouts import RolloutBatch
 from tests.unit.test_drafter import VOCAB, assert_equal_state, make_drafter, write_policy
 
 # isort: split
@@ -179,7 +180,7 @@ def test_the_stage_goes_on_with_its_responses_and_in_the_middle_of_the_training(
         lifetime.set_current(Lifetime())
         context = StageContext(config, "pretrain", name, tmp_path / name, {"prepare": tmp_path / "prepare"}, "")
         progress = kind(context.stage_dir, enabled=False)
-        found = answer_prompts(context, ranks, context.stage_dir / "rollouts", progress)
+        found = RolloutBatch.gather(ranks, answer_prompts(context, ranks, context.stage_dir / "rollouts", progress))
         return pretrain_drafter(context, ranks, found, context.stage_dir / "drafter", Silent(), progress)
 
     for name in ("straight", "left"):
