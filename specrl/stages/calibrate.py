@@ -47,7 +47,7 @@ def main(context: StageContext) -> None:
                 seed=config.seed,
                 fp8=switch,
             )
-        data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size)
+        data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size, policy.pad_multiple)
         num_layers = policy.hf_config.num_hidden_layers
         edges = edge_layers(
             policy.family, num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers

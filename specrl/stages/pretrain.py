@@ -152,7 +152,8 @@ def pretrain_drafter(
     drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks)
     shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
     own = shares.deliver_tokens(rollouts)
-    batches = pack([own.sequence(number) for number in shares.own(0)], config.drafter.tokens_per_micro_batch)
+    sequences = [own.sequence(number) for number in shares.own(0)]
+    batches = pack(sequences, config.drafter.tokens_per_micro_batch, policy.pad_multiple)
     progress.update(0, 1, phase="features of the policy")
     checkpoints = TrainingCheckpoints(context.stage_dir / "training", batches, ranks, lifetime.current())
     with logs.phase("training of the drafter"):

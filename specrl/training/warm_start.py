@@ -37,7 +37,8 @@ def warm_start(
     batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
     losses = []
     for step, batch in enumerate(batches):
-        mine = pack(batch[policy.dp_rank :: policy.dp_size], config.policy.tokens_per_micro_batch)
+        share = batch[policy.dp_rank :: policy.dp_size]
+        mine = pack(share, config.policy.tokens_per_micro_batch, policy.pad_multiple)
         num_tokens = sum(len(sequence.tokens) - sequence.prompt_length for sequence in batch)
         lr = config.warm_start.lr * schedule(step, len(batches))
         metrics, _ = policy.train_step(mine, cross_entropy(num_tokens), lr=lr)

@@ -305,6 +305,14 @@ def test_ranks_share_the_rollouts() -> None:
         assert tokens[0] == sum(tokens[1:])
 
 
+def test_padded_lengths_are_what_the_policy_asks_for() -> None:
+    """With sequence parallelism, which comes with experts at TP > 1, they are divided among the ranks."""
+    data = calibration_data(make_rollouts(), CONFIG, 0, 1, pad_multiple=4)
+    batches = [*data.statistics, *data.probe, *data.selection, *data.held_out]
+    assert {batch.tokens.shape[1] % 4 for batch in batches} == {0}
+    assert any(batch.tokens.shape[1] > int(batch.lengths.max()) for batch in batches)
+
+
 def test_two_prompts_are_taken_however_few_tokens_are_asked_for() -> None:
     config = CONFIG.model_copy(update={"precision": PrecisionConfig(calibration_tokens=1)})
     data = calibration_data(make_rollouts(3, 5), config, 0, 1)

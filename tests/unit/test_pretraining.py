@@ -196,6 +196,28 @@ def test_the_stage_goes_on_with_its_responses_and_in_the_middle_of_the_training(
     assert sorted(path.name for path in (tmp_path / "left").iterdir()) == ["drafter", "rollouts"]
 
 
+def test_padded_lengths_are_what_the_policy_asks_for(
+    policy_dir: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sequence parallelism, which comes with experts at TP > 1, they are divided among the ranks."""
+    write_result(tmp_path / "prepare", PrepareResult(policy_dir=policy_dir, seconds=1))
+    config = parse_config({"name": "run", "model": {"dtype": "float32"}, "speculation": {"method": "eagle3"}})
+    context = StageContext(config, "pretrain", "name", tmp_path / "name", {"prepare": tmp_path / "prepare"}, "")
+    rows = [Rollout(0, 0, 0, i, 0, 0, 0, [1, 2], [3] * (i + 1), [0.0] * (i + 1), "", "", "stop") for i in range(9)]
+    widths: list[int] = []
+
+    def noted(policy: Policy, drafter: Drafter, own: list[MicroBatch], *_: Any) -> dict[str, float]:
+        widths.extend(batch.tokens.shape[1] for batch in own)
+        return {}
+
+    monkeypatch.setattr(Policy, "pad_multiple", 4)
+    monkeypatch.setattr("specrl.stages.pretrain.pretrain", noted)
+    monkeypatch.setattr("specrl.stages.pretrain.save_drafter", lambda *_, **__: None)
+    progress = Progress(context.stage_dir, enabled=False)
+    pretrain_drafter(context, ranks, RolloutBatch.gather(ranks, rows), tmp_path / "drafter", Silent(), progress)
+    assert widths and {width % 4 for width in widths} == {0}
+
+
 AREAS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=3)
 
 

@@ -15,11 +15,16 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 """The numbers of response tokens and of responses that pass once per linear layer; they are responses' beginnings."""
 
 
-def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int) -> CalibrationData:
+def calibration_data(
+    rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int, pad_multiple: int = 1
+) -> CalibrationData:
     """Return this data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
     Of a sequence that is longer than `precision.calibration_length`, the end of the response is left out. There are two
     prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
+
+    Args:
+        pad_multiple: The padded length of every micro-batch is a multiple of it, see `Policy.pad_multiple`.
     """
     shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
     chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)
@@ -31,7 +36,7 @@ def calibration_data(rollouts: list[Rollout], config: Config, dp_rank: int, dp_s
 
     def batches(items: list[Rollout], longest: int | None = None) -> list[MicroBatch]:
         sequences = [_sequence(item, index, longest) for index, item in enumerate(items)]
-        return pack(sequences[dp_rank::dp_size], config.policy.tokens_per_micro_batch)
+        return pack(sequences[dp_rank::dp_size], config.policy.tokens_per_micro_batch, pad_multiple)
 
     return CalibrationData(
         statistics=batches(chosen),
