@@ -64,13 +64,20 @@ def main(context: StageContext) -> None:
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
     """Return the responses of this rank's engine, on its first rank alone (collective).
 
-    They are generated now, or read if a killed job had finished all of them.
+    They are generated now, or read if a killed job of as many engines had finished all of them.
     """
     size = context.config.engine.tensor_parallel
     first = ranks.rank // size * size
     path = rollout_path(rollouts_dir, 0, first)
-    # Engines start and generate together: if the responses of one are missing, all generate theirs again.
-    if not all(ranks.gather(path.exists())):
+    wanted = {rollout_path(rollouts_dir, 0, rank) for rank in range(0, ranks.world_size, size)}
+    found = set(rollouts_dir.glob("step=*/rank-*.arrow"))
+    # Engines start and generate together: if the responses of one are missing, all generate theirs again. So they do
+    # where a job of more or fewer engines has shared out the prompts in another way.
+    if any(ranks.gather(found != wanted)):
+        if ranks.is_first:
+            for other in found:
+                other.unlink()
+        ranks.barrier()
         rollouts = generate(context, ranks, progress)
         if ranks.rank == first:
             write_rollouts(path, rollouts)

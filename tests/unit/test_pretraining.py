@@ -218,6 +218,28 @@ def test_padded_lengths_are_what_the_policy_asks_for(
     assert widths and {width % 4 for width in widths} == {0}
 
 
+def test_responses_that_more_engines_have_shared_out_are_generated_anew(
+    policy_dir: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config({"name": "run", "speculation": {"method": "eagle3"}})
+    context = StageContext(config, "pretrain", "name", tmp_path, {"prepare": tmp_path / "prepare"}, "")
+    rows = [Rollout(0, 0, i, 0, 0, 0, 0, [1, 2], [3], [0.0], "", "", "stop") for i in range(4)]
+    for rank in range(2):
+        write_rollouts(rollout_path(tmp_path / "rollouts", 0, rank), rows[rank::2])
+    calls: list[int] = []
+
+    def generated(*_: object) -> list[Rollout]:
+        calls.append(len(calls))
+        return rows
+
+    monkeypatch.setattr("specrl.stages.pretrain.generate", generated)
+    for _ in range(2):
+        found = answer_prompts(context, ranks, tmp_path / "rollouts", Progress(tmp_path, enabled=False))
+        assert [rollout.prompt_id for rollout in found] == [0, 1, 2, 3]
+    assert calls == [0]
+    assert [path.name for path in (tmp_path / "rollouts").rglob("rank-*.arrow")] == ["rank-0000.arrow"]
+
+
 AREAS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=3)
 
 
