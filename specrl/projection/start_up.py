@@ -31,19 +31,21 @@ class StartUp:
     """The bytes of weights that all ranks read together."""
 
 
-def start_up(ranks: int, layout: Layout, model_bytes: int) -> StartUp:
+def start_up(ranks: int, layout: Layout, model_bytes: int, expert_bytes: int = 0) -> StartUp:
     """Return what the start of the trainer takes.
 
     Args:
         ranks: The number of ranks of the job.
         model_bytes: The bytes of the policy's weights.
+        expert_bytes: Those of its experts, which are among them.
     """
     found = set(rank_groups(ranks, layout))
-    shards = layout.tensor_parallel * layout.pipeline_parallel
+    dense = (model_bytes - expert_bytes) // layout.tensor_parallel
+    experts = expert_bytes // layout.expert_parallel
     return StartUp(
         groups=len(found) + 1,  # the group that the process joins at first
         pairs=sum(len(group) - 1 for group in found) + ranks - 1,
-        bytes_read=model_bytes // shards,
+        bytes_read=(dense + experts) // layout.pipeline_parallel,
         bytes_all=model_bytes,
     )
 
@@ -77,9 +79,10 @@ def main() -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="policy.pipeline_parallel")
     parser.add_argument("--expert-parallel", type=int, default=1, help="policy.expert_parallel")
     parser.add_argument("--gigabytes", type=float, required=True, help="the size of the policy's weights")
+    parser.add_argument("--expert-gigabytes", type=float, default=0.0, help="the size of its experts among them")
     given = parser.parse_args()
     layout = Layout(given.tensor_parallel, given.pipeline_parallel, given.expert_parallel)
-    cost = start_up(given.ranks, layout, int(given.gigabytes * 1e9))
+    cost = start_up(given.ranks, layout, int(given.gigabytes * 1e9), int(given.expert_gigabytes * 1e9))
     replicas = given.ranks // (given.tensor_parallel * given.pipeline_parallel)
     rows = [
         ("groups of rank 0", str(cost.groups)),

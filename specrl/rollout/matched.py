@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from specrl.artifacts import DefaultSpeed, SpeedPair
 from specrl.config import Config

@@ -108,7 +108,9 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
             ),
         )
         rollouts, scores = unscored.scored()
-    refuse_failure(FailureTally.of(scores.failures), len(rollouts), config.data)
+    tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one for each engine
+    failures = FailureTally.merge(tally for tally, _ in tallies)
+    refuse_failure(failures, sum(count for _, count in tallies), config.data)
     if rewards is not None:
         rewards.close()
     engine.shutdown()

@@ -115,7 +115,8 @@ class DefaultEngine:
             for request, length in zip(requests, lengths, strict=True)
         ]
         answer = self._ask({"do": "generate", "requests": asked, "fresh": fresh})
-        assert answer["tokens"] == sum(lengths), "the default engine ended a response early"
+        if answer["tokens"] != sum(lengths):
+            raise DefaultEngineError(f"vLLM's default engine made {answer['tokens']} tokens instead of {sum(lengths)}")
         return float(answer["seconds"])
 
     def sleep(self) -> None:
