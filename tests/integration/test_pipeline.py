@@ -133,7 +133,7 @@ def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: P
     shutil.copytree(undisturbed, run_dir, symlinks=True)
     shutil.copy(undisturbed.parent / "mlflow.db", tmp_path)
     change = ["--steps", "4", "--set", "policy.lr=2e-5", "--set", "validate.speed_batches=[1]"]
-    change += ["--set", "validate.default_engine=true"]
+    change += ["--set", "validate.default_engine=true", "--set", "stage_resources.validate.memory_gib_per_rank=6"]
     (old,) = run_dir.glob("stages/train-*")
     before = files(run_dir / "stages")
     said = finish(specrl("resume", str(run_dir), *change, "--dry-run"))
