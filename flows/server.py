@@ -111,6 +111,14 @@ class PrefectServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+        if error is not None and _is_of_client(error):
+            raise ServerError(
+                f"Prefect's server at {self.url} does not answer any more ({error}); what was submitted goes on, and "
+                "specrl resume RUN finds it"
+            ) from error
+
+    def _end(self) -> None:
         if self.process is None:
             return
         self._lock.release()
@@ -135,6 +143,12 @@ def serve(port: int, parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+
+
+def _is_of_client(error: BaseException) -> bool:
+    from httpx import TransportError  # by Prefect's client, which is slow to import
+
+    return isinstance(error, TransportError)
 
 
 def _answers(url: str) -> bool:

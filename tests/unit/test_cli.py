@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import pytest
 
 from flows.cli import invoke
@@ -17,6 +18,7 @@ from flows.execute import begin_run
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
 from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
+from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
@@ -425,3 +427,10 @@ def a_run(folder: Path) -> Config:
     config = anchor(parse_config({"name": "run", "model": {"source": "tiny"}, "runs_dir": str(folder / "runs")}))
     write_config(config)
     return config
+
+
+def test_a_prefect_server_that_ends_under_a_flow_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "http://127.0.0.1:9/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with pytest.raises(ServerError, match="does not answer any more .*specrl resume"), PrefectServer(tmp_path):
+        httpx.get(url)
