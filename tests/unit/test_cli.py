@@ -432,5 +432,5 @@ def a_run(folder: Path) -> Config:
 def test_a_prefect_server_that_ends_under_a_flow_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "http://127.0.0.1:9/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
-    with pytest.raises(ServerError, match="does not answer any more .*specrl resume"), PrefectServer(tmp_path):
+    with pytest.raises(ServerError, match=r"does not answer any more .*specrl resume"), PrefectServer(tmp_path):
         httpx.get(url)
