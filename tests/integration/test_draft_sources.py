@@ -252,11 +252,14 @@ def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list
     assert mixed._drafting is not None
     knowledge = (mixed.controller, mixed._drafting.texts)
     mixed.generate(REQUESTS[:8], recall=True)
+    mixed._drafting.begin(recall=False, learn=False)  # as the generations that leave no trace do
     before = pickle.dumps(knowledge)
-    generation = mixed.generate(REQUESTS, learn=False)
-    assert tokens(generation.responses) == tokens(plain)
-    assert generation.stats.num_accepted_tokens > 0
-    assert pickle.dumps(knowledge) == before
+    for k in (2, None):  # with None, a slow machine may have settled on no drafts
+        mixed.set_k(k)
+        generation = mixed.generate(REQUESTS, learn=False)
+        assert tokens(generation.responses) == tokens(plain)
+        assert k is None or generation.stats.num_accepted_tokens > 0
+        assert pickle.dumps(knowledge) == before
     mixed.generate(REQUESTS)
     assert pickle.dumps(knowledge) != before
 
