@@ -75,7 +75,8 @@ def _count(found: dict[str, Any]) -> None:
 
 def start_all(scratch: Path) -> list[dict[str, Any]]:
     """What each rank counted. One process imports what all of them need, and they are copies of it."""
-    subprocess.run([sys.executable, "-W", "ignore", __file__, str(scratch)], check=True)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.start_up_worker", str(scratch)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
     return [torch.load(scratch / f"start-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

@@ -134,7 +134,7 @@ def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
 
 def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "100")
-    able = ["drafter.draft_vocab_size=64", "resources.memory_gib_per_rank=4"]  # a change is checked like a new run
+    able = ["drafter.draft_vocab_size=64", "resources.memory_gib_per_rank=8"]  # a change is checked like a new run
     config = change_config(make_run("local"), able)
     key = begin(config).stage_keys["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
