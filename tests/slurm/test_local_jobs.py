@@ -72,10 +72,10 @@ def test_a_killed_flow_finds_its_local_job_again(
     make_run: MakeRun, start_flow: StartFlow, server: PrefectServer
 ) -> None:
     config = make_run("local")
-    first = start_flow(config, DUMMY_PREPARE="10")
+    first = start_flow(config, DUMMY_PREPARE="30")
     started = first.wait_for("stages/prepare-*/.starts-0")
     first.kill(signal.SIGKILL)
-    output = start_flow(config, DUMMY_PREPARE="10").finish()
+    output = start_flow(config, DUMMY_PREPARE="30").finish()
     assert "prepare    attached to local job" in output
     assert len(started.read_text().splitlines()) == 1
     assert len(list(config.run_dir.glob("stages/*/result.json"))) == 3
