@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +26,26 @@ SHIFT = 3.0
 RARE = -3.0
 SLOPE = -0.4
 """Through the same channel each likely token is less likely than the one before it, in policy and drafter alike."""
+
+
+class ToyTrainer:
+    """The trainer's drafter: tensors that a fault may change on their way to the engine, or for good."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    @property
+    def changes(self) -> int:
+        return id(self.weights)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in state.items()}
 
 
 def toy_config(

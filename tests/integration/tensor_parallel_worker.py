@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,15 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
 from tests.exactness.engines import mixed_requests
-from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
+from tests.exactness.toy import (
+    ToyTrainer,
+    drafter_weights,
+    likely_tokens,
+    policy_weights,
+    toy_config,
+    write_drafter,
+    write_policy,
+)
 
 SIZES = {"alone": 1, "both": 2}
 """The number of ranks of each engine."""
@@ -42,26 +50,6 @@ HALVES = {
 }
 """Tensors of the policy of which each of two ranks holds one half, and the dimension along which they are split."""
 Weights = dict[str, Tensor]
-
-
-class ToyTrainer:
-    """The trainer's drafter."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    @property
-    def changes(self) -> int:
-        return id(self.weights)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
-
-    def state_dict(self) -> Weights:
-        return self.weights
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in state.items()}
 
 
 def with_other_half(weights: Weights, name: str, dim: int, half: int) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +17,7 @@ from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard, Gu
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     NUM_LIKELY,
+    ToyTrainer,
     drafter_weights,
     policy_weights,
     toy_config,
@@ -27,26 +28,6 @@ from tests.exactness.toy import (
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 REQUESTS = mixed_requests(64)
 Weights = dict[str, Tensor]
-
-
-class ToyTrainer:
-    """The trainer's drafter: tensors that a fault may change on their way to the engine, or for good."""
-
-    def __init__(self) -> None:
-        self.weights = drafter_weights(1)
-
-    @property
-    def changes(self) -> int:
-        return id(self.weights)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
-
-    def state_dict(self) -> Weights:
-        return self.weights
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in state.items()}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
     """A guard that has seen a good drafter, whose acceptance it now expects."""
-    trainer = ToyTrainer()
+    trainer = ToyTrainer(drafter_weights(1))
     guard = DrafterGuard(engine, trainer, REQUESTS, ALONE)
     engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
     report = guard.check(1)
@@ -70,7 +51,7 @@ def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
 
 @pytest.mark.engine
 def test_responses_too_short_for_drafts_say_nothing_about_the_drafter(engine: Engine) -> None:
-    trainer = ToyTrainer()
+    trainer = ToyTrainer(drafter_weights(1))
     guard = DrafterGuard(engine, trainer, [replace(request, max_tokens=2) for request in REQUESTS], ALONE)
     engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
     assert guard.check(1) == GuardReport(reloaded=False, speculating=True, acceptance_length=1.0)
