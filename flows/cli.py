@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import typer
 
-from flows.commands import bench, devcluster, inspect, project, remove, run, samples, serve, sync, watch
+from flows.commands import (
+    devcluster,
+    export,
+    inspect,
+    project,
+    remove,
+    run,
+    samples,
+    serve,
+    serve_model,
+    sync,
+    watch,
+)
+from flows.commands.bench import command as bench
 from flows.server import ServerError
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError
@@ -27,11 +41,17 @@ samples.register(app)
 watch.register(app)
 remove.register(app)
 sync.register(app)
+export.register(app)
 bench.register(app)
 serve.register(app)
+serve_model.register(app)
 project.register(app)
 devcluster.register(app)
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full, or of a user whose share of it is."""
+RESUMABLE = ("run", "resume")
+"""The commands whose work `specrl resume` goes on with."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
@@ -57,6 +77,13 @@ def invoke(arguments: list[str]) -> int:
         _complain(str(error))
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
+        _complain(f"{where}{error.strerror}; make room{then}")
         return EXIT_FAILED
     except StoppedError as error:
         print(error)

@@ -10,7 +10,7 @@ from flows.change import note_edited_files, refuse_other
 from flows.folder import only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
-from flows.server import PrefectServer
+from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
@@ -108,7 +108,6 @@ def begin_run(config: Config, origin: Origin | None) -> None:
 
 def _run_flow(run_dir: Path) -> None:
     # These import Prefect, which reads its environment once, at import: the server has set it by now.
-    from flows.crashed_flows import mark_crashed_flows
     from flows.pipeline import pipeline
     from tasks.run import forget_stop
 

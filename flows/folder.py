@@ -38,8 +38,13 @@ def anchor(config: Config) -> Config:
         speculation = speculation.model_copy(update={"draft_model": draft_model})
     source = Path(config.model.source).expanduser()
     model = config.model.model_copy(update={"source": str(source.absolute())}) if source.is_dir() else config.model
+    drafter = config.drafter
+    if drafter.source is not None and (folder := Path(drafter.source).expanduser()).is_dir():
+        drafter = drafter.model_copy(update={"source": str(folder.absolute())})
+    if drafter.data is not None:
+        drafter = drafter.model_copy(update={"data": drafter.data.expanduser().absolute()})
     runs_dir = config.runs_dir.expanduser().absolute()
-    changed = {"runs_dir": runs_dir, "data": data, "model": model, "speculation": speculation}
+    changed = {"runs_dir": runs_dir, "data": data, "model": model, "speculation": speculation, "drafter": drafter}
     return config.model_copy(update=changed)
 
 

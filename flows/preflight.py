@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from flows.folder import size_of
 from slurm.registry import backends_of
 from specrl.config import STAGES, Config, ConfigError
 from specrl.models.directory import check_directory
+from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
 from specrl.report.doctor.gpu import cuda_of_build, installed_torch
-from specrl.tracking import RUN_ID_FILE, public_address
+from specrl.tracking import RUN_ID_FILE
+from specrl.tracking.store import check_server
 
 GIB = 2**30
-ANSWER_SECONDS = 10
-"""How many seconds an MLflow server may take to answer."""
 
 
 def check(config: Config) -> None:
@@ -77,9 +74,23 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
 
 
+def check_drafter(config: Config) -> list[str]:
+    """Check that the drafter of `drafter.source`, unless it is on the hub, can be used as far as its config tells."""
+    policy = Path(config.model.source).expanduser()
+    try:
+        check_source_drafter(config, policy if policy.is_dir() else None)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
 def check_data(config: Config) -> list[str]:
     """Check that the data files and the reward exist and that they can be used."""
-    named = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
+    named = {
+        "data.path": config.data.path,
+        "data.validation_path": config.data.validation_path,
+        "drafter.data": config.drafter.data,
+    }
     lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
     return lines or _check_contents(config)
 
@@ -96,9 +107,9 @@ def _check_contents(config: Config) -> list[str]:
 
 
 def check_algorithms(config: Config) -> list[str]:
-    """Check that the loss, the advantage estimator and the correction exist and take the options that are given."""
+    """Check that the losses, the advantage estimator and the correction exist and take the options that are given."""
     lines = []
-    for registry, algorithm in config.train.algorithms:
+    for registry, algorithm in config.algorithms:
         try:
             registry.function(algorithm)
         except ValueError as error:
@@ -125,23 +136,17 @@ def check_disk(config: Config) -> list[str]:
 
 
 def check_tracking(config: Config) -> list[str]:
-    """Check that an MLflow server answers at `/health`. Other stores (files, databases) are left to MLflow.
+    """Check that an MLflow server answers. Other stores (files, databases) are left to MLflow.
 
     A run that it knows already goes on without it: what the run logs waits on disk.
     """
-    uri = config.tracking.uri
-    if uri is None or urlsplit(uri).scheme not in ("http", "https") or (config.run_dir / RUN_ID_FILE).exists():
+    if (config.run_dir / RUN_ID_FILE).exists():
         return []
-    shown = public_address(uri)
     try:
-        with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ANSWER_SECONDS):
-            return []
-    except urllib.error.HTTPError as error:
-        # The server is there. Whether it accepts the credentials is for MLflow to find out.
-        return [] if error.code in (401, 403, 404) else [f"tracking.uri: {shown} answers with {error.code}"]
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return [f"tracking.uri: no MLflow server at {shown} ({reason}); without tracking.uri a file is used"]
+        check_server(config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def check_gpu_packages(config: Config) -> list[str]:
@@ -164,6 +169,7 @@ def check_cluster(config: Config) -> list[str]:
 CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_model,
     check_draft_model,
+    check_drafter,
     check_data,
     check_algorithms,
     check_disk,

@@ -1,6 +1,6 @@
 """The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it is given.
 
-`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local_backend.LocalBackend`, which a
+`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local.backend.LocalBackend`, which a
 configuration names by its import path or by the name that it has there.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -16,6 +18,8 @@ from specrl.artifacts import RESULT_FILE, digest, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment
+
+logger = logging.getLogger(__name__)
 
 Phase = Literal["pending", "running", "ended"]
 Cause = Literal["time limit", "memory", "cancelled", "preempted", "node lost"]
@@ -171,7 +175,9 @@ class StageRequest:
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""
         module, _, function = self.entry.partition(":")
-        getattr(importlib.import_module(module), function)(self.context)
+        stage = importlib.import_module(module)
+        logger.info("Python and its imports took %.1f s of CPU", time.process_time())
+        getattr(stage, function)(self.context)
 
     @property
     def arguments(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import traceback
 from pathlib import Path
@@ -15,6 +16,8 @@ from specrl.lifetime.segments import read_segments
 
 MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""
+FULL_BYTES = 2**20
+"""The free bytes below which a disk is called full."""
 LOG_TAIL_BYTES = 4096
 """How many bytes are read from the end of a log to find its last line."""
 
@@ -61,8 +64,8 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     """Return one line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
     The error is the reason why the stage was given up, or else the exception of the rank that failed first. If that
-    rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or else
-    the last line of that rank's log.
+    rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or that
+    the disk is full, or else the last line of that rank's log.
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
@@ -73,7 +76,8 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     elif failure.exception:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
-        error = reached or f"no Python error; the log of rank {failure.rank} ends: {_last_line(log)}"
+        unknown = f"no Python error; the log of rank {failure.rank} ends: {_last_line(log)}"
+        error = reached or _full_disk(context.run_dir) or unknown
         error = f"{failure.detail}; {error}" if failure.detail else error
     place = _relative(log if log.exists() else log.parent)
     return f"{context.stage} failed ({job.backend} job {job.job_id}, {state.detail}): {error}; log: {place}"
@@ -96,6 +100,13 @@ def _limit(context: StageContext, state: State) -> str:
     if state.cause is not None:
         return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")
     return ""
+
+
+def _full_disk(run_dir: Path) -> str:
+    """Return that a run's disk is full, or an empty text where it is not."""
+    if shutil.disk_usage(run_dir).free > FULL_BYTES:
+        return ""
+    return f"the disk of {run_dir} is full: make room, and go on with specrl resume {run_dir.name}"
 
 
 def _relative(path: Path) -> Path:

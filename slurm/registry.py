@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from slurm.backend import Backend
-from slurm.local_backend import LocalBackend
+from slurm.local.backend import LocalBackend
 from slurm.slurm_backend import SlurmBackend
 from specrl.config import STAGES, ClusterConfig, Config, ConfigError
 

@@ -41,6 +41,8 @@ class PrepareResult(Artifact):
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
     prompts_overlong: int = 0
     """Those of them that were too long, and were dropped or truncated as `data.overlong` says."""
+    drafter_dir: Path | None = None
+    """The drafter of `drafter.source` in specrl's own layout; None without one."""
     seconds: float
     """The wall-clock time of the stage, here as in every result."""
 
@@ -147,6 +149,17 @@ class BestPolicy(Artifact):
     """The folder of the drafter that was trained along with it; for `mtp`, `policy_dir`; None without a drafter."""
 
 
+class SpeedupEstimate(Artifact):
+    """What drafts gained in the RL steps, estimated from the controller's trials of plain decoding: no matched pair."""
+
+    generation: float
+    """The ratio of the time of generation without drafts to that with them, median over the steps."""
+    step: float
+    """The same of whole steps without their validations, where plain decoding also trains no drafter."""
+    steps: int
+    """The number of steps that have an estimate."""
+
+
 class TrainResult(Artifact):
     """The result of `train`, summed up from the records of its steps."""
 
@@ -171,6 +184,8 @@ class TrainResult(Artifact):
     """The mean reward of the last step."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
+    speedup_estimate: SpeedupEstimate | None = None
+    """What drafts gained by the controller's own trials; None where it tried nothing without drafts."""
     mismatch: dict[str, float]
     """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()
@@ -203,7 +218,10 @@ class DefaultSpeed(Artifact):
 
 
 class SpeedPair(Artifact):
-    """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians."""
+    """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians.
+
+    In `validate`, prompts, seeds and the text to draft from are those of the training step that would come next.
+    """
 
     batch: int
     """The number of requests that run at the same time."""
@@ -219,8 +237,27 @@ class SpeedPair(Artifact):
     """1 - speculative decoding steps / plain decoding steps."""
     tokens_equal: float
     """The share of responses that are the same with and without speculation, token for token."""
+    token_share: dict[str, float] = {}
+    """The share of the tokens that each source drafted and that were accepted: `drafter`, `replay` (text that was
+    pre-generated for the prompt), `recent` (recent rollouts), or a text source of the user's own. What is missing to 1
+    was not drafted."""
     default: DefaultSpeed | None = None
     """The same requests on vLLM as it comes; None where that engine was not started, or did not start."""
+
+
+class NextStepText(Artifact):
+    """The text that the training step after the last one would begin with on the first engine."""
+
+    step: int
+    """The number of that step."""
+    num_responses: int
+    """The number of its responses, on all engines."""
+    num_stored: int
+    """The number of texts that bubbles have pre-generated for it, on all engines."""
+    stored_tokens: int
+    num_recent: int
+    """The number of recent rollouts that are drafted from."""
+    recent_tokens: int
 
 
 class ParityCounts(Artifact):
@@ -279,9 +316,25 @@ class ValidateResult(Artifact):
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]
     """One pair for each batch size of `validate.speed_batches`; empty when nothing is speculated."""
+    text: NextStepText | None = None
+    """The text that the speculative side of the pairs began with; None for methods that draft from no text."""
     exactness: ExactnessResult | None = None
     """The comparison of speculative and plain decoding; None when nothing is speculated."""
     seconds: float
+
+
+class Acceptance(Artifact):
+    """How much of a drafter's drafts was accepted, on one held-out set at one temperature."""
+
+    set: str
+    """The name of the set."""
+    temperature: float
+    """The temperature; 0 is greedy decoding."""
+    context: tuple[int, int] | None
+    """The least and the greatest number of tokens before the drafts that are counted; None for all drafts."""
+    num_drafts: int
+    acceptance_length: float
+    acceptance_rate_per_pos: list[float]
 
 
 class ExportResult(Artifact):
@@ -291,7 +344,10 @@ class ExportResult(Artifact):
     drafter_dir: Path | None
     """The drafter's folder; for `mtp`, `policy_dir`; None without a drafter."""
     vllm_acceptance_length: float | None
-    """The acceptance length in a fresh vLLM that loaded the exported folders; None without a drafter."""
+    """The acceptance length in a fresh vLLM that loaded the exported folders, on the first held-out set; None without a
+    drafter."""
+    acceptance: list[Acceptance] = []
+    """The acceptance there by held-out set, temperature and context length; the first of them is that length."""
     seconds: float
 
 

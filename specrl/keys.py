@@ -45,7 +45,7 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
         "train",
         "precision",
     ),
-    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "validate"),
+    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "train", "precision", "validate"),
     "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
@@ -78,15 +78,22 @@ def stage_key(
     if "train" in sections:
         sources = [import_source(algorithm.name) for _, algorithm in config.train.algorithms]
         sections["train"]["sources"] = [_content(path) for path in sources]
+    if "drafter" in sections:
+        sections["drafter"]["loss_source"] = _content(import_source(config.drafter.loss.name))
     if "sets" in sections.get("validate", {}):
         sections["validate"]["sets"] = [_held_out_set(name, chosen) for name, chosen in config.validate_.sets.items()]
     if "data" in sections:
         sections["data"] = _with_files(config, sections["data"])
     if "speculation" in sections and config.speculation.draft_model is not None:
-        sections["speculation"]["draft_model"] = _model_fingerprint(str(config.speculation.draft_model))
+        sections["speculation"]["draft_model"] = model_fingerprint(str(config.speculation.draft_model))
+    if "drafter" in sections:  # what the source gave is in the key of `prepare`, here as below
+        del sections["drafter"]["source"]
+        sections["drafter"]["data"] = _content(config.drafter.data)
     if stage == "prepare":
-        sections["model"]["source"] = _model_fingerprint(config.model.source)
-    elif "model" in sections:  # what the source gave is in the key of `prepare`
+        sections["model"]["source"] = model_fingerprint(config.model.source)
+        if config.adopts_drafter:
+            sections["drafter"] = {"source": model_fingerprint(str(config.drafter.source))}
+    elif "model" in sections:
         del sections["model"]["source"], sections["model"]["tiny"]
     return f"{stage}-{digest([stage, dict(inputs), sections, code, start])}"
 
@@ -110,10 +117,11 @@ def named_files(config: Config) -> dict[str, str]:
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.train.algorithms}
+    sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.algorithms}
     paths = {
         "data.path": config.data.path,
         "data.validation_path": config.data.validation_path,
+        "drafter.data": config.drafter.data,
         "data.reward": import_source(config.data.reward),
         **sources,
         **{f"validate.sets.{name}.path": chosen.path for name, chosen in config.validate_.sets.items()},
@@ -123,8 +131,12 @@ def named_files(config: Config) -> dict[str, str]:
         },
     }
     digests = {key: content for key, path in paths.items() if (content := _content(path)) is not None}
-    models = {"model.source": config.model.source, "speculation.draft_model": config.speculation.draft_model}
-    folders = {key: _model_fingerprint(str(source)) for key, source in models.items() if source is not None}
+    models = {
+        "model.source": config.model.source,
+        "speculation.draft_model": config.speculation.draft_model,
+        "drafter.source": config.drafter.source,
+    }
+    folders = {key: model_fingerprint(str(source)) for key, source in models.items() if source is not None}
     return digests | {key: digest(found) for key, found in folders.items() if isinstance(found, list)}
 
 
@@ -203,7 +215,7 @@ def _content(path: Path | None) -> str | None:
     return None if path is None or not path.is_file() else files_digest([(path, "")])
 
 
-def _model_fingerprint(source: str) -> Any:
+def model_fingerprint(source: str) -> Any:
     """Return the names, sizes and times of the files in a model's folder, whose weights are too large to hash.
 
     A source that is not a folder stands for itself.

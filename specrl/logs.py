@@ -3,7 +3,7 @@
 The lines go to standard error, which a job writes to the rank's own log file:
 
     2026-11-22 13:40:01 INFO  rank 3 step 12  generation begins
-    2026-11-22 13:40:27 INFO  rank 3 step 12  generation took 26.1 s
+    2026-11-22 13:40:27 INFO  rank 3 step 12  generation took 26.1 s, 24.0 s of CPU
 
 Because a phase says that it begins, the log of a rank that was killed ends with what it was doing.
 """
@@ -76,11 +76,12 @@ def phase(name: str) -> Iterator[None]:
     Args:
         name: A name of the work, in a few words, such as "generation" or "start of the engine".
     """
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     logger.info("%s begins", name)
     try:
         yield
     except BaseException as error:
         logger.error("%s failed after %.1f s: %s", name, time.monotonic() - started, type(error).__name__)
         raise
-    logger.info("%s took %.1f s", name, time.monotonic() - started)
+    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
+    logger.info("%s took %.1f s, %.1f s of CPU", name, seconds, cpu_seconds)

@@ -165,11 +165,13 @@ class Trainer:
                 self.save(step)
             with timer("generation"):
                 generated = self.generator.generate(step)
+                self.refit.watch(generated.stats, version=step)
+                self.precision.check_engine()
                 if self.config.engine.sleep:
                     self.engine.sleep()
             with timer("policy_update"):
                 update = self.update_policy(step, generated.rollouts)
-                self.precision.check_quantised(update.metrics["num_tokens"])
+                self.precision.check_trainer(update.metrics["num_tokens"])
                 kv_scales = self.precision.measure_kv_scales(timer)
             mismatch = self.precision.check_agreement(update.mismatch) | update.routing
             with timer("drafter_update"):
@@ -202,10 +204,22 @@ class Trainer:
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
-        report = self.refit.load(version, kv_scales)
-        if self.drafter is not None and report.guard.speculating:
-            self.generator.probed(report.guard.acceptance_length)
+        # What is gained by training in idle time is read from the probes of one refit after the other.
+        probes = self.spot is not None or self.may_save(version)
+        report = self.refit.load(version, kv_scales, probes_drafter=probes)
+        acceptance_length = report.guard.acceptance_length
+        if self.drafter is not None and report.guard.speculating and acceptance_length is not None:
+            self.generator.probed(acceptance_length)
         return report
+
+    def may_save(self, version: int) -> bool:
+        """Return whether a checkpoint of this version is due, or will be if it turns out to be the best so far."""
+        last = self.is_last(version)
+        return self.is_due(version) or self.validation.is_due(version, last=last)
+
+    def is_due(self, version: int) -> bool:
+        """Return whether a checkpoint of this version is due, however good it is."""
+        return version % self.config.train.checkpoint_every == 0 or self.is_last(version)
 
     def validate(self, version: int, timer: Timer) -> bool:
         """Let the engine, which holds policy version `version`, answer the held-out sets if that is due.
@@ -237,7 +251,7 @@ class Trainer:
         """
         version = record.step + 1
         self.recorder.write_rollouts(record.step, rollouts)
-        if version % self.config.train.checkpoint_every == 0 or self.is_last(version) or is_best:
+        if self.is_due(version) or is_best:
             self.recorder.log_record(record)
             self.recorder.write(record)
             self.save(version)
@@ -246,6 +260,9 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Begin to write the checkpoint from which `step` can start, beside the generation of that step."""
+        self.refit.confirm_drafter(step)  # where nobody knew that there would be a checkpoint
+        for event in self.refit.take_events() if self.ranks.is_first else ():
+            record_event(self.checkpoints.directory.parent, "drafter", event, step)
         scales = self.engine.precision.kv_scales
         state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
         self.checkpoints.save(step, self.refit.drafter_state(), state, self.generator.state())

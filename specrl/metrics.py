@@ -218,9 +218,19 @@ _DEFINITIONS = (
     Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric(
+        "policy/real_token_share",
+        "",
+        "Share of the tokens of the policy's training passes that belong to a sequence; the others are padding.",
+    ),
+    Metric(
+        "policy/shared_token_share",
+        "",
+        "Share of the trained sequences' tokens that are not computed, because a response before shares the prompt.",
+    ),
+    Metric(
         "drafter/loss",
-        "nats/token",
-        "Soft cross-entropy against the policy on the draft vocabulary, weighted by 0.8^j at TTT step j and summed.",
+        "",
+        "`drafter.loss` against the policy on the draft vocabulary, weighted by `drafter.position_decay`, and summed.",
         "lower",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
@@ -249,7 +259,11 @@ _DEFINITIONS = (
     ),
     Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
-    Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter guard's fixed probe."),
+    Metric(
+        "refit/probe_acceptance_length",
+        "tokens",
+        "Acceptance length on the drafter guard's fixed probe, where it was generated.",
+    ),
     Metric(
         "refit/drafter_reloads",
         "",
@@ -301,6 +315,18 @@ _DEFINITIONS = (
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in the samples of the chi-squared test."),
     Metric(
+        "speedup/generation_estimate",
+        "",
+        "Estimated ratio of timing/generation_s without drafts to that with them: plain decoding needs an iteration "
+        "for each token of a request, and its iterations take as long, in proportion, as in the controller's trials "
+        "without drafts. No matched pair; only with speculation.adaptive, once every rank has had such a trial.",
+    ),
+    Metric(
+        "speedup/step_estimate",
+        "",
+        "The same of the whole step, without its validations and, for plain decoding, without the drafter's update.",
+    ),
+    Metric(
         "speedup/generation",
         "",
         "Plain over speculative generation time in matched pairs, median over the batch sizes measured; plain is k = 0 "
@@ -328,11 +354,24 @@ _DEFINITIONS = (
         "Tokens per second of plain decoding with specrl's engine, k = 0, over those of vLLM as it comes, at batch "
         "size I.",
     ),
+    Metric(
+        "speedup/step",
+        "",
+        "Plain over own time of an RL step, per response token, of matched whole trainings; median over the steps.",
+        "higher",
+    ),
+    Metric(
+        "speedup/end_to_end",
+        "",
+        "Plain over own time of a whole training, per response token, with its start, of matched whole trainings.",
+        "higher",
+    ),
     Metric("export/vllm_acceptance_length", "tokens", "Acceptance length of the exported directory in a fresh vLLM."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 SYSTEM = Metric("system/NAME", "", "Load of the first rank's machine, as MLflow measures NAME.")
+BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 TEXT_SOURCE = {
     "draft": Metric("spec/NAME_draft_tokens", "tokens", "The part of spec/num_draft_tokens from the text source NAME."),
@@ -340,6 +379,12 @@ TEXT_SOURCE = {
         "spec/NAME_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from the text source NAME."
     ),
 }
+TOKEN_SHARE = Metric(
+    "validate/NAME_token_share_batch_I",
+    "",
+    "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay, recent or a text "
+    "source) drafted and that were accepted.",
+)
 VALIDATION = {
     metric.name.removeprefix("validation/NAME/"): metric
     for metric in (
@@ -386,14 +431,18 @@ def find_metric(name: str) -> Metric | None:
     """Return the definition of a metric, or None for a name that has no definition.
 
     A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the drafts of a text source
-    without metrics of its own by `TEXT_SOURCE`, the scores of a held-out set by `VALIDATION`, and the load of a machine
-    by `SYSTEM`.
+    without metrics of its own by `TEXT_SOURCE`, the tokens of a source in matched pairs by `TOKEN_SHARE`, the scores of
+    a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`, and the load of a machine by `SYSTEM`.
     """
     of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
     if of_set is not None:
         return VALIDATION.get(of_set[1]) or VALIDATION.get(re.sub(r"_\d+$", "_I", of_set[1]))
     if name.startswith("system/"):
         return SYSTEM
+    if name.startswith("bench/"):
+        return BENCH
+    if re.fullmatch(r"validate/\w+_token_share_batch_\d+", name):
+        return TOKEN_SHARE
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
     of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)
     if found is None and of_text is not None:

@@ -10,10 +10,7 @@ import os
 import random
 import signal
 import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from filelock import FileLock, Timeout
 
@@ -102,28 +99,3 @@ def _bind(listener: socket.socket, address: str) -> int:
                 raise
         else:
             return port
-
-
-@contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.
-
-    It has an effect in the main thread only, since no other thread is ever interrupted. The signal is not blocked:
-    processes that are started in the block would inherit that.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came = False
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)

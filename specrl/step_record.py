@@ -11,7 +11,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from specrl.algorithms.advantages import zero_signal_fraction
-from specrl.artifacts import write_json, write_text
+from specrl.artifacts import SpeedupEstimate, write_json, write_text
 from specrl.data.reward_pool import describe
 from specrl.distributed import Ranks
 from specrl.events import drop_events, record_event
@@ -22,13 +22,13 @@ from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationS
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, timeline_from
+from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
 from specrl.tracking import LoggedSteps, Tracker
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
 """The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
 
-LATE = ("timing/step_s", "timing/checkpoint_s")
+LATE = ("timing/step_s", "timing/checkpoint_s", "speedup/step_estimate")
 """The metrics of a step that are known only after its checkpoint has begun."""
 
 OF_STEPS = frozenset({"drafter", "reward"})
@@ -78,6 +78,7 @@ class StepParts:
             **({"drafter/sampled_fraction": self.policy["sampled_fraction"]} if self.drafter else {}),
             **speculation_metrics(self.generated.stats),
             **bubble_metrics(self.generated.bubbles),
+            **speedup_estimates(self.generated.bubbles, seconds),
             **self.mismatch,
             **self.refit.metrics(),
         }
@@ -187,13 +188,14 @@ class StepRecorder:
             RankTimeline(rank.bubble, rank_spans(rank.bubble, own))
             for rank, own in zip(record.ranks, spans, strict=True)
         ]
-        record = replace(record, metrics=record.metrics | timing_metrics(timer.seconds), ranks=ranks)
+        late = timing_metrics(timer.seconds) | speedup_estimates([rank.bubble for rank in ranks], timer.seconds)
+        record = replace(record, metrics=record.metrics | late, ranks=ranks)
         self.log_record(record)
         self.write(record)
         if self._ranks.is_first:
             self._tracker.log_artifact(self._picture(record.step), "gantt")
         if record.step > self._earlier.last:
-            self.log(record.step, {name: record.metrics[name] for name in LATE})
+            self.log(record.step, {name: record.metrics[name] for name in LATE if name in record.metrics})
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
         message = "; ".join([text.format(**record.metrics), *record.events])
         progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")
@@ -292,6 +294,16 @@ def timing_share(records: list[StepRecord]) -> dict[str, float]:
 def step_seconds_median(records: list[StepRecord]) -> float:
     """Return the median time of a step, in seconds."""
     return median(record.metrics["timing/step_s"] for record in records)
+
+
+def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
+    """Return the medians of the steps' estimates of what drafts gain; None where no step has any."""
+    found = [record.metrics for record in records if "speedup/step_estimate" in record.metrics]
+    if not found:
+        return None
+    names = ("generation", "step")
+    medians = {name: median(metrics[f"speedup/{name}_estimate"] for metrics in found) for name in names}
+    return SpeedupEstimate(**medians, steps=len(found))
 
 
 def total_stats(records: list[StepRecord]) -> SpeculationStats:

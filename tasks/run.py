@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,23 +159,43 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
     return done
 
 
+_submitting = threading.Lock()
+"""Held while a job is looked for or submitted: submitit changes the environment of this process for a moment."""
+
+
+def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
+    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job.
+
+    Args:
+        entry: The function that every rank calls with the context, as `module:function`.
+        code: The folder with the copy of the sources.
+        label: What the reporter calls the stage.
+
+    Raises:
+        JobError: The job failed.
+        StoppedError: The run was asked to stop.
+    """
+    while not stop_asked(context.run_dir):
+        with _submitting:
+            job = attach_or_submit(context, entry, code)
+        if job is None:
+            return
+        reporter.submitted(label, job)
+        if wait(job, context, lambda state, progress: reporter.polled(label, state, progress)):
+            return
+        reason = read_segments(context.stage_dir)[-1].reason
+        reporter.note(f"{label}: job {job.job_id} ended ({reason}); it goes on in another one")
+    raise StoppedError(stopped_line(context))
+
+
 def _work(run: Run, context: StageContext, entry: str) -> None:
-    """Attach to the stage's job or submit one, and wait for it; and again while the stage needs another job.
+    """Finish a stage of a run.
 
     An interrupt by the user (Ctrl-C) cancels the job. When another signal ends the flow, the job goes on and can be
     found again.
     """
     try:
-        while not stop_asked(run.config.run_dir):
-            job = attach_or_submit(context, entry, run.record.code_dir(run.config.run_dir))
-            if job is None:
-                return
-            run.reporter.submitted(context.stage, job)
-            if wait(job, context, lambda state, progress: run.reporter.polled(context.stage, state, progress)):
-                return
-            reason = read_segments(context.stage_dir)[-1].reason
-            run.reporter.note(f"{context.stage}: job {job.job_id} ended ({reason}); the stage goes on in another one")
-        raise StoppedError(stopped_line(context))
+        work(context, entry, run.record.code_dir(run.config.run_dir), run.reporter, context.stage)
     except KeyboardInterrupt:
         if (job := find(JobKey(run.config, context.key))) is not None:
             run.reporter.note(f"{context.stage}: {_cancel(job, context.stage_dir, run.config)}")

@@ -35,11 +35,15 @@ AWAY_SECONDS = (2.0, 25.0)
 """How long a killed MLflow server stays away."""
 RUN_SECONDS = 1800.0
 FULL_AT = {
-    "checkpoint": "stages/train-*/checkpoints/*",
-    "rollouts": "stages/train-*/steps/*",
+    "checkpoint": "stages/train-*/checkpoints/step=*",
+    "rollouts": "stages/train-*/rollouts/step=*/*.arrow",
     "summary": "stages/export-*/result.json",
 }
 """What is written when the disk gets full: the first file that a run has just before."""
+ROOM_BYTES = 256 * 2**20
+"""What a run has to write in until then."""
+BLOCK = bytes(2**20)
+LINES_SHOWN = 4
 
 
 @dataclass
@@ -110,7 +114,7 @@ def targets(run_dir: Path, flow: subprocess.Popen[str]) -> dict[str, list[psutil
             found.setdefault("flow", []).append(process)
         elif "flows.server" in words and process.ppid() == flow.pid:
             found.setdefault("Prefect server", []).append(process)
-        elif ours and "slurm.local_controller" in words:
+        elif ours and "slurm.local.controller" in words:
             found.setdefault("controller", []).append(process)
         elif ours and "slurm.entry" in words:
             found.setdefault("rank", []).append(process)
@@ -139,16 +143,20 @@ def disturb(folder: Path, server: MlflowServer, num_kills: int, seed: int) -> tu
 def fill_disk(folder: Path, plain: Path, uri: str) -> None:
     """Fill the small disk at each moment of `FULL_AT`, in a run of its own."""
     for moment, pattern in FULL_AT.items():
-        runs_dir = folder / moment
+        runs_dir, ballast = folder / moment, folder / "ballast"
         flow = start(runs_dir, uri)
-        wait_for(runs_dir / "smoke", pattern)
-        ballast, filled_at = folder / "ballast", time.monotonic()
+        wait_for(runs_dir / "smoke", "stages/pretrain-*/result.json")
+        take_room(ballast, shutil.disk_usage(folder).free - ROOM_BYTES)  # so that the rest is filled in a moment
+        written = wait_for(runs_dir / "smoke", pattern)
+        filled_at = time.monotonic()
         while flow.poll() is None:
-            leave_no_room(ballast)
+            take_room(ballast, shutil.disk_usage(folder).total)
             time.sleep(0.1)
         output, _ = flow.communicate()
-        print(f"disk full at {moment}: exit {flow.returncode} after {time.monotonic() - filled_at:.0f} s, with")
-        print(f"    {output.strip().splitlines()[-1]}", flush=True)
+        print(f"disk full at {moment} ({written.relative_to(runs_dir)}): ", end="")
+        print(f"exit {flow.returncode} after {time.monotonic() - filled_at:.0f} s, with")
+        for line in output.strip().splitlines()[-LINES_SHOWN:]:
+            print(f"    {line}", flush=True)
         ballast.unlink()
         finish(specrl("resume", "smoke", "--runs-dir", str(runs_dir)))
         assert_same_result(plain, runs_dir / "smoke")
@@ -156,10 +164,11 @@ def fill_disk(folder: Path, plain: Path, uri: str) -> None:
         shutil.rmtree(runs_dir)
 
 
-def leave_no_room(ballast: Path) -> None:
+def take_room(ballast: Path, size: int) -> None:
+    """Write so many bytes, or as many as there is room for."""
     with ballast.open("ab", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(1 << 20))
+        for _ in range(0, size, len(BLOCK)):
+            file.write(BLOCK)
 
 
 def main() -> None:

@@ -34,6 +34,20 @@ class BenchJob:
     """The Markdown page; its charts lie beside it."""
     json_path: Path
     """The file to which the rows are written as JSON."""
+    threads: int | None = None
+    """The number of CPU threads of the process; if it is None, all cores that it may use or that its job asks for."""
+    work_dir: Path | None = None
+    """The folder of what it leaves beside page and rows; `bench/NAME` in the run's folder if it is None."""
+
+    @property
+    def name(self) -> str:
+        """The name of the benchmark, which is that of its package."""
+        return self.entry.split(".")[2]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the benchmark works in."""
+        return self.work_dir or self.run_dir / "bench" / self.name
 
     def save(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -43,7 +57,7 @@ class BenchJob:
     def load(cls, path: Path) -> BenchJob:
         """Return the job that was written as JSON."""
         data = json.loads(path.read_text())
-        paths = {key: Path(data[key]) for key in ("run_dir", "page", "json_path")}
+        paths = {key: Path(data[key]) for key in ("run_dir", "page", "json_path", "work_dir") if data[key] is not None}
         return cls(**{**data, **paths})
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from specrl.config.algorithms import IMPORT_OWN
+from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, Algorithm, Registry
 from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
@@ -77,7 +77,7 @@ class Config(Section):
     bubbles: BubblesConfig = BubblesConfig()
     engine: EngineConfig = EngineConfig()
     policy: PolicyConfig = PolicyConfig()
-    drafter: DrafterConfig = DrafterConfig()
+    drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     precision: PrecisionConfig = PrecisionConfig()
     validate_: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
@@ -93,11 +93,21 @@ class Config(Section):
         return (self.runs_dir / self.name).absolute()
 
     @property
+    def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
+        """The functions that the run has chosen by name, each with the registry it is from."""
+        return *self.train.algorithms, (DRAFT_LOSSES, self.drafter.loss)
+
+    @property
     def best_metric(self) -> str | None:
         """The metric by which the best policy is chosen; None where nothing is validated during training."""
         if not self.validate_.every:
             return None
         return self.train.best_metric or f"validation/{self.validate_.first_set}/accuracy"
+
+    @property
+    def adopts_drafter(self) -> bool:
+        """Whether the run drafts with the drafter of `drafter.source`, and goes on training it."""
+        return self.drafter.source is not None and self.speculation.draft_method.model == "drafter"
 
     def resources_of(self, stage: StageName) -> Resources:
         """Return `[resources]` with the stage's own overrides applied."""
@@ -141,6 +151,7 @@ class Config(Section):
                 "sampling.max_response_tokens leaves of model.max_length"
             )
         self._check_bubbles()
+        self._check_drafter()
         self._check_ranks()
         self._check_gpu_options()
         self._check_validation()
@@ -161,6 +172,16 @@ class Config(Section):
             raise ValueError(f"{use} needs a drafter to train: {method} must be one of {allowed}")
         if self.bubbles.trains_drafter and not self.drafter.online_lr:
             raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
+
+    def _check_drafter(self) -> None:
+        method = self.speculation.draft_method
+        if self.drafter.source is not None and method.is_policy_layer:
+            raise ValueError(
+                f'drafter.source = "{self.drafter.source}" with speculation.method = "{method.name}": a layer of the '
+                "policy drafts; use a method with an EAGLE-3 drafter, such as eagle3"
+            )
+        if not self.drafter.epochs and method.model == "drafter" and self.drafter.source is None:
+            raise ValueError("drafter.epochs = 0: a new drafter must be trained; set it above 0, or set drafter.source")
 
     def _check_validation(self) -> None:
         for name, chosen in self.validate_.sets.items():

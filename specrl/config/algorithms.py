@@ -169,7 +169,10 @@ ADVANTAGES = Registry("train.advantage", home="specrl.algorithms.advantages", de
 """The advantage estimators."""
 CORRECTIONS = Registry("train.correction", home="specrl.algorithms.corrections", default="tis")
 """The corrections for differences between the engine and the trainer."""
+DRAFT_LOSSES = Registry("drafter.loss", home="specrl.algorithms.draft_losses", default="cross_entropy")
+"""The losses of the drafter."""
 
 Loss = Annotated[Algorithm, BeforeValidator(LOSSES.validate)]
 Advantage = Annotated[Algorithm, BeforeValidator(ADVANTAGES.validate)]
 Correction = Annotated[Algorithm, BeforeValidator(CORRECTIONS.validate)]
+DraftLoss = Annotated[Algorithm, BeforeValidator(DRAFT_LOSSES.validate)]

@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export"]
+StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench"]
+"""What a job of a run can be: one of `STAGES`, or `bench`, a benchmark of the finished run."""
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
 """The stages in the order in which a run takes them."""
 

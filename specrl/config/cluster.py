@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -98,7 +100,8 @@ class ClusterConfig(Section):
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
     setup: tuple[str, ...] = ()
-    """Shell lines that the job runs before Python starts, such as module loads and exports."""
+    """Shell lines that run before Python starts, such as module loads and exports: on Slurm in each job, and on this
+    machine once for all jobs, which are forked from one process."""
     python: str | None = None
     """The Python interpreter of a Slurm job's ranks; that of the flow if it is not given, and `python3` in a
     container."""
@@ -139,11 +142,38 @@ class ClusterConfig(Section):
     each job, and what follows the last step."""
 
 
+PASSWORDS = frozenset({"password", "passwd", "pwd", "sslpassword"})
+"""What databases call a password in the query of a URI, in lower case."""
+
+
+def _options(query: str) -> Iterator[str]:
+    """Yield the names of a query's options in lower case, and those within a connection string of ODBC."""
+    for name, value in parse_qsl(query):
+        yield name.lower()
+        if name.lower() == "odbc_connect":
+            yield from (option.partition("=")[0].strip().lower() for option in value.split(";"))
+
+
+def _without_password(uri: str) -> str:
+    parts = urlsplit(uri)
+    is_server = parts.scheme in ("http", "https")
+    named = parts.password is not None or (is_server and parts.username is not None)
+    if named or not PASSWORDS.isdisjoint(_options(parts.query)):
+        given = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        raise ValueError(
+            "tracking.uri has a user or password in it, which would be stored with the run: leave it out, and give it "
+            f"in the environment of the run ({given if is_server else 'such as PGPASSWORD or a ~/.pgpass file'})"
+        )
+    return uri
+
+
 class TrackingConfig(Section):
     """Where MLflow records the run."""
 
-    uri: str | None = None
-    """The URI of the MLflow tracking server; a SQLite file in the runs folder is used if it is not given."""
+    uri: Annotated[str, AfterValidator(_without_password)] | None = None
+    """The URI of the MLflow tracking server, without a password: credentials are given in the environment
+    (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). A SQLite file in the runs
+    folder is used if it is not given."""
     experiment: str = "specrl"
     """The MLflow experiment in which the run appears."""
     max_model_gib: PositiveFloat = 4.0

@@ -81,8 +81,8 @@ class SpeculationConfig(Section):
     k: Adjustable[NonNegativeInt] = 3
     """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`."""
     adaptive: Adjustable[bool] = True
-    """Whether the controller chooses the draft length, from 0 upwards, for each running batch size; if not, drafts
-    always have the full length."""
+    """Whether the controller chooses the draft length, from 0 upwards, for each running batch size, and how much of
+    each draft is verified; if not, drafts always have the full length, and all of it is verified."""
     replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Algorithm, Correction, Loss, Registry
+from specrl.config.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    DRAFT_LOSSES,
+    LOSSES,
+    Advantage,
+    Algorithm,
+    Correction,
+    DraftLoss,
+    Loss,
+    Registry,
+)
 from specrl.config.base import (
     Adjustable,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -47,7 +60,8 @@ class PolicyConfig(Section):
     clip_grad: Adjustable[PositiveFloat] = 1.0
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: Adjustable[PositiveInt] = 1024
-    """Largest size of a micro-batch in tokens, padding included; one sequence may exceed it."""
+    """Largest size of a micro-batch in tokens, with a prompt counted once for all of its responses; one sequence may
+    exceed it."""
     recompute: Adjustable[bool] = False
     """Whether activations are computed again in the backward pass, which saves memory and costs a third more
     compute."""
@@ -68,19 +82,47 @@ class DrafterConfig(Section):
     optimizer of its own, and its learning rates take the place of a loss weight.
     """
 
+    source: str | None = None
+    """An EAGLE-3 drafter to start from, in place of a new one: a directory or a hub id, in the original layout or that
+    of `speculators`. `prepare` checks it and says what it found. Its own sizes take the place of those below. A run
+    `--from` another takes that run's drafter instead, if that has one of the same kind."""
     draft_vocab_size: PositiveInt = 2048
-    """Number of tokens that EAGLE-3 can draft."""
+    """Number of tokens that EAGLE-3 can draft; as many as the policy has for its whole vocabulary."""
+    num_layers: Annotated[int, Field(ge=1, le=4)] = 1
+    """Number of EAGLE-3's decoder layers."""
+    feature_layers: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """The policy's layers, counted from 0 and in ascending order, whose inputs EAGLE-3 reads; a policy's number of
+    layers stands for what its last layer returns. By default the published choice for a policy of n layers: 2, n // 2
+    and n - 3."""
     intermediate_size: PositiveInt | None = None
-    """Width of EAGLE-3's MLP; the policy's by default."""
+    """Width of EAGLE-3's MLPs; the policy's by default."""
+    sliding_window: Annotated[int, Field(ge=16)] | None = None
+    """Number of positions that EAGLE-3's attention sees, its own among them; all by default."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
+    ttt_growth: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the pretraining's steps before its last epoch in which the number of unrolled positions grows evenly
+    from 1 to `ttt_steps`; 0 unrolls all of them from the beginning. The online update always unrolls all."""
+    loss: Adjustable[DraftLoss] = Field(default_factory=DRAFT_LOSSES.default)
+    """The drafter's loss: a name from `specrl/algorithms/draft_losses.py`, an import path `package.module:function`, or
+    a table of that `name` and the loss's options."""
+    position_decay: Adjustable[Fraction | Literal["measured"]] = 0.8
+    """Weight of each draft position in the loss relative to the one before it; with `measured` the weight of a position
+    is the share of the training's drafts whose tokens before it would have been accepted."""
     num_prompts: Annotated[int, Field(ge=2)] = 160
     """Number of prompts that the policy answers for the pretraining; at least 2, because the calibration chooses layers
     on some of these prompts and checks the choice on others."""
     samples_per_prompt: PositiveInt = 2
     """Number of responses to each of these prompts."""
-    epochs: PositiveInt = 6
-    """Number of passes over these responses."""
+    data: Path | None = None
+    """A JSONL or Parquet file of other prompts for the pretraining, such as chats that the drafter is to serve. Each
+    row has `messages`, a chat, or the text `prompt`. The policy answers them in its own words, whatever answers the
+    file has; the responses are mixed with those to the task's prompts, and nothing else reads them."""
+    data_prompts: PositiveInt = 160
+    """Number of prompts of `data` that the policy answers, taken in random order."""
+    epochs: NonNegativeInt = 6
+    """Number of passes over these responses. With 0 the drafter of `source` is measured on them and not trained before
+    RL."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of the pretraining."""
     online_lr: Adjustable[NonNegativeFloat] = 1e-4
@@ -88,7 +130,8 @@ class DrafterConfig(Section):
     clip_grad: Adjustable[PositiveFloat] = 0.5
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 512
-    """Number of tokens, padding included, per rank and optimizer step of the pretraining."""
+    """Number of tokens per rank and optimizer step of the pretraining, with a prompt counted for each of its
+    responses."""
     max_tokens_per_step: Adjustable[PositiveInt] = 32768
     """Largest number of tokens, padding included, for which the ranks that hold one copy of the policy record features
     in an RL step, to update the drafter. If the step has more, an even sample of its sequences by length is taken, and
@@ -98,6 +141,24 @@ class DrafterConfig(Section):
     """Largest number of tokens, padding included, whose features the ranks that hold one copy of the policy have at
     once in pretraining. If all features fit, they are computed once; otherwise they are computed again in every epoch,
     which is slower and gives the same result."""
+
+    @field_validator("feature_layers")
+    @classmethod
+    def _ascending(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None and list(layers) != sorted(set(layers)):
+            raise ValueError(f"{list(layers)}: the layers must be in ascending order, each once")
+        return layers
+
+    @model_validator(mode="after")
+    def _grows_before_the_last_epoch(self) -> DrafterConfig:
+        if self.ttt_growth and self.epochs == 1:
+            raise ValueError(f"ttt_growth = {self.ttt_growth} needs epochs of at least 2, found 1; 0 needs no more")
+        return self
+
+    @property
+    def num_features(self) -> int:
+        """The number of the policy's hidden states that EAGLE-3 reads for each token; 3 where none are chosen."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def keeps_hidden_states(self, hidden_size: int) -> bool:
         """Return whether EAGLE-3's targets are kept as the policy's last hidden states and the rows of its head.

@@ -117,7 +117,8 @@ class ValidateConfig(Section):
     speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
     """Batch sizes at which plain and speculative generation are timed."""
     speed_prompts: PositiveInt = 16
-    """Number of held-out prompts of each timed pair, raised to the batch size where that is larger."""
+    """Number of requests of each timed pair, raised to the batch size where that is larger. They are the first of the
+    training step that would come next, one for each of its prompts and then further ones."""
     speed_repeats: PositiveInt = 3
     """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
     reported."""

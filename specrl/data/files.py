@@ -22,6 +22,8 @@ from specrl.data.problems import Fit, Misfit, Problem, derive_seed
 
 LONGEST_LINE = 16 * 2**20
 """The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""The names of roles in the chats of ShareGPT, and those that chat templates know."""
 
 
 def read_problems(path: Path, config: DataConfig, fit: Fit) -> list[Problem]:
@@ -48,6 +50,57 @@ def read_problems(path: Path, config: DataConfig, fit: Fit) -> list[Problem]:
         if misfit.rule != "drop" or len(misfits) == len(rows):  # the latter where all prompts are too long
             raise ConfigError(f"{place}: {misfit.text}")
     return [found for found in fitted if isinstance(found, Problem)]
+
+
+def read_requests(path: Path) -> list[str | list[dict[str, str]]]:
+    """Return what a file asks, row by row: a text, or the messages of a chat up to its last request.
+
+    A row has `messages` (or `conversations`), of which the assistant's last ones are left out, or the text `prompt`.
+
+    Raises:
+        ConfigError: The file does not exist or has another format, or a row asks nothing.
+    """
+    if not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"drafter.data = {path}: it must be a .jsonl or .parquet file that exists")
+    if path.suffix == ".parquet":
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"data file {path} is not readable as Parquet: {' '.join(str(error).split())}") from error
+        places = [f"data file {path}, row {number}" for number in range(1, len(rows) + 1)]
+    else:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        parsed = [
+            (place := f"data file {path}, line {number}", _parse_line(place, line))
+            for number, line in enumerate(lines, 1)
+        ]
+        places, rows = [place for place, row in parsed if row], [row for _, row in parsed if row]
+    if not rows:
+        raise ConfigError(f"data file {path} is empty")
+    return [_request(place, row) for place, row in zip(places, rows, strict=True)]
+
+
+def _request(place: str, row: dict[str, Any]) -> str | list[dict[str, str]]:
+    chat = row.get("messages") or row.get("conversations")
+    if chat is None:
+        text = row.get("prompt")
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"{place} must have messages, a list, or prompt, a text that is not empty")
+        return text
+    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+        raise ConfigError(f"{place}: messages must be a list of objects with role and content")
+    messages = [
+        {
+            "role": ROLES.get(role := str(message.get("role") or message.get("from")), role),
+            "content": str(message.get("content") or message.get("value") or ""),
+        }
+        for message in chat
+    ]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise ConfigError(f"{place}: messages has no request before the assistant's words")
+    return messages
 
 
 @dataclass(frozen=True)
@@ -88,6 +141,17 @@ def _read_parquet(path: Path, columns: tuple[str, str]) -> list[_Row]:
 
 
 def _read_jsonl(path: Path, columns: tuple[str, str]) -> Iterator[_Row]:
+    for place, row in read_objects(path):
+        _require(place, columns, list(row))
+        yield _Row(place, row[columns[0]], row[columns[1]])
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the object on each line of a JSONL file, with the file and the line's number in words.
+
+    Raises:
+        ConfigError: A line is too long, not UTF-8, or no JSON object.
+    """
     with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -98,8 +162,7 @@ def _read_jsonl(path: Path, columns: tuple[str, str]) -> Iterator[_Row]:
                 raise ConfigError(f"{place} is longer than {LONGEST_LINE // 2**20} MiB; a line must be one JSON object")
             row = _parse_line(place, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
             if row is not None:
-                _require(place, columns, list(row))
-                yield _Row(place, row[columns[0]], row[columns[1]])
+                yield place, row
 
 
 def _parse_line(place: str, line: bytes) -> dict[str, Any] | None:

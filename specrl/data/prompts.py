@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from specrl.config import Config
+from specrl.data.files import read_requests
 from specrl.data.held_out import held_out_problems, make_problems
 from specrl.data.problems import Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
@@ -44,14 +46,14 @@ class PromptSource:
                 made of, or the template is wrong.
         """
         self._config = config
-        self._begun = begun
+        self.begun = begun
         self.tokenizer = tokenizer
         self._rendering = Rendering(config, tokenizer)
         self._problems = make_problems(config.data, config.seed, self._rendering.fit)
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
-        count, (begun, before) = self._config.train.prompts_per_step, self._begun
+        count, (begun, before) = self._config.train.prompts_per_step, self.begun
         drawn = max(0, before + (step - begun) * count)
         return self._prompts("train", self._problems.draw("train", step, count, drawn))
 
@@ -77,6 +79,25 @@ class PromptSource:
     def pretraining(self, count: int) -> list[Prompt]:
         """Return the prompts whose responses the drafter is pretrained on."""
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count, 0))
+
+    def drafter_data(self, count: int) -> list[Prompt]:
+        """Return prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
+
+        One that leaves no room for a response is cut at its beginning.
+
+        Raises:
+            ConfigError: The file cannot be used.
+        """
+        assert self._config.drafter.data is not None
+        requests = read_requests(self._config.drafter.data)
+        Random(derive_seed(self._config.seed, "drafter-data")).shuffle(requests)
+        room = self._config.model.max_length - self._config.sampling.max_response_tokens
+        prompts = []
+        for index in range(count):
+            text = self._rendering.chat(requests[index % len(requests)])
+            tokens = self._rendering.tokens(text)[-room:]
+            prompts.append(Prompt(derive_seed("drafter-data", text, index), text, tokens, answer=""))
+        return prompts
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
         """Return prompts, each with a response that earns full reward, with worked steps if there are any."""

@@ -68,6 +68,13 @@ class Rendering:
         message = [{"role": "user", "content": question}]
         return str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
+    def chat(self, request: str | list[dict[str, str]]) -> str:
+        """Return the text of a request: as the tokenizer's chat template has it, or its messages one after another."""
+        messages = [{"role": "user", "content": request}] if isinstance(request, str) else request
+        if self._tokenizer.chat_template:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return "".join(f"{message['content']}\n" for message in messages)
+
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a prompt's text."""
         return self._encode([text])[0]

@@ -16,6 +16,11 @@ T = TypeVar("T")
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 """The variable with which gloo connects two ranks of a group when they first exchange something. Otherwise each group
 connects all pairs of its ranks at once, which takes minutes with hundreds of ranks."""
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+"""The variables that bound how many compiled matrix products oneDNN and torch's layer above it keep. Each shape of a
+BF16 product on a CPU is compiled once and then takes half a megabyte in every cache. Nearly every micro-batch has a
+number of tokens of its own, and so a dozen new shapes, which no later step has again: with the default of 1,024 a rank
+grows by a gigabyte in its first dozen steps. All layers and micro-batches of one step fit into 256."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    os.environ.setdefault(LAZY_CONNECTIONS, "1")
+    for name, value in {LAZY_CONNECTIONS: "1", **KERNELS}.items():
+        os.environ.setdefault(name, value)
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")

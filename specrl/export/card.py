@@ -6,52 +6,94 @@ import json
 import shlex
 from pathlib import Path
 
-from specrl.artifacts import TrainResult, ValidateResult
+from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
 
+CARD_FILE = "README.md"
+ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
+"""The head of the table of what the export has measured."""
 
-def serve_command(policy_dir: Path, drafter_dir: Path, k: int) -> str:
-    """Return the `vllm serve` command that uses the drafter.
+
+def serve_arguments(policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None) -> list[str]:
+    """Return the words of the `vllm serve` command that uses the drafter.
+
+    With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
+    without GPUs is then served as its engine generated, with a KV cache of the same size; vLLM would take nearly all
+    memory of the machine.
 
     Args:
-        drafter_dir: The drafter's directory; the same as `policy_dir` where a layer of the policy drafts.
+        policy: The policy's directory or hub id.
+        drafter_dir: The drafter's directory; the same as `policy` where a layer of the policy drafts.
         k: The number of tokens drafted per iteration.
+        config: The run's configuration; None leaves the rest to vLLM.
     """
-    if drafter_dir == policy_dir:
-        speculative: dict[str, str | int] = {"method": "mtp", "num_speculative_tokens": k}
-    else:
-        speculative = {"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": k}
-    return shlex.join(["vllm", "serve", str(policy_dir), "--speculative-config", json.dumps(speculative)])
+    speculative: dict[str, str | int] = {"method": "mtp"}
+    if drafter_dir != policy:
+        speculative = {"method": "eagle3", "model": str(drafter_dir)}
+    speculative["num_speculative_tokens"] = k
+    words = ["vllm", "serve", str(policy), "--speculative-config", json.dumps(speculative)]
+    return words if config is None else [*words, *_options(config)]
+
+
+def _options(config: Config) -> list[str]:
+    words = ["--dtype", config.model.dtype, "--max-model-len", str(config.model.max_length)]
+    if config.engine.tensor_parallel > 1:
+        words += ["--tensor-parallel-size", str(config.engine.tensor_parallel)]
+    if not config.resources_of("export").gpus_per_rank:
+        words += ["--kv-cache-memory-bytes", str(int(config.engine.kv_cache_gib * 2**30))]
+        words += [] if config.engine.compile else ["--enforce-eager"]
+    return words
+
+
+def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None) -> str:
+    """Return the same as one line for a shell."""
+    return shlex.join(serve_arguments(policy, drafter_dir, k, config))
 
 
 def model_card(
-    config: Config, trained: TrainResult, validated: ValidateResult, acceptance_length: float, command: str
+    config: Config, trained: TrainResult, validated: ValidateResult, exported: ExportResult, command: str
 ) -> str:
-    """Return the card as Markdown: what was trained, the acceptance length and speedups, and how to serve it.
+    """Return the card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
 
     Every figure in it was measured by this run.
 
     Args:
-        acceptance_length: The acceptance length of the exported directory, loaded on its own into a new engine.
         command: The command that serves the exported directory.
     """
-    speed = "\n".join(
+    data, temperature = _data(config), f"{config.sampling.temperature:g}"
+    k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
+    acceptance = [
+        f"| {data}, held out | {k} | {temperature} | {validated.acceptance_length:.2f} (by position {positions}) |",
+        f"| {data}, the RL steps | chosen at each step | {temperature} | {trained.acceptance_length:.2f} |",
+    ]
+    speed = [
         f"| {pair.batch} | {pair.speedup:.2f} | {pair.speedup_min:.2f} - {pair.speedup_max:.2f} |"
         for pair in validated.speed
+    ]
+    tables = (
+        _table("data | k | temperature | acceptance length", acceptance),
+        _table(ALONE, [_row(found) for found in exported.acceptance]),
+        _table("batch | generation speedup (median of matched pairs) | range", speed),
     )
-    return f"""# {_title(config, trained)}
+    return "\n".join([f"# {_title(config, trained)}", "", *filter(None, tables), f"    {command}", ""])
 
-| measured at k = {config.speculation.k}, temperature {config.sampling.temperature:g}, held-out prompts | |
-|---|---|
-| acceptance length, during validation | {validated.acceptance_length:.2f} |
-| acceptance length of this directory, loaded on its own | {acceptance_length:.2f} |
 
-| batch | generation speedup (median of matched pairs) | range |
-|---|---|---|
-{speed}
+def _row(found: Acceptance) -> str:
+    context = "all" if found.context is None else f"{found.context[0]} to {found.context[1]}"
+    positions = " / ".join(f"{rate:.2f}" for rate in found.acceptance_rate_per_pos)
+    length = f"{found.acceptance_length:.2f} (by position {positions})" if positions else "no drafts"
+    return f"| {found.set} | {found.temperature:g} | {context} | {length} |"
 
-    {command}
-"""
+
+def _table(head: str, rows: list[str]) -> str:
+    """Return a table and an empty line behind it, or nothing without rows."""
+    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows, ""]) if rows else ""
+
+
+def _data(config: Config) -> str:
+    """Return what the prompts are made from."""
+    path = config.data.path
+    return path.name if path is not None else ", ".join(generator.name for generator in config.data.generators)
 
 
 def _title(config: Config, trained: TrainResult) -> str:

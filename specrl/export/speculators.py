@@ -1,20 +1,22 @@
 """The drafter in the format of the `speculators` library, which vLLM serves with `vllm serve DIRECTORY` alone.
 
-It holds the tensors of the EAGLE-3 directory under the library's names, and its `config.json` names the policy.
+It holds the tensors of the EAGLE-3 directory under the library's names, and its `config.json` names the policy. It has
+the policy's embeddings too: version 0.9 of the library leaves them undefined where they are missing, and trains on.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import write_json
+from specrl.export.exported import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.drafters import LAYERS, NORM_FLAGS
 from specrl.models.hf_io import TensorReader, write_tensors
 
 # Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
-DRAFTER_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size")
+DRAFTER_KEYS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
 LAYER_KEYS = (
     "model_type",
     "hidden_size",
@@ -34,42 +36,57 @@ LAYER_KEYS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
+EMBEDDINGS = "embed_tokens.weight"
+"""The name of the embeddings; in the policy it has a prefix."""
+WINDOW_KEYS = ("sliding_window", "layer_types")
+"""The keys of `config.json` that only a drafter with a sliding window has."""
 
 
-def write_speculators(eagle3_dir: Path, directory: Path, policy: str, k: int) -> None:
-    """Write `directory` in the format of `speculators`, converted from an EAGLE-3 directory.
+def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
+    """Write `directory` in the format of `speculators`.
 
-    Args:
-        policy: The directory or hub id of the policy, as the serving side will name it.
-        k: The number of draft tokens per iteration that `config.json` recommends.
+    Raises:
+        ValueError: The library refuses such a drafter.
     """
-    eagle3 = json.loads((eagle3_dir / CONFIG_FILE).read_text())
+    config = speculators_config(drafter)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = TensorReader(eagle3_dir).items()
-    write_tensors(
-        directory / WEIGHTS_FILE, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors}
-    )
-    write_json(directory / CONFIG_FILE, speculators_config(eagle3, policy, k))
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in TensorReader(drafter.directory).items()
+    }
+    embeddings = TensorReader(drafter.policy_dir).read(f"model.{EMBEDDINGS}")
+    tensors[EMBEDDINGS] = embeddings.to(tensors["lm_head.weight"].dtype)
+    write_tensors(directory / WEIGHTS_FILE, tensors)
+    write_json(directory / CONFIG_FILE, config)
 
 
-def speculators_config(eagle3: dict[str, Any], policy: str, k: int) -> dict[str, Any]:
-    """Return the contents of the library's `config.json`, given those of the EAGLE-3 directory's.
+def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
+    """Return the contents of the library's `config.json`.
 
-    Args:
-        policy: The directory or hub id of the policy.
-        k: The number of draft tokens per iteration that it recommends.
+    Raises:
+        ValueError: The library refuses such a drafter.
     """
+    eagle3 = drafter.config
+    if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
+        raise ValueError(
+            "speculators refuses a drafter with both norm_before_fc and fc_norm; take --format eagle3 or sglang"
+        )
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
-            "verifier": {"name_or_path": policy, "architectures": []},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.k}],
+            "verifier": {
+                "name_or_path": drafter.policy,
+                "architectures": drafter.policy_config.get("architectures", []),
+            },
         },
-        "transformer_layer_config": {key: eagle3[key] for key in LAYER_KEYS},
-        "eagle_aux_hidden_state_layer_ids": eagle3["eagle_aux_hidden_state_layer_ids"],
+        "transformer_layer_config": {
+            **{key: eagle3[key] for key in LAYER_KEYS},
+            **{key: eagle3[key] for key in WINDOW_KEYS if key in eagle3},
+        },
+        LAYERS: eagle3[LAYERS],
         "embed_requires_grad": False,
         **{key: eagle3[key] for key in DRAFTER_KEYS},
     }

@@ -19,8 +19,8 @@ from specrl.lineage.changes import Change
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
 Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "runs"]
-SOURCE_KEYS = ("model.source", "model.tiny")
-"""Settings of `[model]` that only `prepare` reads."""
+SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")
+"""Settings that only `prepare` reads."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +252,10 @@ def revise(
 
 
 def _reaches(stage: StageName, change: Change) -> bool:
-    if stage != "prepare" and change.key.startswith(SOURCE_KEYS):
-        return False
+    if change.key.startswith(SOURCE_KEYS):
+        return stage == "prepare"
+    if stage == "prepare" and change.key == "speculation.method":
+        return True  # only some methods take the drafter of `drafter.source`, which `prepare` writes
     if stage == "train" and change.section == "validate":
         return change.adjustable  # the settings of validation during training
     return change.section in SECTIONS[stage]

@@ -98,12 +98,17 @@ def load_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
+def is_path(source: str) -> bool:
+    """Return whether a source is a folder that exists, or can be nothing else than the path of one."""
+    path = Path(source).expanduser()
+    return path.is_dir() or path.is_absolute() or source.startswith(".")
+
+
 def _kind(source: str) -> str:
     """Return the kind of `model.source`: `smollm2-135m`, `tiny`, `directory` or `hub`."""
     if source in ("smollm2-135m", "tiny"):
         return source
-    path = Path(source).expanduser()
-    if path.is_dir() or path.is_absolute() or source.startswith("."):
+    if is_path(source):
         return "directory"
     if HUB_ID.fullmatch(source):
         return "hub"
@@ -124,7 +129,11 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
 
         write_tiny_model(config, seed, directory)
     else:
-        source = Path(config.source).expanduser() if kind == "directory" else _download(config.source)
+        source = (
+            Path(config.source).expanduser()
+            if kind == "directory"
+            else download("model.source", config.source, HUB_PATTERNS)
+        )
         check_directory(source, config.max_length)
         _link(source, directory)
 
@@ -147,18 +156,26 @@ def _link(source: Path, directory: Path) -> None:
         write_json(directory / CONFIG_FILE, kept | {"model_type": family.model_type})
 
 
-def _download(hub_id: str) -> Path:
-    """Download a model from the hub, or find it in the local cache, and return its directory."""
+def download(key: str, hub_id: str, patterns: list[str]) -> Path:
+    """Download files from the hub, or find them in the local cache, and return their directory.
+
+    Args:
+        key: The configuration key that names the hub id.
+        patterns: The names of the files, or patterns of them.
+
+    Raises:
+        ConfigError: They cannot be downloaded.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"model.source = {hub_id!r}: not in the local cache, and the hub cannot be reached; "
+            f"{key} = {hub_id!r}: not in the local cache, and the hub cannot be reached; "
             "download it elsewhere and give its directory"
         ) from error
     except HfHubHTTPError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.source = {hub_id!r} cannot be downloaded: {reason}") from error
+        raise ConfigError(f"{key} = {hub_id!r} cannot be downloaded: {reason}") from error

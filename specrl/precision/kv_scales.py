@@ -47,8 +47,8 @@ class KvObserver:
         self.training_only = training_only
         """Whether the policy must leave out passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
-        self.lengths: Tensor | None = None
-        """The length of each sequence, [batch], which excludes padding; None while nothing is to be observed."""
+        self.num_tokens: int | None = None
+        """The number of tokens at the beginning of the row that are observed; None while nothing is."""
         self.seconds = 0.0
         """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -62,20 +62,20 @@ class KvObserver:
                 self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
 
     @contextmanager
-    def forward_pass(self, lengths: Tensor) -> Iterator[None]:
+    def forward_pass(self, num_tokens: int) -> Iterator[None]:
         """Observe the attention of one micro-batch inside the block.
 
         What the backward pass recomputes after it is left out: the same tokens would count twice, and with pipeline
         parallelism another micro-batch has passed in between.
 
         Args:
-            lengths: The length of each sequence without padding, [batch].
+            num_tokens: The number of its tokens, without those that only fill up the row.
         """
-        self.lengths = lengths
+        self.num_tokens = num_tokens
         try:
             yield
         finally:
-            self.lengths = None
+            self.num_tokens = None
 
     def detach(self) -> None:
         """Stop watching."""
@@ -104,13 +104,14 @@ class KvObserver:
 
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Count the maxima of queries, keys and values, each [batch, heads, seq, head_dim]."""
-        if self.lengths is None:
+        """Count the maxima of queries, keys and values, each [1, heads, tokens, head_dim]."""
+        if self.num_tokens is None:
             return
         started = time.perf_counter()
-        inside = torch.arange(query.shape[2], device=query.device) < self.lengths[:, None]
-        maxima = torch.stack([part.detach().abs().amax((1, 3)).float() for part in (query, key, value)])
-        bins = ((maxima[:, inside].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, self._counts.shape[2] - 1)
+        maxima = torch.stack([part.detach().abs().amax((0, 1, 3)).float() for part in (query, key, value)])
+        bins = ((maxima[:, : self.num_tokens].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(
+            0, self._counts.shape[2] - 1
+        )
         ones = torch.ones((), dtype=torch.int64, device=query.device)
         self._counts[:, layer].scatter_add_(1, bins.nan_to_num(0).long(), ones.expand(bins.shape))
         self.seconds += time.perf_counter() - started
@@ -124,6 +125,6 @@ def kv_scale(counts: Tensor) -> Tensor:
 
 
 def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    """Observe the inputs of attention that gets rotated queries and keys; each is [seq, batch, heads, head_dim]."""
+    """Observe the inputs of attention that gets rotated queries and keys; each is [tokens, 1, heads, head_dim]."""
     query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
     observe(query, key, value)

@@ -62,8 +62,18 @@ class PrecisionMonitor:
         """How the trainer computes FP8: `native`, `emulated`, or `off`."""
         return self._training.mode if self._training is not None else "off"
 
-    def check_quantised(self, num_tokens: float) -> None:
-        """Check once that engine and trainer compute in FP8 where they should; nothing else would show if they did not.
+    def check_engine(self) -> None:
+        """Check, after a generation and before the engine sleeps, that it computed in FP8 where it should.
+
+        Nothing else would show if it did not. It is done in every step, because each refit brings weights and scales.
+
+        Raises:
+            NotQuantisedError: A layer computed in another precision, or stored keys and values with other scales.
+        """
+        self._generation.assert_quantised()
+
+    def check_trainer(self, num_tokens: float) -> None:
+        """Check once that the trainer computes in FP8 where it should.
 
         Args:
             num_tokens: The number of tokens that the step trained on. If there were none, the trainer has computed
@@ -72,12 +82,9 @@ class PrecisionMonitor:
         Raises:
             NotQuantisedError: A layer computed in another precision; the message names it.
         """
-        if self._is_checked:
-            return
-        self._generation.assert_quantised()
-        if self._training is not None and num_tokens:
+        if self._training is not None and num_tokens and not self._is_checked:
             self._training.assert_quantised(trained=True)
-        self._is_checked = self._training is None or num_tokens > 0
+            self._is_checked = True
 
     def measure_kv_scales(self, timer: Timer) -> KvScales | None:
         """Return the scales of an FP8 KV cache for the tokens that the step trained on (collective).

@@ -41,7 +41,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     """Return one budget for each kind of memory that a rank of the stage uses."""
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
-    if engine and rank.route_bytes:
+    if stage == "train" and rank.route_bytes:
         trainer.append(_routes_item(stage, rank))
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
@@ -85,7 +85,8 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     if stage == "prepare":
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
     if stage == "pretrain" and drafts:
-        responses = config.drafter.num_prompts * config.drafter.samples_per_prompt
+        prompts = config.drafter.num_prompts + (config.drafter.data_prompts if config.drafter.data else 0)
+        responses = prompts * config.drafter.samples_per_prompt
         drafter = memory.drafter_items(rank, responses=responses, pretraining=True)
         return memory.policy_items(rank, trainable=False) + drafter
     if stage == "calibrate":

@@ -45,7 +45,12 @@ PREGENERATED = 0.5
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}
 """The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
 ATTENTION_SCORES = 2**26
-"""The number of attention scores that a pass without a gradient holds at once (`training/megatron/cpu_layers.py`)."""
+"""The number of attention scores that a pass without a gradient holds at once (`megatron/attention/local.py`)."""
+MOST_SHARING = 8
+"""The most responses that share one copy of a prompt in a micro-batch (`training/batches.py`)."""
+KEPT = "activations, kept"
+KEPT_GIB = 1.0
+"""The most GiB of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)."""
 CALIBRATION_POSITIONS = 640
 """The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
 DRAFTER_SCORES = 2**26
@@ -153,17 +158,18 @@ class Rank:
     def drafter_parameters(self) -> int:
         """The parameters of the drafter.
 
-        With hidden size H, EAGLE-3 has a projection from 3 H, one decoder layer whose attention reads 2 H, and a head
-        over the draft vocabulary. A multi-token-prediction layer has a projection from 2 H, a layer like the policy's,
-        and three more norms.
+        With hidden size H, EAGLE-3 has a projection from all features, decoder layers, of which the first one's
+        attention reads 2 H, and a head over the draft vocabulary. A multi-token-prediction layer has a projection from
+        2 H, a layer like the policy's, and three more norms.
         """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
         if self.config.speculation.draft_method.is_policy_layer:
             return 2 * hidden * hidden + shape.parameters_per_layer + 3 * hidden
-        attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
-        mlp = 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
-        return 3 * hidden * hidden + attention + mlp + drafter.draft_vocab_size * hidden
+        read = hidden * (shape.query_size + 2 * shape.kv_size)
+        layer = read + hidden * shape.query_size + 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
+        ends = drafter.num_features * hidden * hidden + drafter.draft_vocab_size * hidden
+        return ends + read + drafter.num_layers * layer
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
@@ -188,7 +194,12 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
-    return [*items, activations(rank, trainable=trainable), logits(rank)]
+    passes = activations(rank, trainable=trainable)
+    if trainable and not rank.gpu:
+        stays = min(passes.gib, KEPT_GIB)
+        items.append(replace(passes, name=KEPT, gib=stays, phase=None))
+        passes = replace(passes, gib=passes.gib - stays)
+    return [*items, passes, logits(rank)]
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
@@ -196,9 +207,10 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
     tensor-parallel rank. The following are divided by the tensor-parallel size: 2 (Q + KV) numbers for query, key,
-    value and attention output (4 with a QK norm), 3 F for the SwiGLU and, in training on a CPU, which has no fused
-    backward pass of attention, heads x longest sequence for the softmax. H is the hidden size, Q and KV are the
-    channels of all query and key heads, and F is the width of the MLP.
+    value and attention output (with a QK norm 4, and 3 on a CPU), 3 F for the SwiGLU and, in training on a CPU, which
+    has no fused backward pass of attention, heads x longest sequence for the softmax. On a GPU a prompt's keys and
+    values, 2 KV numbers, are kept once for each of the responses that share it, at most `MOST_SHARING` times. H is the
+    hidden size, Q and KV are the channels of all query and key heads, and F is the width of the MLP.
 
     With experts F is the width of all experts of a token together, and each of them adds its input and its output, 2 H
     numbers. Tokens are taken to be spread evenly over experts. Tensor-parallel ranks then share the sequence, so that
@@ -226,9 +238,12 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
     """Return how many numbers one layer keeps for each token of a micro-batch; see `activations`."""
     shape, config = rank.shape, rank.config
-    sharded = (4 if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
+    with_qk_norm = 4 if rank.gpu else 3  # on a CPU not the whole product that queries and keys are parts of
+    sharded = (with_qk_norm if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
     sharded += 3 * shape.active_mlp_size
-    if trainable and not rank.gpu:
+    if trainable and rank.gpu:
+        sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
+    elif trainable:
         sharded += shape.num_heads * config.model.max_length
     whole = 4 * shape.hidden_size
     if shape.num_experts:
@@ -285,7 +300,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
     as_hidden = not policy_layer and drafter.keeps_hidden_states(shape.hidden_size)
     targets = shape.hidden_size if as_hidden else drafter.draft_vocab_size
-    features = shape.hidden_size if policy_layer else 3 * shape.hidden_size + targets
+    features = shape.hidden_size if policy_layer else drafter.num_features * shape.hidden_size + targets
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
     budget = drafter.max_tokens_per_window if pretraining else drafter.max_tokens_per_step
@@ -308,8 +323,9 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     """Return what one micro-batch of the drafter's training needs, with weights and gradients in the compute type.
 
     Every token holds features, norms, keys and values, and their gradients. The draft chains that are in memory hold,
-    for every step of the training-time test, norms in float32, the inputs of matrix products, two distributions in
-    float32 and the attention's weights; to these come the temporaries of one step's forward and backward pass.
+    for every step of the training-time test, the gradient of the logits, and for every layer norms in float32, the
+    inputs of matrix products and the attention's weights; to these come the temporaries of one step's forward and
+    backward pass. All layers but the last one hold as much as a step for every token, too.
 
     Args:
         tokens: The tokens of the micro-batch.
@@ -319,13 +335,16 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     policy_layer = rank.config.speculation.draft_method.is_policy_layer
     vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
     width = shape.intermediate_size if policy_layer else drafter.intermediate_size or shape.intermediate_size
-    slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
+    layers = 1 if policy_layer else drafter.num_layers
     norms = 2 * FP32 * hidden * (4 if policy_layer else 3)
-    step = norms + size * (6 * hidden + 4 * shape.query_size + 2 * shape.kv_size + 4 * width) + 2 * FP32 * vocabulary
+    layer = norms + size * (6 * hidden + 4 * shape.query_size + 2 * shape.kv_size + 4 * width)
+    slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
+    slot += (layers - 1) * (layer + size * (2 * shape.query_size + 4 * shape.kv_size))
+    step = layers * layer + size * vocabulary
     chains = min(tokens, DRAFTER_CHAINS)
     scores = min(chains * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
     cast = size if size < FP32 else 0
-    scored = scores * (steps * (FP32 + cast) + 5 * FP32)
+    scored = scores * (layers * steps * (FP32 + cast) + 5 * FP32)
     weights = rank.drafter_parameters * (size + cast)
     return _item(
         "drafter's activations",
@@ -408,13 +427,15 @@ def default_engine_items(rank: Rank) -> list[MemoryItem]:
 def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
     """Return the bytes of one token's keys and values in all layers, the drafter's among them, on one rank.
 
-    A rank has at least one KV head, however many ranks there are. The drafter's layer is never in FP8.
+    A rank has at least one KV head, however many ranks there are. The drafter's layers are never in FP8.
 
     Args:
         calibrated: Whether the stage has an FP8 recipe; without one the cache is in the compute type.
     """
     size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes
-    drafter = rank.dtype_bytes if rank.config.speculation.draft_method.has_weights else 0
+    method = rank.config.speculation.draft_method
+    layers = rank.config.drafter.num_layers if not method.is_policy_layer else 1
+    drafter = layers * rank.dtype_bytes if method.has_weights else 0
     heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
     return 2 * (rank.shape.num_layers * size + drafter) * heads * rank.shape.head_dim
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.advice import Fit, what_fits
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
@@ -80,6 +81,7 @@ def plan(
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
             the message then ends with changes that would fit, if some are found.
     """
+    config = with_source_sizes(config)
     shape = model_shape(config.model)
     found = _Findings.of(config, shape)
     if found.misfits:
@@ -143,7 +145,7 @@ class _Findings:
 
 def _algorithms(config: Config) -> tuple[str, ...]:
     """Return a line for long prompts, for the reward and for each chosen algorithm with its options."""
-    chosen = [f"{registry.key} = {algorithm}" for registry, algorithm in config.train.algorithms]
+    chosen = [f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms]
     overlong = f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens"
     return (overlong, f"data.reward = {config.data.reward}", *chosen)
 
@@ -194,10 +196,23 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         allowed = ", ".join(map(str, CPU_HEAD_SIZES))
         problems.append(f"{source} has heads of {shape.head_dim} channels; on CPUs vLLM allows {allowed}")
     method = config.speculation.draft_method
-    has_draft_vocabulary = method.has_weights and not method.is_policy_layer
-    if has_draft_vocabulary and config.drafter.draft_vocab_size >= shape.vocab_size:
-        size = config.drafter.draft_vocab_size
-        problems.append(f"drafter.draft_vocab_size = {size} must be below the {shape.vocab_size} tokens of {source}")
+    if method.has_weights and not method.is_policy_layer:
+        problems += _drafter_problems(config, shape)
+    return problems
+
+
+def _drafter_problems(config: Config, shape: ModelShape) -> list[str]:
+    """Return a line for each setting of an EAGLE-3 drafter that the policy does not have as much for."""
+    drafter, source, problems = config.drafter, config.model.source, []
+    if drafter.draft_vocab_size > shape.vocab_size:
+        size = drafter.draft_vocab_size
+        problems.append(f"drafter.draft_vocab_size = {size} must be at most the {shape.vocab_size} tokens of {source}")
+    if drafter.feature_layers and drafter.feature_layers[-1] > shape.num_layers:
+        chosen = list(drafter.feature_layers)
+        problems.append(f"drafter.feature_layers = {chosen} must be at most the {shape.num_layers} layers of {source}")
+    if drafter.num_layers > shape.num_layers:
+        own = f"drafter.num_layers = {drafter.num_layers}"
+        problems.append(f"{own} must be at most the {shape.num_layers} layers of {source}")
     return problems
 
 

@@ -13,7 +13,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Protocol, get_args
 
 from specrl.config.rollout import BubbleUse
 from specrl.data.dealing import deal_longest_first
@@ -23,15 +23,30 @@ USES: tuple[BubbleUse, ...] = get_args(BubbleUse)
 """All values of `bubbles.use`."""
 
 
+class IterationCost(Protocol):
+    """The time of an engine iteration."""
+
+    def at(self, running: int, generated: float) -> float:
+        """Return the seconds of an iteration.
+
+        Args:
+            running: The number of running requests.
+            generated: The mean number of tokens that they have generated so far.
+        """
+
+
 @dataclass(frozen=True)
 class IterationCurve:
-    """The time of an engine iteration by the number of running requests, at the draft lengths the controller chose."""
+    """The measured time of an iteration by the number of running requests, at the draft lengths that were chosen."""
 
     points: tuple[tuple[int, float], ...]
     """Pairs of running requests and seconds, ascending in the requests."""
 
-    def at(self, running: int) -> float:
-        """Return the seconds of an iteration, on straight lines between the points and flat outside of them."""
+    def at(self, running: int, generated: float = 0.0) -> float:
+        """Return the seconds of an iteration, on straight lines between the points and flat outside of them.
+
+        How much was generated is not looked at: it is in what was measured.
+        """
         batches = [batch for batch, _ in self.points]
         right = bisect_left(batches, running)
         if right == 0 or right == len(batches):
@@ -44,7 +59,7 @@ class IterationCurve:
 class DecodingSpeed:
     """How fast a run decodes its responses, and how it divides its idle time."""
 
-    curve: IterationCurve
+    curve: IterationCost
     """The time of an iteration."""
     replayed_tokens: float
     """Tokens per request and iteration along stored text."""
@@ -123,21 +138,25 @@ def decode(
     needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
+    paces = [item.length / need for item, need in zip(responses, needs, strict=True)]
     started: dict[int, float] = {}
-    now = iterations = 0.0
+    now = iterations = pace = missed = 0.0  # the running requests have generated pace * iterations - missed tokens
     while (waiting or running) and now < limit:
         while waiting and len(running) < most_running:
             index = waiting.pop()
             started[index] = iterations
+            pace, missed = pace + paces[index], missed + paces[index] * iterations
             heapq.heappush(running, (iterations + needs[index], index))
-        seconds = speed.curve.at(len(running))
+        halfway = (iterations + running[0][0]) / 2
+        seconds = speed.curve.at(len(running), (pace * halfway - missed) / len(running))
         until = running[0][0]
         if now + (until - iterations) * seconds >= limit:  # set the limit itself, which sums of steps may never reach
             now, iterations = limit, iterations + (limit - now) / seconds
             break
         now, iterations = now + (until - iterations) * seconds, until
         while running and running[0][0] <= iterations + 1e-9:
-            heapq.heappop(running)
+            _, index = heapq.heappop(running)
+            pace, missed = pace - paces[index], missed - paces[index] * started[index]
     done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
     return Decoding(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
 

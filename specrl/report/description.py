@@ -36,7 +36,7 @@ def describe(run_dir: Path) -> str:
             models.append(f"[{config.name}-drafter](#/models/{config.name}-drafter)")
         lines += ["", f"Registered models: {', '.join(models)}."]
         if export.drafter_dir is not None:
-            command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k)
+            command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
             lines += ["", "    " + command]
     return "\n".join([*lines, "", f"Folder: `{run_dir}`"])
 

@@ -40,6 +40,8 @@ from specrl.report.tables import print_line, print_table
 from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
+SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}
+"""What drafts of a source are called; those of a user's own have its name."""
 POSITIONS_SHOWN = 8
 """The number of draft positions whose acceptance the table shows, from the first on; the summary has all."""
 
@@ -58,7 +60,10 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
     those batch sizes of 1 - speculative / plain decoding steps. `generation_speedup_over_default` maps batch size to
     the ratio to plain decoding by vLLM as it comes, and `plain_over_default` to that of the engine with k = 0; both are
-    empty where `validate.default_engine` is false or that engine did not start.
+    empty where `validate.default_engine` is false or that engine did not start. The pairs take the requests of the
+    training step that would come next, and draft from what that step would find: `text` says how much text that is, and
+    `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
+    `speedup_estimate` has the medians over the steps of what the controller's own trials of plain decoding say.
     """
     config = read_config(run_dir)
     prepare = finished(stages, "prepare", PrepareResult)
@@ -78,7 +83,11 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
         "events": _events(stages),
         "best": train and train.best and train.best.model_dump(mode="json", exclude={"drafter_dir"}),
-        "train": train and _pick(train, "steps", "step_seconds_median", "timing_share", "reward_first", "reward_last"),
+        "train": train
+        and _pick(
+            train,
+            *("steps", "step_seconds_median", "timing_share", "reward_first", "reward_last", "speedup_estimate"),
+        ),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
         "refit": train
@@ -131,6 +140,8 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
         },
         "plain_over_default": {str(pair.batch): pair.default.plain_ratio for pair in validation.speed if pair.default},
         "decode_step_reduction": fmean(reductions) if reductions else None,
+        "token_share": {str(pair.batch): pair.token_share for pair in validation.speed},
+        "text": validation.text and validation.text.model_dump(),
     }
 
 
@@ -151,7 +162,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     export = finished(stages, "export", ExportResult)
     if export and export.drafter_dir:
         print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
-        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k))
+        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config))
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
@@ -283,6 +294,7 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("precision", _precision_words(precision))] if precision else []),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
+        *_estimate_rows(train.get("speedup_estimate")),
         (
             "refit parity",
             f"{refit['checks']} checks, {refit['failures']} failures, "
@@ -290,6 +302,15 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         *[("drafter", event) for event in refit.get("drafter_events", [])],
     ]
+
+
+def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return what drafts gained in training by the controller's own trials, if it had any."""
+    if not estimate:
+        return []
+    ratios = f"generation {estimate['generation']:.2f}x, step {estimate['step']:.2f}x"
+    how = f"medians of {_count(estimate['steps'], 'step')}, by trials of plain decoding in them; no matched pairs"
+    return [("speedup, estimate", f"{ratios} ({how})")]
 
 
 def _precision_words(precision: Mapping[str, Any]) -> str:
@@ -314,15 +335,35 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
     by_position = "; by position " + " / ".join(f"{rate:.2f}" for rate in rates_shown) if rates_shown else ""
     name = f"{speculation['method']}, k = {speculation['k']}"
     rows = [("acceptance length", f"{speculation['acceptance_length']:.2f} ({name}{by_position})")]
+    rows += _text_rows(validation)
     for pair in validation.speed if validation else []:
         spread = f"{pair.speedup_min:.2f} to {pair.speedup_max:.2f}"
         rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"
         equal = f"{pair.tokens_equal:.0%} of responses the same"
         rows.append((f"speedup, batch {pair.batch}", f"{pair.speedup:.2f}x ({spread}; {rates}; {equal})"))
-        rows += _default_rows(pair)
+        rows += [*_default_rows(pair), *_source_rows(pair, validation)]
     if speculation["decode_step_reduction"] is not None:
         rows.append(("decoding steps saved", f"{speculation['decode_step_reduction']:.0%}"))
     return rows
+
+
+def _text_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
+    """Return the text that the matched pairs drafted from, for methods that draft from text."""
+    if validation is None or validation.text is None:
+        return []
+    text = validation.text
+    stored = f"{_count(text.num_stored, 'pre-generated response')} ({_count(text.stored_tokens, 'token')})"
+    recent = f"{_count(text.num_recent, 'recent rollout')} ({_count(text.recent_tokens, 'token')})"
+    return [(f"text that step {text.step} would find", f"{stored} for its {text.num_responses}, {recent}")]
+
+
+def _source_rows(pair: SpeedPair, validation: ValidateResult | None) -> list[tuple[str, str]]:
+    """Return the share of each source of drafts in the tokens of a matched pair, for methods that draft from text."""
+    if validation is None or validation.text is None:
+        return []
+    shares = sorted(pair.token_share.items(), key=lambda item: -item[1])
+    words = ", ".join(f"{share:.0%} {SOURCES.get(source, source)}" for source, share in shares)
+    return [(f"accepted drafts, batch {pair.batch}", f"of all tokens, {words}" if words else "none")]
 
 
 def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:

@@ -41,6 +41,8 @@ class ControlSettings:
     accepted tokens of the drafter's drafts are averaged."""
     least_probability: float = 0.25
     """A draft from text is made as long as it can be while all of it is right with at least this probability."""
+    worthwhile: float = 0.01
+    """The share by which tokens per second must be expected to rise for drafted tokens to be left unverified."""
 
     # Where text is found.
     longest_suffix: int = 8

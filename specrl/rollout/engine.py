@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,18 +22,17 @@ from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
-from specrl.rollout.requests import Generation, Request, Response, response_seed
+from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.vllm.arguments import (
-    ENVIRONMENT,
     engine_arguments,
     generation_params,
     scoring_params,
     stop_tokens,
     without_weights,
 )
-from specrl.rollout.vllm.drafting import Drafting, pick_drafts_faster, refuse_shared_head
+from specrl.rollout.vllm.drafting import Drafting, GreedyDrafts
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
-from specrl.rollout.vllm.lifecycle import VllmEngine, require_version
+from specrl.rollout.vllm.lifecycle import VllmEngine, require_version, set_environment
 from specrl.rollout.vllm.load import (
     Weights,
     assert_drafter_is,
@@ -43,7 +41,7 @@ from specrl.rollout.vllm.load import (
     policy_weight_names,
 )
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import DraftObserver, Recorder, SyntheticAcceptance
+from specrl.rollout.vllm.recorder import DraftLog, DraftObserver, Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.sampler import InvariantSampler
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.timing import IterationTimes, iteration_times
@@ -98,7 +96,7 @@ class Engine:
             seed: The seed of vLLM's own generators and of the controller; no response depends on it.
             speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
-            alone: Whether no trainer shares the GPU, so that the engine can take most of its memory.
+            alone: Whether there is no trainer: the engine can take most of the GPU's memory, and keeps no routes.
             reads_policy: Whether to read the policy's weights from its directory. Without them weights are arbitrary
                 until the first refit, and nothing is read that the refit replaces anyway.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
@@ -108,7 +106,7 @@ class Engine:
             ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
             SamplerError: The sampler's self-test failed.
         """
-        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+        set_environment()
         join()
         require_version()
         self.config = config
@@ -120,11 +118,10 @@ class Engine:
         if not reads_policy:
             arguments = without_weights(arguments)
         self._family = family_of(read_model_config(policy_dir))
-        self._vllm = VllmEngine({**arguments, **(overrides or {})}, keeps_routes=self._family.router is not None)
+        keeps_routes = self._family.router is not None and not alone
+        self._vllm = VllmEngine({**arguments, **(overrides or {})}, keeps_routes=keeps_routes)
         self._runner = self._vllm.runner
         self.precision.loaded(self._vllm.policy, None)
-        refuse_shared_head(self._runner, config.speculation.draft_method)
-        pick_drafts_faster(self._runner)
         self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
@@ -140,7 +137,8 @@ class Engine:
 
     def _install_drafting(self, seed: int, settings: ControlSettings) -> Drafting:
         controller = Controller(self.max_k, self.max_replay_k, seed, settings)
-        drafting = Drafting(self._runner, self._sampler, self.config, controller, settings)
+        greedy = GreedyDrafts.install(self._runner)
+        drafting = Drafting(self._runner, self._sampler, self.config, controller, settings, greedy)
         drafting.install()
         return drafting
 
@@ -187,7 +185,8 @@ class Engine:
             learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
                 controller has settled on, and nothing about later drafts changes; it is meant for validation between
                 steps.
-            routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
+            routes: Whether to return the experts that the tokens were sent to, for a policy that has any. Every rank of
+                a tensor-parallel engine copies them from its own device, so that none need be sent to a trainer there.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
@@ -264,6 +263,15 @@ class Engine:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
         self._stored.store(texts, seeds)
 
+    def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Replace what is remembered of generations with `recall`, for methods that draft from text.
+
+        Args:
+            generations: The tokens of the responses of each generation; in both, the oldest first.
+        """
+        assert self._drafting is not None, "an engine that does not draft"
+        self._drafting.replace_remembered(generations)
+
     def stored_for(self, request: Request) -> tuple[int, int]:
         """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
 
@@ -303,6 +311,10 @@ class Engine:
     def recorder(self) -> Recorder:
         """Return a context manager that records what every token is picked from."""
         return Recorder(self._runner)
+
+    def log_drafts(self) -> DraftLog:
+        """Return a context manager that notes where each draft was verified, and how much of it was accepted."""
+        return DraftLog(self._sampler)
 
     def observe_drafts(self, k: int) -> DraftObserver:
         """Return a context manager that records drafts of `k` tokens after every token and verifies none."""
@@ -424,8 +436,8 @@ class Engine:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
         assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
 
-    def sequence_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Return, for each sequence, the log-probs of its tokens but the first, in nats, at temperature 1.
+    def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
+        """Return the log-probs and the experts of each sequence's tokens.
 
         All of them are computed anew, without cached prefixes.
 
@@ -438,12 +450,13 @@ class Engine:
         params = scoring_params()
         added = enumerate(self._vllm.add(tokens, params) for tokens in sequences)
         running = {name: (index, internal) for index, (name, internal) in added}
-        results: dict[int, list[float]] = {}
+        results: dict[int, SequenceScore] = {}
         while running:
             for request in self._vllm.step():
                 index, internal = running.pop(request.name)
                 self._sampler.records.pop(internal)
-                results[index] = request.prompt_logprobs
+                routes = self._vllm.routes(internal, len(sequences[index]) - 1)
+                results[index] = SequenceScore(request.prompt_logprobs, routes)
         return [results[index] for index in range(len(sequences))]
 
     def agreed(self, *values: float) -> list[float]:

@@ -6,6 +6,7 @@ Beside them, vLLM as it comes may generate as many tokens after the same prompts
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from specrl.artifacts import DefaultSpeed, SpeedPair
 from specrl.config import Config
 from specrl.distributed import Ranks
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine, DefaultEngineError, GpuShare
 
@@ -110,6 +112,7 @@ def matched_pair(
     k: int | None,
     repeats: int,
     turns: DefaultTurns | None = None,
+    give_texts: Callable[[], None] | None = None,
 ) -> SpeedPair:
     """Generate all requests, `batch` at a time, plain and with `k` draft tokens in turn, `repeats` times each.
 
@@ -122,6 +125,9 @@ def matched_pair(
             engine is left with this setting.
         repeats: The number of generations of each kind.
         turns: The turns of vLLM's default engine, which has one at the end of each repeat.
+        give_texts: A function that gives the engine all text to begin with. It is called before each speculative
+            repeat, and none of its time counts; the repeat then draws on what it has generated itself, too, as the
+            rollouts of a step do. Without it no earlier response is drafted from.
     """
     runs: dict[int | None, list[Run]] = {0: [], k: []}
     default: list[float | None] = []
@@ -129,7 +135,11 @@ def matched_pair(
         for length in (0, k) if repeat % 2 == 0 else (k, 0):
             engine.set_k(length)
             engine.reset_prefix_cache()
-            runs[length].append([engine.generate(requests[i : i + batch]) for i in range(0, len(requests), batch)])
+            recall = give_texts is not None and length != 0
+            if give_texts is not None and recall:
+                give_texts()
+            parts = [requests[i : i + batch] for i in range(0, len(requests), batch)]
+            runs[length].append([engine.generate(part, recall=recall) for part in parts])
         if turns is not None:
             default.append(turns.rate(requests, runs[0][-1], batch))
     engine.set_k(k)
@@ -144,7 +154,8 @@ def matched_pair(
         speedup_min=min(ratios),
         speedup_max=max(ratios),
         decode_step_reduction=1 - _decode_steps(runs[k][0]) / plain_steps if plain_steps else 0.0,
-        tokens_equal=_share_equal(runs[0][0], runs[k][0]),
+        tokens_equal=_share_equal(runs[0], runs[k]),
+        token_share=_token_share(runs[k]),
         default=_against_default(plain, speculative, default),
     )
 
@@ -172,10 +183,17 @@ def _decode_steps(run: Run) -> int:
     return sum(part.stats.decode_steps for part in run)
 
 
-def _share_equal(left: Run, right: Run) -> float:
-    pairs = [
-        (a.tokens, b.tokens)
-        for x, y in zip(left, right, strict=True)
-        for a, b in zip(x.responses, y.responses, strict=True)
-    ]
-    return sum(a == b for a, b in pairs) / len(pairs)
+def _token_share(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the share of all tokens that were drafted by each source and accepted."""
+    parts = [part for run in runs for part in run]
+    by_source = SpeculationStats.merge(part.stats for part in parts).by_source
+    num_tokens = sum(part.num_tokens for part in parts)
+    return {source: counts.num_accepted_tokens / num_tokens for source, counts in by_source.items()}
+
+
+def _share_equal(left: Sequence[Run], right: Sequence[Run]) -> float:
+    """Return the share of the responses, those of all repeats, that are the same on both sides."""
+    plain, other = (
+        [answer.tokens for run in runs for part in run for answer in part.responses] for runs in (left, right)
+    )
+    return sum(a == b for a, b in zip(plain, other, strict=True)) / len(plain)

@@ -43,6 +43,16 @@ class Request:
 
 
 @dataclass(frozen=True)
+class SequenceScore:
+    """What the policy inside the engine makes of a given sequence."""
+
+    logprobs: list[float]
+    """The log-probs of all tokens but the first, in nats, at temperature 1."""
+    routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    """The experts of all tokens but the last, [tokens - 1, layers, experts per token]; None where they are not kept."""
+
+
+@dataclass(frozen=True)
 class Response:
     """A response. Its tokens include the stop token; its text leaves out special tokens."""
 

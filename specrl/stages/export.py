@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
 from pathlib import Path
 
 from specrl import logs
-from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_result, write_text
+from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult, write_result, write_text
 from specrl.config import Config
 from specrl.context import StageContext
-from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
-from specrl.export.card import model_card, serve_command
+from specrl.export.card import CARD_FILE, model_card, serve_command
+from specrl.export.exported import ExportedDrafter
 from specrl.export.speculators import write_speculators
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
-from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import start_engine
 from specrl.tracking import SCORE_TAG, Tracker, lineage_tags, stage_run
+from specrl.validation.acceptance import measure_acceptance
+from specrl.validation.answering import held_out_sets
+
+logger = logging.getLogger(__name__)
 
 
 def main(context: StageContext) -> None:
@@ -37,21 +41,23 @@ def main(context: StageContext) -> None:
                 if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
                     copy_directory(trained.drafter_dir, drafter_dir)
             ranks.barrier()
-        acceptance_length = None
+        acceptance: list[Acceptance] = []
         if drafter_dir is not None:
-            acceptance_length = try_out(context.config, policy_dir, drafter_dir, progress)
+            acceptance = try_out(context.config, policy_dir, drafter_dir, progress)
+        acceptance_length = acceptance[0].acceptance_length if acceptance else None
         if ranks.is_first:
-            if drafter_dir is not None and acceptance_length is not None:
-                publish(context, trained, drafter_dir, acceptance_length)
-                tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
-            register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
             result = ExportResult(
                 policy_dir=policy_dir,
                 drafter_dir=drafter_dir,
                 vllm_acceptance_length=acceptance_length,
+                acceptance=acceptance,
                 seconds=time.monotonic() - started,
             )
-            write_result(context.stage_dir, result)
+            if drafter_dir is not None and acceptance_length is not None:
+                publish(context, trained, result, drafter_dir)
+                tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
+            register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
+            write_result(context.stage_dir, result.model_copy(update={"seconds": time.monotonic() - started}))
     leave()
 
 
@@ -73,39 +79,41 @@ def copy_directory(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> float:
-    """Return the acceptance length of the exported folders in a fresh vLLM, on the prompts of `validate`."""
+def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:
+    """Return what a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
+
+    Drafts have full length.
+    """
     own = drafter_dir == policy_dir  # vLLM then finds everything in the one directory
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
-    prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(config.validate_.num_prompts)
+    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir)))
     with logs.phase("generation with the exported drafter"):
-        unscored = collect(
+        found = measure_acceptance(
             engine,
-            prompts,
-            1,
-            config,
-            None,
-            Origin(derive_seed(config.seed, "validate"), step=0),
+            sets,
             on_progress=lambda done, total: progress.update(
-                done, total, unit="response", phase="trying out the exported drafter"
+                done, total, unit="measurement", phase="trying out the exported drafter"
             ),
         )
     engine.shutdown()
-    return unscored.generation.stats.acceptance_length
+    return found
 
 
-def publish(context: StageContext, trained: TrainResult, drafter_dir: Path, acceptance_length: float) -> None:
+def publish(context: StageContext, trained: TrainResult, exported: ExportResult, drafter_dir: Path) -> None:
     """Write the model card and, for EAGLE-3, the `speculators` format."""
     config, stage_dir = context.config, context.stage_dir
-    policy_dir, k = stage_dir / "policy", config.speculation.k
+    policy_dir, k, place = stage_dir / "policy", config.speculation.k, context.run_dir / "export"
     validated = context.input("validate", ValidateResult)
-    exported = context.run_dir / "export"
-    command = serve_command(exported / "policy", exported / drafter_dir.name, k)
-    write_text(drafter_dir / "README.md", model_card(config, trained, validated, acceptance_length, command))
+    command = serve_command(place / "policy", place / drafter_dir.name, k, config)
+    write_text(drafter_dir / CARD_FILE, model_card(config, trained, validated, exported, command))
     if drafter_dir != policy_dir:
-        write_speculators(drafter_dir, stage_dir / "drafter-speculators", str(exported / "policy"), k)
+        drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)
+        try:
+            write_speculators(drafter, stage_dir / "drafter-speculators")
+        except ValueError as error:  # drafters of others, which `drafter.source` names, may not fit into the format
+            logger.warning("no drafter-speculators: %s", error)
 
 
 def register(

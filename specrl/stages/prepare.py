@@ -15,6 +15,7 @@ from specrl.data.rewards import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.events import record_event
 from specrl.lineage.record import Continuation
+from specrl.models.drafters import check_drafter, fetch_source
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.tracking import Tracker, stage_run
@@ -51,6 +52,7 @@ def main(context: StageContext) -> None:
         elif warm:
             with logs.phase("warm start"):
                 first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
+        drafter_dir = _adopt_drafter(context, ranks, policy_dir)
     if ranks.is_first:
         seconds = time.monotonic() - started
         result = PrepareResult(
@@ -59,10 +61,34 @@ def main(context: StageContext) -> None:
             warm_start_loss_last=last,
             prompts_seen=found.seen,
             prompts_overlong=found.overlong,
+            drafter_dir=drafter_dir,
             seconds=seconds,
         )
         write_result(context.stage_dir, result)
     leave()
+
+
+def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
+    """Write the drafter of `drafter.source` in specrl's own layout, and say what was found; return its folder.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
+    start = context.continues
+    if not context.config.adopts_drafter or (start is not None and start.has_drafter):
+        return None
+    directory = context.stage_dir / "drafter"
+    if ranks.is_first:
+        # Imported here: it needs torch and transformers' models, and most runs have no such drafter.
+        from specrl.training.drafter.io import adopt_drafter
+
+        with logs.phase("reading of the drafter"):
+            source = fetch_source(context.config)
+            check_drafter(context.config, source, policy_dir)
+            for line in adopt_drafter(source, policy_dir, directory):
+                logger.info("drafter.source: %s", line)
+                record_event(context.stage_dir, "drafter", line)
+    return directory
 
 
 def _load_checkpoint(

@@ -29,6 +29,9 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares
 
+DATA_FOLDER = "drafter-data"
+"""The folder, in that of the stage, with the responses to prompts of `drafter.data`."""
+
 
 def main(context: StageContext) -> None:
     """Run the stage in this rank."""
@@ -37,14 +40,17 @@ def main(context: StageContext) -> None:
     ranks = join()
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rollouts_dir = context.stage_dir / "rollouts"
-        rollouts = RolloutBatch.gather(ranks, answer_prompts(context, ranks, rollouts_dir, progress))
+        own = answer_prompts(context, ranks, rollouts_dir, progress)
+        rollouts = RolloutBatch.gather(ranks, own)
         drafter_dir = context.stage_dir / "drafter" if context.config.speculation.draft_method.has_weights else None
         metrics: dict[str, float] = {}
         start = context.continues
         if drafter_dir is not None and start is not None and start.has_drafter:
             take_drafter(context, start, ranks, drafter_dir)
         elif drafter_dir is not None:
-            metrics = pretrain_drafter(context, ranks, rollouts, drafter_dir, tracker, progress)
+            others = read_data_responses(context, ranks)
+            lessons = RolloutBatch.gather(ranks, [*own, *others]) if context.config.drafter.data else rollouts
+            metrics = pretrain_drafter(context, ranks, lessons, drafter_dir, tracker, progress)
         rewards = rollouts.rewards.tolist()
         if ranks.is_first:
             tracker.log_rollouts(rollouts_dir, "pretraining-rollouts")
@@ -75,7 +81,7 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
     # where a job of more or fewer engines has shared out the prompts in another way.
     if any(ranks.gather(found != wanted)):
         if ranks.is_first:
-            for other in found:
+            for other in (*found, *(context.stage_dir / DATA_FOLDER).glob("step=*/rank-*.arrow")):
                 other.unlink()
         ranks.barrier()
         rollouts = generate(context, ranks, progress)
@@ -108,6 +114,8 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
             ),
         )
         rollouts, scores = unscored.scored()
+        if config.drafter.data is not None and config.speculation.draft_method.has_weights:
+            _answer_data(context, ranks, engine, source, progress)
     tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one for each engine
     failures = FailureTally.merge(tally for tally, _ in tallies)
     refuse_failure(failures, sum(count for _, count in tallies), config.data)
@@ -115,6 +123,29 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         rewards.close()
     engine.shutdown()
     return rollouts
+
+
+def _answer_data(context: StageContext, ranks: Ranks, engine: Engine, source: PromptSource, progress: Progress) -> None:
+    """Answer this engine's share of the prompts of `drafter.data`, and write the responses, which earn no rewards."""
+    config, size = context.config, context.config.engine.tensor_parallel
+    engines, own = ranks.world_size // size, ranks.rank // size
+    unscored = collect(
+        engine,
+        source.drafter_data(config.drafter.data_prompts)[own::engines],
+        config.drafter.samples_per_prompt,
+        config,
+        None,
+        Origin(derive_seed(config.seed, "drafter-data"), step=0, rank=ranks.rank),
+        on_progress=lambda done, total: progress.update(done, total, unit="response", phase="answering drafter.data"),
+    )
+    if ranks.rank == own * size:
+        write_rollouts(rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank), unscored.scored()[0])
+
+
+def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:
+    """Return the responses of this rank's engine to prompts of `drafter.data`, on its first rank alone."""
+    path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
+    return read_rollouts(path) if context.config.drafter.data is not None and path.exists() else []
 
 
 def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:
@@ -140,8 +171,8 @@ def pretrain_drafter(
 ) -> dict[str, float]:
     """Train the drafter on the features of the policy's responses and write its directory (collective).
 
-    A policy's own multi-token-prediction layer starts from its present weights, and its directory holds the whole
-    policy.
+    With `drafter.epochs = 0` it is measured on them and stays as it is. A policy's own multi-token-prediction layer
+    starts from its present weights, and its directory holds the whole policy.
 
     Args:
         rollouts: The responses of all ranks.
@@ -153,16 +184,17 @@ def pretrain_drafter(
         LeftJobError: The ranks have left their job between two steps; another job goes on from there.
     """
     config = context.config
-    policy_dir = context.input("prepare", PrepareResult).policy_dir
+    prepared = context.input("prepare", PrepareResult)
+    policy_dir = prepared.policy_dir
     with logs.phase("loading of the policy"):
         policy = Policy(
             policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
         )
-    drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks)
+    drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks, prepared.drafter_dir)
     shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
     own = shares.deliver_tokens(rollouts)
     sequences = [own.sequence(number) for number in shares.own(0)]
-    batches = pack(sequences, config.drafter.tokens_per_micro_batch, policy.pad_multiple)
+    batches = pack(sequences, config.drafter.tokens_per_micro_batch, policy.pad_multiple, counts_repeated=True)
     progress.update(0, 1, phase="features of the policy")
     checkpoints = TrainingCheckpoints(context.stage_dir / "training", batches, ranks, lifetime.current())
     with logs.phase("training of the drafter"):

@@ -15,11 +15,20 @@ from specrl.loop import Trainer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, write_recipe
 from specrl.report.curve import curve_chart
 from specrl.rollout.drafts.curve import write_curve
-from specrl.step_record import StepRecord, mean_of, read_steps, step_seconds_median, timing_share, total_stats
+from specrl.step_record import (
+    StepRecord,
+    mean_of,
+    read_steps,
+    speedup_estimate,
+    step_seconds_median,
+    timing_share,
+    total_stats,
+)
 from specrl.tracking import Tracker
 from specrl.training.checkpoint.load import load
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.drafters import save_policy
+from specrl.validation.next_step import write_next_step
 
 BEST_FOLDER, CURVE_PICTURE = "best", "validation.svg"
 """The best policy with its drafter, and the picture of the curve of validation, in the stage's folder."""
@@ -32,6 +41,7 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
         last: The number of steps that the last policy was trained for.
     """
     folder, records = context.stage_dir, read_steps(trainer.recorder.steps_dir)
+    write_next_step(folder, last, trainer.ranks, trainer.generator, trainer.engine)
     with logs.phase("writing of policy and drafter"):
         policy_dir, drafter_dir = write_policy(trainer, folder, last)
         best = write_best(context, trainer, last)
@@ -125,6 +135,7 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
         "reward_last": records[-1].metrics["reward/mean"],
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+        "speedup_estimate": speedup_estimate(records),
         "mismatch": mean_of(records, "mismatch"),
         "drafter_events": [event for record in records for event in record.events],
         "refit_max_abs_logprob_diff": max(record.metrics["refit/max_abs_logprob_diff"] for record in records),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,7 @@ from specrl.rollout.matched import DefaultTurns, matched_pair
 from specrl.rollout.vllm.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
+from specrl.validation.next_step import NextStep
 
 CHI_SQUARED_PROMPTS = 2
 """The number of prompts of the chi-squared test."""
@@ -53,7 +55,8 @@ def main(context: StageContext) -> None:
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
-        speed = measure_speed(engine, prompts, context, trained.policy_dir, ranks, progress)
+        following = NextStep.read(context.inputs["train"], trained.policy_step, config, source.tokenizer)
+        speed = measure_speed(engine, following, context, trained.policy_dir, ranks, progress)
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
@@ -66,6 +69,7 @@ def main(context: StageContext) -> None:
                 acceptance_length=stats.acceptance_length,
                 acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
                 speed=speed,
+                text=following.text() if speed and config.speculation.draft_method.texts else None,
                 exactness=exactness,
                 seconds=time.monotonic() - started,
             )
@@ -139,11 +143,13 @@ def turn_taking(config: Config) -> Config:
 
 
 def measure_speed(
-    engine: Engine, prompts: list[Prompt], context: StageContext, policy_dir: Path, ranks: Ranks, progress: Progress
+    engine: Engine, following: NextStep, context: StageContext, policy_dir: Path, ranks: Ranks, progress: Progress
 ) -> list[SpeedPair]:
     """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
 
     Args:
+        following: The training step that would come next: its requests are timed, with the text that it would find and
+            by what training had learned of drafts.
         policy_dir: The folder of the policy that the engine has, from which vLLM's default engine loads it.
     """
     config = context.config
@@ -154,25 +160,24 @@ def measure_speed(
         with logs.phase("start of vLLM's default engine"):
             turns = DefaultTurns(engine, ranks, config, policy_dir, context.stage_dir)
     try:
-        return _speed_pairs(engine, prompts, config, turns, progress)
+        engine.restore_drafting(following.drafting)
+        return _speed_pairs(engine, following, config, turns, progress)
     finally:
         if turns is not None:
             turns.shutdown()
 
 
 def _speed_pairs(
-    engine: Engine, prompts: list[Prompt], config: Config, turns: DefaultTurns | None, progress: Progress
+    engine: Engine, following: NextStep, config: Config, turns: DefaultTurns | None, progress: Progress
 ) -> list[SpeedPair]:
-    origin = Origin(derive_seed(config.seed, "speed"), step=0)
+    give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.texts else None
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
     for batch in config.validate_.speed_batches:
         progress.update(len(pairs), len(config.validate_.speed_batches), phase=f"speed at batch {batch}")
-        count = max(batch, config.validate_.speed_prompts)
-        # A batch larger than the held-out set asks the same prompts again, with other seeds.
-        requests = [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
+        requests = following.requests(max(batch, config.validate_.speed_prompts), config)
         with logs.phase(f"speed at batch {batch}"):
-            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats, turns))
+            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats, turns, give_texts))
     return pairs
 
 
@@ -186,6 +191,9 @@ def log(tracker: Tracker, result: ValidateResult) -> None:
     if result.speed:
         metrics["speedup/generation"] = median(pair.speedup for pair in result.speed)
     metrics |= {f"speedup/generation_batch_{pair.batch}": pair.speedup for pair in result.speed}
+    for pair in result.speed:
+        shares = pair.token_share.items()
+        metrics |= {f"validate/{source}_token_share_batch_{pair.batch}": share for source, share in shares}
     default = {pair.batch: pair.default for pair in result.speed if pair.default is not None}
     if default:
         metrics["speedup/generation_over_default"] = median(found.speedup for found in default.values())

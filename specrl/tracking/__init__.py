@@ -6,23 +6,27 @@ MLflow is away, and what it misses arrives later. In a job, rank 0 logs and the 
 nothing. MLflow takes seconds to import, so it is imported when the first of these functions is called.
 """
 
+from specrl.tracking.benchmarks import CellRecord, benchmark_config, log_cell, log_speedups
 from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
 from specrl.tracking.source import lineage_tags
-from specrl.tracking.store import public_address, table_address, tracking_uri
+from specrl.tracking.store import table_address, tracking_uri
 from specrl.tracking.tracker import Silent, Tracker
 
 __all__ = [
     "RUN_ID_FILE",
     "SCORE_TAG",
+    "CellRecord",
     "LoggedSteps",
     "Silent",
     "Tracker",
+    "benchmark_config",
     "finish_parent_run",
     "lineage_tags",
+    "log_cell",
     "log_files",
-    "public_address",
+    "log_speedups",
     "registered_version",
     "stage_run",
     "start_parent_run",

@@ -33,8 +33,8 @@ NOTE_TAG = "mlflow.note.content"
 
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
-STOP_PATIENCE_SECONDS = 3.0
-"""How long a flow that is interrupted waits for the store."""
+SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
+"""The same for `specrl sync`, and for a flow that is interrupted."""
 
 
 def start_parent_run(config: Config, description: str = "") -> str:
@@ -83,7 +83,7 @@ def finish_parent_run(config: Config, status: Status, description: str = "", fil
         SpoolTracker(spool, None).end("KILLED")
     tracker = SpoolTracker(Spool(config.run_dir), None)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
-    _log_files(tracker, files or {})
+    log_artifacts(tracker, files or {})
     tracker.end(status)
     folders = [config.run_dir, *stage_folders(config.run_dir)]
     if status == "KILLED":  # somebody waits for the end
@@ -100,21 +100,22 @@ def log_files(config: Config, files: Files) -> None:
     if not (config.run_dir / RUN_ID_FILE).exists():
         return
     import_mlflow()
-    _log_files(SpoolTracker(Spool(config.run_dir), None), files)
+    log_artifacts(SpoolTracker(Spool(config.run_dir), None), files)
     if send(config, [config.run_dir], RESUME_PATIENCE_SECONDS):
         logger.warning("MLflow is away; the files wait on disk: specrl sync %s", config.name)
 
 
-def _log_files(tracker: SpoolTracker, files: Files) -> None:
+def log_artifacts(tracker: SpoolTracker, files: Files) -> None:
+    """Make files artifacts of the tracker's run."""
     for folder, paths in files.items():
         for path in paths:
             tracker.log_artifact(path, folder or None)
 
 
-def sync_run(config: Config, patience_s: float = RESUME_PATIENCE_SECONDS) -> list[Path]:
+def sync_run(config: Config) -> list[Path]:
     """Send everything that a run and its stages have logged; return the folders of which something still waits."""
     import_mlflow()
-    return send(config, [config.run_dir, *stage_folders(config.run_dir)], patience_s)
+    return send(config, [config.run_dir, *stage_folders(config.run_dir)], SYNC_PATIENCE_SECONDS)
 
 
 def stage_folders(run_dir: Path) -> list[Path]:

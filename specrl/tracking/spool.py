@@ -49,6 +49,9 @@ class Spool:
         self.path = self.folder / ENTRIES_FILE
         self._lock = threading.Lock()
         self._repaired = False
+        self._acknowledged = 0
+        self._arrived: list[Entry] = []
+        """What has arrived while the position could not be written, and whose files are still kept."""
 
     def append(self, kind: str, **values: Any) -> None:
         """Append an entry.
@@ -126,14 +129,25 @@ class Spool:
     def position(self) -> int:
         """Return the position in bytes up to which everything has been sent."""
         try:
-            return int((self.folder / SENT_FILE).read_text())
+            noted = int((self.folder / SENT_FILE).read_text())
         except (FileNotFoundError, ValueError):
-            return 0
+            noted = 0
+        return max(noted, self._acknowledged)
 
     def acknowledge(self, entries: list[Entry]) -> None:
-        """Note that everything up to the last of these entries has arrived, and remove the files that they kept."""
-        write_text(self.folder / SENT_FILE, str(entries[-1].end))
-        for entry in entries:
+        """Note that everything up to the last of these entries has arrived, and remove the files that they kept.
+
+        While the disk is full, only this process knows it, and sends nothing twice; another process may, and needs the
+        files for it. They are removed once the position could be written.
+        """
+        self._acknowledged = entries[-1].end
+        self._arrived += entries
+        try:
+            write_text(self.folder / SENT_FILE, str(self._acknowledged))
+        except OSError:
+            return
+        arrived, self._arrived = self._arrived, []
+        for entry in arrived:
             path = str(entry.values.get("path", ""))
             if path.startswith(f"{FILES_FOLDER}/"):
                 shutil.rmtree(self.folder / Path(path).parent, ignore_errors=True)

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from specrl.config import Config, ConfigError
@@ -20,7 +20,7 @@ VIEW_NAME = "specrl"
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """What opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
-SERVER_SECONDS = 5.0
+SERVER_SECONDS = 10.0
 """The time within which a tracking server must answer before anything starts."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
@@ -40,6 +40,8 @@ HEADLINES = (
     "reward/mean",
     "speedup/generation",
     "speedup/generation_over_default",
+    "speedup/step",
+    "speedup/end_to_end",
     "spec/acceptance_length",
 )
 """The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""
@@ -50,12 +52,6 @@ SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
 def tracking_uri(config: Config) -> str:
     """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder."""
     return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
-
-
-def public_address(uri: str) -> str:
-    """Return the address of a store without the credentials that it may contain."""
-    parts = urlsplit(uri)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else uri
 
 
 def connect(config: Config) -> Any:
@@ -91,14 +87,16 @@ def check_server(config: Config) -> None:
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
-    shown = public_address(uri)
     try:
         with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
             pass
+    except HTTPError as error:
+        if error.code not in (401, 403, 404):  # the server is there; whether it takes the credentials is for MLflow
+            raise ConfigError(f"tracking.uri: {uri} answers with {error.code}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
-            f"tracking.uri = {shown}: no MLflow server answers ({reason}); start it, or unset tracking.uri "
+            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri "
             "to record in a sqlite file in the runs folder"
         ) from error
 

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from specrl.config import Config
 from specrl.tracking.sender import Sender
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import connect, public_address, tracking_uri
+from specrl.tracking.store import connect, tracking_uri
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ class Uploader:
         return not self._spool.has_waiting()
 
     def _run(self) -> None:
-        self._spool.folder.mkdir(parents=True, exist_ok=True)
         pause = FIRST_PAUSE_SECONDS
         while not self._stopping.is_set():
             last = self._closing.is_set()
@@ -73,15 +72,17 @@ class Uploader:
                 if last:
                     return
                 self._closing.wait(IDLE_SECONDS)
-            elif last:
+                continue
+            if last:
                 self._stopping.wait(min(pause, LAST_PAUSE_SECONDS))
             else:
                 self._closing.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _attempt(self) -> bool:
         """Send everything that waits; return whether that went well. The begin and the end of an outage are logged."""
         try:
+            self._spool.folder.mkdir(parents=True, exist_ok=True)
             # Two senders of one spool would send everything twice: a job, and `specrl sync` at the same time.
             with FileLock(self._spool.folder / LOCK_FILE, timeout=0):
                 self._send_all()
@@ -109,7 +110,7 @@ class Uploader:
             self._failed_at = time.monotonic()
             logger.warning(
                 "MLflow at %s is away (%s): what is logged waits in %s and is sent later; nothing else is affected",
-                public_address(tracking_uri(self._config)),
+                tracking_uri(self._config),
                 shorten(reason, REASON_LENGTH, placeholder=" ..."),
                 self._spool.folder,
             )

@@ -1,8 +1,12 @@
-"""Micro-batches by length: sequences of similar length share one, so that little is padding."""
+"""Micro-batches: flat rows of tokens without padding, in which the responses to a prompt share one copy of it.
+
+Each response attends to its prompt and, causally, to itself, as if it stood alone behind the prompt (Prefix Grouper,
+arXiv 2506.05433): log-probs and gradients are those of separate sequences, up to the order of sums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+MOST_SHARING = 8
+"""The most responses that share one copy of a prompt. Attention on GPUs keeps the keys and values of the prompt once
+for each of them, so that this bounds its memory; more would save little that eight do not."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +45,98 @@ class TokenSequence:
                 "the number of tokens"
             )
 
+    @property
+    def response_length(self) -> int:
+        """The number of tokens behind the prompt."""
+        return len(self.tokens) - self.prompt_length
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences padded on the right to the longest of them."""
+    """Sequences in one flat row of tokens.
+
+    A prompt stands before its responses, once for all of them. Tokens that only fill the row up to a multiple stand
+    last and belong to no sequence.
+    """
 
     tokens: Tensor
-    """[batch, seq] int64; 0 where padded."""
+    """[tokens] int64; 0 where the row is filled up."""
+    segments: Tensor
+    """[segments, 4] int64, in host memory: the places (start, stop, prefix_start, prefix_stop). The tokens from start
+    to stop attend causally to each other, and all of them to those of the prefix, which may be empty. Every token is in
+    one segment, and segments follow each other."""
+    spans: Tensor
+    """[sequences, 4] int64, in host memory: the place of the prompt's first token, the length of the prompt, the place
+    of the response's first token, the length of the response."""
+    predictors: Tensor
+    """[n] int64: for each response token, sequence by sequence, the place whose output predicts it. The last place of a
+    shared prompt is there once for each of its responses."""
+    targets: Tensor
+    """[n] int64: the response tokens, in the same order."""
     mask: Tensor
-    """[batch, seq] bool: True at [b, i] where `tokens[b, i + 1]` is a response token, so that the policy's output at i
-    is trained on. The last column is always False."""
-    lengths: Tensor
-    """[batch] int64: the length of each sequence without padding."""
+    """[sequences, longest response] bool: True at the response tokens of each sequence. Log-probs and all that is about
+    response tokens are in this shape."""
+    num_real: int
+    """The number of tokens without those that fill up the row."""
     indices: list[int]
-    """The `TokenSequence.index` of each row."""
+    """The `TokenSequence.index` of each sequence."""
     routes: list[NDArray[Any]] | None = None
-    """The `TokenSequence.routes` of each row, in host memory; None where a row has none."""
+    """The `TokenSequence.routes` of each sequence, in host memory; None where a sequence has none."""
 
     @property
-    def area(self) -> int:
-        """The number of tokens, padding included."""
-        return self.tokens.numel()
+    def lengths(self) -> Tensor:
+        """The length of each sequence, prompt and response, [sequences] int64 in host memory."""
+        return self.spans[:, 1] + self.spans[:, 3]
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """The length of each sequence's prompt, [sequences] int64 in host memory."""
+        return self.spans[:, 1]
 
     @property
     def num_tokens(self) -> int:
         """The number of response tokens to train on."""
-        return int(self.mask.sum())
+        return len(self.targets)
+
+    @property
+    def num_shared(self) -> int:
+        """The number of tokens that the row would have more if no prompt were shared."""
+        return int(self.lengths.sum()) - self.num_real
+
+    def places(self) -> Tensor:
+        """Return the place in the row of each token of each sequence: [sequences, longest] int64 in host memory.
+
+        Behind the end of a sequence the place is 0.
+        """
+        prompt, prompt_length, response, _ = (part[:, None] for part in self.spans.unbind(1))
+        columns = torch.arange(int(self.lengths.max()) if len(self.spans) else 0)
+        found = torch.where(columns < prompt_length, prompt + columns, response + columns - prompt_length)
+        return found * (columns < self.lengths[:, None])
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
-        return replace(self, tokens=self.tokens.to(device), mask=self.mask.to(device), lengths=self.lengths.to(device))
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "predictors", "targets", "mask")}
+        return replace(self, **moved)
 
 
-def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_multiple: int = 1) -> list[MicroBatch]:
-    """Sort sequences by length, longest first, and cut them into micro-batches.
+def pack(
+    sequences: Iterable[TokenSequence],
+    tokens_per_micro_batch: int,
+    pad_multiple: int = 1,
+    *,
+    counts_repeated: bool = False,
+) -> list[MicroBatch]:
+    """Lay sequences out in micro-batches of at most `tokens_per_micro_batch` tokens, or of one sequence.
 
-    Each holds as many sequences as fit a padded area of `tokens_per_micro_batch`, and at least one. The same sequences
-    give the same micro-batches. The longest come first, so that memory peaks at the beginning.
+    Sequences with the same prompt stand together and share it. If they do not fit a micro-batch together, or are more
+    than `MOST_SHARING`, they are divided, and the prompt is repeated. Those with the longest sequence come first, so
+    that memory peaks at the beginning, and similar lengths are together. The same sequences give the same
+    micro-batches.
 
     Args:
-        pad_multiple: The padded length of every micro-batch is a multiple of it.
+        pad_multiple: The number of tokens of every micro-batch is filled up to a multiple of it.
+        counts_repeated: Whether a shared prompt counts for each of its responses. Then a micro-batch has no more
+            responses than without sharing, as one on which a drafter makes an optimizer step must not.
 
     Raises:
         ValueError: One of the two numbers is below 1.
@@ -85,39 +145,98 @@ def pack(sequences: Iterable[TokenSequence], tokens_per_micro_batch: int, pad_mu
         raise ValueError(
             f"tokens_per_micro_batch = {tokens_per_micro_batch} and pad_multiple = {pad_multiple} must be at least 1"
         )
-    rows: list[TokenSequence] = []
-    batches: list[MicroBatch] = []
-    width = 0
-    for sequence in sorted(sequences, key=lambda item: (-len(item.tokens), item.index)):
-        if rows and (len(rows) + 1) * width > tokens_per_micro_batch:
-            batches.append(_pad(rows, width))
-            rows = []
-        if not rows:
-            width = -(-len(sequence.tokens) // pad_multiple) * pad_multiple
-        rows.append(sequence)
-    if rows:
-        batches.append(_pad(rows, width))
-    return batches
+    room = tokens_per_micro_batch - tokens_per_micro_batch % pad_multiple
+
+    def size(group: list[TokenSequence]) -> int:
+        prompts = group[0].prompt_length * (len(group) if counts_repeated else 1)
+        return prompts + sum(sequence.response_length for sequence in group)
+
+    def fits(group: list[TokenSequence]) -> bool:
+        return size(group) <= room and len(group) <= MOST_SHARING
+
+    groups = [part for group in _by_prompt(sequences) for part in _divided(group, fits)]
+    groups.sort(key=lambda group: (-len(group[0].tokens), group[0].index))
+    batches: list[list[list[TokenSequence]]] = []
+    left = 0
+    for group in groups:
+        if not batches or size(group) > left:
+            batches.append([])
+            left = room
+        batches[-1].append(group)
+        left -= size(group)
+    return [_lay_out(batch, pad_multiple) for batch in batches]
 
 
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
     """Return a micro-batch without a sequence, with which a rank without work takes part in collective passes."""
+    return _lay_out([], pad_multiple)
+
+
+def _by_prompt(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
+    """Return the sequences of each prompt, those with the longest responses first."""
+    groups: dict[bytes, list[TokenSequence]] = {}
+    for sequence in sequences:
+        prompt = np.asarray(sequence.tokens[: sequence.prompt_length], np.int64).tobytes()
+        groups.setdefault(prompt, []).append(sequence)
+    return [sorted(group, key=lambda item: (-len(item.tokens), item.index)) for group in groups.values()]
+
+
+def _divided(group: list[TokenSequence], fits: Callable[[list[TokenSequence]], bool]) -> list[list[TokenSequence]]:
+    """Divide the sequences of a prompt in parts that fit into a micro-batch, or have one sequence."""
+    parts: list[list[TokenSequence]] = []
+    for sequence in group:
+        if not parts or not fits([*parts[-1], sequence]):
+            parts.append([])
+        parts[-1].append(sequence)
+    return parts
+
+
+def _lay_out(groups: Sequence[list[TokenSequence]], pad_multiple: int) -> MicroBatch:
+    parts: list[Tensor] = []
+    segments: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    end = 0
+    for group in groups:
+        start, length = end, group[0].prompt_length
+        parts.append(torch.as_tensor(group[0].tokens[:length], dtype=torch.int64))
+        end += length
+        if len(group) > 1:
+            segments.append((start, end, 0, 0))
+        for sequence in group:
+            response = torch.as_tensor(sequence.tokens[length:], dtype=torch.int64)
+            parts.append(response)
+            spans.append((start, length, end, len(response)))
+            if len(group) == 1:
+                segments.append((start, end + len(response), 0, 0))
+            elif len(response):
+                segments.append((end, end + len(response), start, start + length))
+            end += len(response)
+    num_real, width = end, max(1, -(-end // pad_multiple)) * pad_multiple
+    if width > num_real:
+        segments.append((num_real, width, 0, 0))
+        parts.append(torch.zeros(width - num_real, dtype=torch.int64))
+    sequences = [sequence for group in groups for sequence in group]
+    routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    tokens = torch.cat(parts)
+    predictors, targets, mask = _outputs(torch.tensor(spans, dtype=torch.int64).view(-1, 4))
     return MicroBatch(
-        tokens=torch.zeros(1, pad_multiple, dtype=torch.int64),
-        mask=torch.zeros(1, pad_multiple, dtype=torch.bool),
-        lengths=torch.zeros(1, dtype=torch.int64),
-        indices=[],
+        tokens=tokens,
+        segments=torch.tensor(segments, dtype=torch.int64),
+        spans=torch.tensor(spans, dtype=torch.int64).view(-1, 4),
+        predictors=predictors,
+        targets=tokens[targets],
+        mask=mask,
+        num_real=num_real,
+        indices=[sequence.index for sequence in sequences],
+        routes=routes if routes and len(routes) == len(sequences) else None,
     )
 
 
-def _pad(rows: list[TokenSequence], width: int) -> MicroBatch:
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, sequence in enumerate(rows):
-        length = len(sequence.tokens)
-        tokens[row, :length] = torch.as_tensor(sequence.tokens)
-        mask[row, sequence.prompt_length - 1 : length - 1] = True
-    lengths = torch.tensor([len(sequence.tokens) for sequence in rows])
-    routes = [sequence.routes for sequence in rows if sequence.routes is not None]
-    indices = [sequence.index for sequence in rows]
-    return MicroBatch(tokens, mask, lengths, indices, routes if len(routes) == len(rows) else None)
+def _outputs(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the place that predicts each response token and the token's own place, [n] each, and the mask."""
+    prompt, prompt_length, response, length = (part[:, None] for part in spans.unbind(1))
+    columns = torch.arange(int(length.max()) if len(spans) else 0)
+    mask = columns < length
+    targets = response + columns
+    predictors = torch.where(columns == 0, prompt + prompt_length - 1, targets - 1)
+    return predictors[mask], targets[mask], mask

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-import torch
-
 from specrl.training.batches import MicroBatch
 from specrl.training.features import Features, Window, padded
 
@@ -82,7 +80,8 @@ def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
     def take(count: int) -> list[int]:
-        return [order[int((number + offset) * len(order) / count)] for number in range(count)]
+        last = len(order) - 1  # which an offset next to 1 would round beyond
+        return [order[min(int((number + offset) * len(order) / count), last)] for number in range(count)]
 
     if fits(order):
         return order
@@ -91,6 +90,11 @@ def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[
         middle = (low + high) // 2
         low, high = (middle, high) if fits(take(middle)) else (low, middle)
     return take(low)
+
+
+def feature_area(batch: MicroBatch) -> int:
+    """Return the number of places in the features of a micro-batch, whose rows are padded to the longest sequence."""
+    return len(batch.indices) * int(batch.lengths.max()) if batch.indices else 0
 
 
 def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
@@ -134,7 +138,12 @@ def sample_sequences(
         seed: Determines the sample.
     """
     batches = [batch for part in parts for batch in part]
-    if sum(batch.area for batch in batches) <= max_tokens:
+    areas = [feature_area(batch) for batch in batches]
+    # A micro-batch in which prompts are shared may have more responses than a step of the drafter is to learn from.
+    fit = all(
+        area <= tokens_per_micro_batch or len(batch.indices) == 1 for area, batch in zip(areas, batches, strict=True)
+    )
+    if sum(areas) <= max_tokens and fit:
         return whole_sample(batches, owners)
     sequences = [found for number, part in enumerate(parts) for batch in part for found in _sequences(batch, number)]
     random, limit = Random(seed), max(MIN_WINDOW, int(LARGEST_PART * max_tokens))
@@ -154,12 +163,8 @@ def sample_sequences(
 
 
 def _sequences(batch: MicroBatch, part: int) -> list[_Sequence]:
-    # A row without a response counts as all prompt.
-    prompts = torch.where(batch.mask.any(1), batch.mask.int().argmax(1) + 1, batch.lengths)
-    return [
-        _Sequence(index, length, prompt_length, part)
-        for index, length, prompt_length in zip(batch.indices, batch.lengths.tolist(), prompts.tolist(), strict=True)
-    ]
+    numbers = zip(batch.indices, batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
+    return [_Sequence(index, length, prompt_length, part) for index, length, prompt_length in numbers]
 
 
 def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

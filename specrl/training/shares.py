@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -102,18 +103,17 @@ class TrainingShares:
 
     @classmethod
     def of(cls, place: PlaceInPolicy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:
-        """Deal each update's rollouts in shares of about equal length; most stay where they are (collective).
+        """Deal each update's rollouts in shares of about equal work; most stay where they are (collective).
+
+        The responses to a prompt go together, so that they share it, unless that leaves some rank with more to do.
 
         Args:
             parts: By update, the numbers of the rollouts.
         """
         own = [place.dp_rank, place.pp_rank == place.pp_size - 1, place.tp_rank == 0]
         layout = gather_rows(place.ranks, np.array(own, np.int64))
-        homes, lengths = layout[rollouts.homes(), 0], rollouts.lengths
-        dealt = []
-        for part in parts:
-            shares = deal_near_home(lengths[part].tolist(), homes[part].tolist(), place.dp_size)
-            dealt.append([[part[item] for item in share] for share in shares])
+        homes = layout[rollouts.homes(), 0]
+        dealt = [deal_groups(rollouts, part, homes, place.dp_size) for part in parts]
         return cls(place.ranks, dealt, layout[:, 0], layout[:, 1] == 1, layout[:, 2] == 1)
 
     @property
@@ -168,6 +168,42 @@ class TrainingShares:
         """Return the numbers of the rollouts that a rank trains on in any of the updates, in ascending order."""
         dp_rank = int(self.dp_ranks[rank])
         return np.array(sorted(number for update in self.dealt for number in update[dp_rank]), np.int64)
+
+
+def deal_groups(
+    rollouts: RolloutBatch, numbers: Sequence[int], homes: NDArray[np.int64], num_shares: int
+) -> list[list[int]]:
+    """Deal rollouts in shares of nearly equal numbers of tokens to compute, a shared prompt counted once.
+
+    Groups stay whole if no finer division makes the largest share smaller. Every rank comes to the same result.
+
+    Args:
+        numbers: The numbers of the rollouts.
+        homes: By number, the share that a rollout is in already.
+    """
+    groups: dict[int, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(int(rollouts.prompt_ids[number]), []).append(number)
+    best: list[list[int]] = [[] for _ in range(num_shares)]
+    least = float("inf")
+    pieces = 1
+    while pieces < 2 * max(map(len, groups.values()), default=0):
+        units = [unit for group in groups.values() for place in range(pieces) if (unit := group[place::pieces])]
+        sizes = [_tokens_to_compute(rollouts, unit) for unit in units]
+        nearest = [Counter(homes[unit].tolist()).most_common(1)[0][0] for unit in units]
+        shares = [[n for item in share for n in units[item]] for share in deal_near_home(sizes, nearest, num_shares)]
+        most = max(_tokens_to_compute(rollouts, share) for share in shares)
+        if most < least:
+            best, least = shares, most
+        pieces *= 2
+    return best
+
+
+def _tokens_to_compute(rollouts: RolloutBatch, numbers: Sequence[int]) -> int:
+    """Return the number of tokens of rollouts, each of their prompts counted once."""
+    first_of_prompt = {int(rollouts.prompt_ids[number]): number for number in numbers}
+    prompts = int(rollouts.prompt_lengths[list(first_of_prompt.values())].sum())
+    return prompts + int(rollouts.response_lengths[list(numbers)].sum())
 
 
 def token_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:

@@ -32,8 +32,9 @@ class PolicyUpdate:
 
     metrics: dict[str, float]
     """The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
-    (means over the updates), `num_tokens`, prompts included, `logprob_s`, the seconds of separate log-prob passes, and,
-    where features are kept, `sampled_fraction`, the share of the sequences that they are of."""
+    (means over the updates), `num_tokens`, prompts included, `real_token_share` and `shared_token_share` (see
+    `_packing`), `logprob_s`, the seconds of separate log-prob passes, and, where features are kept,
+    `sampled_fraction`, the share of the sequences that they are of."""
     features: list[Features | None]
     """This rank's share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step
     would fill the memory. They are the drafter's micro-batches, see `Drafter.update`."""
@@ -110,7 +111,7 @@ def update_policy(
     counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
-    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s, **_packing(policy, batches)}
     return PolicyUpdate(metrics, features, mismatch, routing)
 
 
@@ -124,6 +125,19 @@ def _route_format(policy: Policy) -> RouteFormat | None:
 def _routing_disagreement(policy: Policy) -> dict[str, float]:
     """Return how far the routers disagreed with the engine's in the passes since the last call (collective)."""
     return policy.routing.disagreement() if policy.routing is not None else {}
+
+
+def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
+    """Return how much of the policy's passes is padding, and how much sharing prompts saves (collective).
+
+    `real_token_share` is the share of the computed tokens that belong to a sequence, and `shared_token_share` the share
+    of the sequences' tokens that are not computed, because another sequence shares its prompt.
+    """
+    own = [batch for part in batches for batch in part]
+    counts = [(len(batch.tokens), batch.num_real, batch.num_shared) for batch in own]
+    gathered = policy.ranks.gather(np.array(counts, np.int64).reshape(-1, 3).sum(0).tolist())
+    computed, real, shared = np.sum(gathered, 0).tolist()
+    return {"real_token_share": real / max(computed, 1), "shared_token_share": shared / max(real + shared, 1)}
 
 
 def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: int) -> Sample:

@@ -70,7 +70,7 @@ def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenS
 
 
 def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> list[list[TokenSequence]]:
-    """Return batches of sequences of similar length, so that little is padded, in random order."""
+    """Return batches of sequences of similar length, in random order."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     Random(derive_seed(seed, "warm-start")).shuffle(batches)

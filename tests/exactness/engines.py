@@ -52,3 +52,8 @@ def in_batches(engine: Engine, requests: list[Request], size: int) -> list[Respo
     """Responses, at most `size` requests running at once."""
     starts = range(0, len(requests), size)
     return [response for start in starts for response in engine.generate(requests[start : start + size]).responses]
+
+
+def logprobs_of(engine: Engine, sequences: list[list[int]]) -> list[list[float]]:
+    """The log-probs of all tokens of each sequence but the first."""
+    return [score.logprobs for score in engine.score(sequences)]

@@ -34,6 +34,10 @@ def main(folder: Path) -> None:
     write_json(folder / "plain.json", [response.tokens for response in unscored.generation.responses])
     engine.set_k(engine.longest_k)
     trainer.run(0, Progress(folder, enabled=False))
+    assert trainer.policy.routing is not None
+    trainer.policy.routing.clear()
+    trainer.refit._probe.check(engine, trainer.policy)
+    write_json(folder / "probe.json", trainer.policy.routing.disagreement())
     engine.shutdown()
     leave()
 

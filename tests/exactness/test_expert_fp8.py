@@ -24,7 +24,7 @@ from specrl.rollout.errors import PolicyParityError
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
-from tests.exactness.engines import in_batches, mixed_requests
+from tests.exactness.engines import in_batches, logprobs_of, mixed_requests
 from tests.exactness.experts import LAYERS, write_expert_drafter, write_expert_policy
 from tests.exactness.test_fp8 import Pair, mean_difference, method_name
 from tests.exactness.toy import toy_config
@@ -81,7 +81,7 @@ def plain_logprobs(policy_dir: Path) -> list[list[float]]:
 @pytest.mark.engine
 def test_both_engines_give_the_same_log_probs_after_a_refit(pair: Pair, directories: list[Path]) -> None:
     assert pair.engine.mode == pair.precision.mode == "emulated"
-    found = pair.engine.sequence_logprobs(SEQUENCES)
+    found = logprobs_of(pair.engine, SEQUENCES)
     same, bf16 = (
         mean_difference(found, other) for other in (trainer_logprobs(pair.policy), plain_logprobs(directories[0]))
     )

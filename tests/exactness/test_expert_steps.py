@@ -34,3 +34,6 @@ def test_steps_with_experts_are_exact_and_route_alike(tmp_path: Path) -> None:
         assert record.metrics["mismatch/routing_tokens"] == record.metrics["mismatch/routing_layers"] == 0.0
         assert record.metrics["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
         assert record.metrics["policy/grad_norm"] > 0
+    # The probe after a refit had the engine's experts, too: where none are given, nothing is compared.
+    probe = json.loads((tmp_path / "probe.json").read_text())
+    assert probe == {"mismatch/routing_tokens": 0.0, "mismatch/routing_layers": 0.0}

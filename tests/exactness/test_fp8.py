@@ -27,7 +27,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
-from tests.exactness.engines import in_batches, mixed_requests
+from tests.exactness.engines import in_batches, logprobs_of, mixed_requests
 from tests.exactness.toy import (
     LAYERS,
     drafter_weights,
@@ -104,7 +104,7 @@ def test_both_engines_give_the_same_log_probs(pair: Pair) -> None:
     trainer: dict[int, list[float]] = {}
     for batch, logprobs in zip(batches, pair.policy.logprobs(batches), strict=True):
         trainer |= {index: logprobs[row][batch.mask[row]].tolist() for row, index in enumerate(batch.indices)}
-    found = pair.engine.sequence_logprobs(SEQUENCES)
+    found = logprobs_of(pair.engine, SEQUENCES)
     same = mean_difference(found, [trainer[index] for index in range(len(SEQUENCES))])
     assert same < 0.01
     assert mean_difference(found, trainer_logprobs(pair.weights, tied=False)) > 3 * same
@@ -195,15 +195,15 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     attention: Any = engine._runner.model.get_submodule("model.layers.3.self_attn.attn")
     drafter: Any = engine._drafter.get_submodule("model.layers.0.self_attn.attn")
     assert (attention.kv_cache.dtype, drafter.kv_cache.dtype) == (torch.uint8, torch.float32)
-    before = engine.sequence_logprobs(SEQUENCES)
+    before = logprobs_of(engine, SEQUENCES)
     weights = policy_weights(0)
     engine.refit(weights.items(), None, 1)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.01, 0.005)
-    assert engine.sequence_logprobs(SEQUENCES) == before
+    assert logprobs_of(engine, SEQUENCES) == before
     newer = KvScales([0.5] * LAYERS, [0.5] * LAYERS, [0.5] * LAYERS)
     engine.refit(weights.items(), None, 2, newer)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.5, 0.5)
-    assert engine.sequence_logprobs(SEQUENCES) != before
+    assert logprobs_of(engine, SEQUENCES) != before
     engine.precision.restore(KvScales([0.25] * LAYERS, [0.25] * LAYERS, [0.125] * LAYERS))  # of a run that goes on
     engine.refit(weights.items(), None, 3)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.25, 0.125)
@@ -211,6 +211,10 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     plain = [response.tokens for response in engine.generate(REQUESTS[:14]).responses]
     engine.set_k(3)
     assert [response.tokens for response in engine.generate(REQUESTS[:14]).responses] == plain
+    engine.assert_quantised()
+    attention._k_scale.fill_(1.0)
+    with pytest.raises(NotQuantisedError, match=r"layer 3 of the engine stores k in FP8 with the scale 1, not 0\.25"):
+        engine.assert_quantised()
     engine.shutdown()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import policy_worker as shared
 import torch
 import torch.multiprocessing
@@ -17,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
-from specrl.training.batches import MicroBatch, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load
 from specrl.training.megatron.policy import Policy
@@ -51,15 +52,21 @@ def make_model(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def my_batches(policy: Policy) -> list[MicroBatch]:
-    """Uneven on purpose: the second data-parallel rank has the last sequence only."""
-    rows = shared.sequences()
-    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:], [], [])[policy.dp_rank]
-    return pack(mine, 90, policy.pad_multiple)
+def routed(sequence: TokenSequence) -> TokenSequence:
+    """The sequence with experts as an engine could have chosen them, other ones than the routers would."""
+    tokens = np.array(sequence.tokens[:-1])[:, None]
+    first = tokens + np.arange(len(tokens))[:, None] + np.arange(shared.SHAPE["num_hidden_layers"])
+    count = EXPERTS["num_experts"]
+    return replace(sequence, routes=np.stack([first % count, (first + 1 + first % 5) % count], -1).astype(np.uint8))
+
+
+def my_batches(policy: Policy, *, with_routes: bool = False) -> list[MicroBatch]:
+    rows = shared.my_sequences(policy)
+    return pack([routed(row) for row in rows] if with_routes else rows, 90, policy.pad_multiple)
 
 
 def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any]:
-    """What a layout computes, what two updates make of it, and its checkpoint."""
+    """What a layout computes, what two updates make of it, the second with given experts, and its checkpoint."""
     config = PolicyConfig(
         tensor_parallel=layout.tensor,
         pipeline_parallel=layout.pipeline,
@@ -70,21 +77,26 @@ def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any
     policy = Policy(scratch / "model", config, dtype="float32", ranks=ranks, seed=0)
     if layout.source is not None:
         load(scratch / layout.source / "step=000001", policy, None)
-    batches = my_batches(policy)
+    batches, replayed = my_batches(policy), my_batches(policy, with_routes=True)
     result: dict[str, Any] = {"loaded": shared.weights_of(policy)}
     result["num_parameters"] = sum(parameter.numel() for parameter in policy.model.parameters())
     features = policy.forward_features(batches, shared.SPEC)
     result["hidden"] = shared.by_sequence(batches, [item.hidden for item in features])
-    result["logprobs"] = shared.by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+    result["logprobs"] = shared.by_response(batches, policy.logprobs(batches, temperature=0.7))
     checkpoints = Checkpoints(scratch / name, policy, Retention(1))
     if layout.source is not None:
         checkpoints.save(1, None, {}, {})
         checkpoints.wait()
-    result["metrics"] = [policy.train_step(batches, shared.loss)[0]]
+    result["metrics"] = []
     if layout.source is None:
+        result["metrics"].append(policy.train_step(batches, shared.loss)[0])
         checkpoints.save(1, None, {}, {})
         checkpoints.wait()
-    result["metrics"].append(policy.train_step(batches, shared.loss)[0])
+    assert policy.routing is not None
+    result["replayed"] = shared.by_response(replayed, policy.logprobs(replayed, temperature=0.7))
+    policy.routing.clear()
+    result["metrics"].append(policy.train_step(replayed, shared.loss)[0])
+    result["disagreement"] = policy.routing.disagreement()
     result["trained"] = shared.weights_of(policy)
     return result
 

@@ -30,6 +30,8 @@ class LoopRun:
     outage: tuple[int, int] = (0, 0)
     """MLflow's database is locked from the end of the first of these steps to the end of the second; such a run is the
     only one that MLflow records."""
+    measures: bool = False
+    """Whether it ends with the matched pairs of `validate`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
 

@@ -36,6 +36,7 @@ from specrl.distributed import Ranks, join, leave
 from specrl.lifetime import LeftJobError
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, newest_step
+from specrl.loop import Trainer
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
@@ -43,8 +44,10 @@ from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
+from specrl.stages.validate import measure_speed
 from specrl.tracking import RUN_ID_FILE, Silent, stage_run, start_parent_run
 from specrl.training.drafter.trainer import Drafter
+from specrl.validation.next_step import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.integration.loop_plan import LoopRun
 
@@ -57,6 +60,8 @@ AGAIN_CODE = 144
 """With which ranks exit that are to be started again."""
 GRACE_SECONDS = 5.0
 RUN_SECONDS = 600.0
+SHAPE = {"num_layers": 2, "sliding_window": 32}
+"""The shape of the drafter, which is not that of most other tests."""
 
 
 def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
         "speculation": {"method": "eagle3", "k": 3},
         "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
         "policy": {"lr": 5e-6},
-        "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3},
+        "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3, **SHAPE},
         "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
         "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
     }
@@ -86,7 +91,8 @@ def write_inputs(folder: Path) -> None:
     write_policy(folder / "policy", weights)
     alone = Ranks(0, 1, 0, torch.device("cpu"))
     draft_tokens = torch.tensor(sorted({*likely_tokens(), 2}))
-    Drafter.create(folder / "policy", DrafterConfig(), draft_tokens, alone).save(folder / "drafter", 0)
+    config = DrafterConfig.model_validate(SHAPE)
+    Drafter.create(folder / "policy", config, draft_tokens, alone).save(folder / "drafter", 0)
     tokens = likely_tokens() * 3
     rows = [Rollout(0, 0, 0, i, 0, 0, 0, [5, 6, 7], tokens, [0.0] * 30, "", "", "stop") for i in range(4)]
     write_rollouts(rollout_path(folder / "rollouts", 0, 0), rows)
@@ -131,11 +137,11 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
     )
 
 
-def work(context: StageContext, rank: int, world_size: int, port: int, leaves: bool) -> None:
+def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
     """One rank, from the newest checkpoint to the end."""
-    if leaves and rank == 0:
+    if run.leaves and rank == 0:
         lifetime.current().leave_by = time.time()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     ranks = join()
     tracked = stage_run(context, ranks) if context.mlflow_run_id else nullcontext(Silent())
@@ -147,20 +153,31 @@ def work(context: StageContext, rank: int, world_size: int, port: int, leaves: b
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, seconds=0.0)
+        if run.measures:
+            measure(context, trainer, last, progress)
     leave()
 
 
-def start(context: StageContext, world_size: int, leaves: bool = False) -> list[int]:
+def measure(context: StageContext, trainer: Trainer, last: int, progress: Progress) -> None:
+    """Write the matched pairs of `validate`, measured on the engine that has just trained."""
+    following = NextStep.read(context.stage_dir, last, context.config, trainer.generator.source.tokenizer)
+    pairs = measure_speed(trainer.engine, following, context, context.stage_dir, trainer.ranks, progress)
+    if trainer.ranks.is_first:
+        found = {"text": following.text().model_dump(), "pairs": [pair.model_dump() for pair in pairs]}
+        (context.run_dir / "pairs.json").write_text(json.dumps(found))
+
+
+def start(context: StageContext, run: LoopRun) -> list[int]:
     """Fork the ranks; their process ids."""
     port = free_port()
     for path in context.run_dir.glob("ready-*"):
         path.unlink()
     processes = []
-    for rank in range(world_size):
+    for rank in range(run.ranks):
         if (process := os.fork()) == 0:
             code = 1
             try:
-                work(context, rank, world_size, port, leaves)
+                work(context, run, rank, port)
                 code = 0
             except LeftJobError:
                 code = AGAIN_CODE
@@ -197,7 +214,7 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     killed: list[dict[str, float]] = []
     num_left = 0
     while True:
-        processes = start(context, run.ranks, run.leaves)
+        processes = start(context, run)
         kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
         if any(run.outage):
             lock_database(context, *run.outage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -44,8 +45,18 @@ def finish(process: subprocess.Popen[str], seconds: float = 1200) -> str:
 
 
 def run_smoke(runs_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    one_thread = "resources.cpus_per_rank=1"  # other tests want the other core
-    return specrl("run", str(SMOKE), "--set", f"runs_dir={runs_dir}", "--set", one_thread, *arguments)
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    chats = runs_dir / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": f"{number} + 1"}) + "\n" for number in range(3)))
+    settings = [
+        f"runs_dir={runs_dir}",
+        f"drafter.data={chats}",
+        "drafter.data_prompts=4",
+        "resources.cpus_per_rank=1",  # other tests want the other core
+        "drafter.position_decay=measured",  # state that a restart has to restore
+        "drafter.ttt_growth=0.5",
+    ]
+    return specrl("run", str(SMOKE), *[word for setting in settings for word in ("--set", setting)], *arguments)
 
 
 def wait_for(run_dir: Path, pattern: str, seconds: float = 600) -> Path:

@@ -78,18 +78,24 @@ def sequences() -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(2)
     lengths = (5, 40, 17, 17, 33, 2, 28, 39)
     tokens = [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [TokenSequence(row, 1, index) for index, row in enumerate(tokens)]
+    prompts = {1: 9, 4: 9, 7: 9, 2: 5, 3: 5}
+    for index, length in prompts.items():
+        tokens[index][:length] = tokens[1 if length == 9 else 2][:length]
+    return [TokenSequence(row, prompts.get(index, 1), index) for index, row in enumerate(tokens)]
+
+
+def my_sequences(policy: Policy) -> list[TokenSequence]:
+    """Uneven on purpose: of two data-parallel ranks, the second has the last sequence only."""
+    rows = sequences()
+    return rows if policy.dp_size == 1 else (rows[:-1], rows[-1:], [], [])[policy.dp_rank]
 
 
 def my_batches(policy: Policy) -> list[MicroBatch]:
-    """Uneven on purpose: of two data-parallel ranks, the second has the last sequence only."""
-    rows = sequences()
-    mine = rows if policy.dp_size == 1 else (rows[:-1], rows[-1:], [], [])[policy.dp_rank]
-    return pack(mine, 90)
+    return pack(my_sequences(policy), 90)
 
 
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    num_tokens = sum(len(sequence.tokens) - 1 for sequence in sequences())
+    num_tokens = sum(sequence.response_length for sequence in sequences())
     weight = torch.tensor([1.0 + index % 3 for index in batch.indices])[:, None]
     return -(weight * logprobs * batch.mask).sum() / num_tokens, {"entropy": entropy.sum() / num_tokens}
 
@@ -107,6 +113,21 @@ def by_sequence(batches: list[MicroBatch], tensors: list[Tensor]) -> dict[int, T
     }
 
 
+def by_response(batches: list[MicroBatch], logprobs: list[Tensor]) -> dict[int, Tensor]:
+    """[response length] of each sequence of this rank."""
+    return {
+        index: found[row][batch.mask[row]].clone()
+        for batch, found in zip(batches, logprobs, strict=True)
+        for row, index in enumerate(batch.indices)
+    }
+
+
+def gradients(policy: Policy, batches: list[MicroBatch]) -> list[Tensor]:
+    """This rank's gradients of the loss, with nothing learnt from them."""
+    policy.train_step(batches, loss, lr=0.0)
+    return [parameter.main_grad.clone() for parameter in policy.model.parameters()]
+
+
 def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: Path) -> dict[str, Any]:
     config = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1], **CONFIG)
     policy = Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, keep_reference=True)
@@ -116,7 +137,7 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     result["logits"] = by_sequence(batches, [item.targets for item in features])
     result["top1"] = by_sequence(batches, [item.target_top1 for item in features])
     result["hidden"] = by_sequence(batches, [item.hidden for item in features])
-    result["logprobs"] = by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+    result["logprobs"] = by_response(batches, policy.logprobs(batches, temperature=0.7))
     result["metrics"], trained_features = policy.train_step(batches, loss, features=SPEC)
     result["features_equal"] = all(
         torch.equal(a.hidden, b.hidden) and torch.equal(a.targets, b.targets)
@@ -131,9 +152,12 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
         policy.train_step(batches, loss)
     result["trained"] = weights_of(policy)
     with policy.reference_weights():
-        result["reference"] = by_sequence(batches, policy.logprobs(batches, temperature=0.7))
+        result["reference"] = by_response(batches, policy.logprobs(batches, temperature=0.7))
     result["after_reference"] = weights_of(policy)
     policy.save_pretrained(scratch / "saved")
+    alone = [pack([sequence], 1)[0] for sequence in my_sequences(policy)]
+    result["shared"] = sum(batch.num_shared for batch in batches)
+    result["gradients"] = [gradients(policy, batches), gradients(policy, alone)]
     return result
 
 

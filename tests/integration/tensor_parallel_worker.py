@@ -27,7 +27,7 @@ from specrl.processes import free_port
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
-from tests.exactness.engines import mixed_requests
+from tests.exactness.engines import logprobs_of, mixed_requests
 from tests.exactness.toy import (
     ToyTrainer,
     drafter_weights,
@@ -73,7 +73,7 @@ def answers(engine: Engine) -> dict[str, Any]:
         "tokens": [response.tokens for response in generation.responses],
         "logprobs": [response.logprobs for response in generation.responses],
         "accepted": generation.stats.num_accepted_tokens,
-        "sequences": engine.sequence_logprobs(SEQUENCES),
+        "sequences": logprobs_of(engine, SEQUENCES),
     }
 
 

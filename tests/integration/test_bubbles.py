@@ -20,6 +20,7 @@ from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.measured import read_run
 from specrl.projection.projected import agreement
+from specrl.rollout.bubbles.texts import read_texts
 from tests.checkpoints import whole_state
 from tests.integration.loop_plan import ON_FAILURE, LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
@@ -33,16 +34,18 @@ BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
 SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
+PAIRS = {"speed_batches": [2, 8], "speed_prompts": 8, "speed_repeats": 2, "default_engine": False}
 LONG = {"train": {"num_steps": 12, "keep_every": 5}}
 STOP = {"metric": "reward/mean", "no_gain_for": 2}
-NUM_KILLS, NUM_KILLS_OF_FOUR = 18, 2
+NUM_KILLS, NUM_KILLS_OF_FOUR = 8, 2
 RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
+    LoopRun("alone", ranks=1, settings={"speculation": {"adaptive": False}}),
     LoopRun("none-long", settings={"speculation": {"adaptive": False}, **LONG}),
     LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
     LoopRun("other-seeds", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}}),
     LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
-    LoopRun("both", settings={**BOTH, **VALIDATED}),
+    LoopRun("both", measures=True, settings={**BOTH, "validate": {**VALIDATED["validate"], **PAIRS}}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("stopped", kills=1, settings={**BOTH, **VALIDATED, "train": {**LONG["train"], "stop_when": STOP}}),
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
@@ -132,6 +135,14 @@ def test_rollouts_and_policy_are_those_of_a_run_without_bubbles_and_validation(
     weights = policy(runs / plain)
     assert [key for key, tensor in policy(runs / name).items() if not torch.equal(tensor, weights[key])] == []
     assert [record["step"] for record in steps(runs / name)] == list(range(num_steps))
+
+
+def test_two_data_parallel_ranks_train_as_one(runs: Path) -> None:
+    """In FP32, up to the order in which gradients are added."""
+    assert rollouts(runs / "none") == rollouts(runs / "alone")
+    weights, begun = policy(runs / "alone"), load_file(runs / "policy" / "model.safetensors")
+    for key, tensor in policy(runs / "none").items():
+        assert float((tensor - weights[key]).norm()) <= 0.05 * float((weights[key] - begun[key]).norm()), key
 
 
 def test_an_outage_of_mlflow_in_the_middle_of_a_run_leaves_no_gap(runs: Path) -> None:
@@ -313,7 +324,7 @@ def test_a_job_that_has_time_for_one_step_leaves_after_it_with_a_checkpoint(runs
     assert json.loads((runs / "left" / "outcome.json").read_text())["num_starts"] == 3
 
 
-def test_twenty_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:
+def test_ten_ranks_were_killed_and_every_kill_cost_one_start(runs: Path) -> None:
     outcomes = [
         json.loads((runs / name / "outcome.json").read_text())
         for name in ("both-long-killed", "four-ranks-both-killed")
@@ -326,11 +337,30 @@ def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
     made = {name: [record["metrics"] for record in steps(runs / name)] for name in NAMES}
     for name in ("pregenerate", "other-seeds", "both"):
         assert sum(row["bubble/pregenerated_tokens"] for row in made[name]) > 0
-        assert made[name][-1]["bubble/pregenerated_tokens"] == 0  # nothing comes after the last step
     for name in ("train_drafter", "both"):
         assert sum(row["bubble/drafter_steps"] for row in made[name]) > 0
     assert all(row["bubble/used_s"] == 0 < row["bubble/idle_s"] for row in made["none"])
     assert all(row["bubble/used_s"] <= row["bubble/idle_s"] for rows in made.values() for row in rows)
+
+
+def test_what_was_generated_ahead_in_the_last_step_is_kept_for_validation(runs: Path) -> None:
+    for name in ("pregenerate", "other-seeds", "both"):
+        texts = [text for path in runs.glob(f"{name}/train-toy/next_step/*.arrow") for text in read_texts(path)]
+        made = steps(runs / name)[-1]["metrics"]["bubble/pregenerated_tokens"]
+        assert sum(len(text.tokens) for text in texts) == made
+    assert not [text for path in runs.glob("none/train-toy/next_step/*.arrow") for text in read_texts(path)]
+
+
+def test_validation_measures_the_step_that_would_come_next_with_its_text(runs: Path) -> None:
+    found = json.loads((runs / "both" / "pairs.json").read_text())
+    rows = rollouts(runs / "both")
+    assert (found["text"]["step"], found["text"]["num_responses"]) == (3, 16)
+    assert 0 < found["text"]["num_recent"] < len(rows)  # those of one of the two engines
+    assert [pair["batch"] for pair in found["pairs"]] == [2, 8]
+    for pair in found["pairs"]:
+        assert pair["tokens_equal"] == 1.0
+        assert set(pair["token_share"]) <= {"drafter", "recent", "replay"}
+        assert 0 < sum(pair["token_share"].values()) < 1
 
 
 def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs: Path) -> None:

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, accepted_prefix
+from specrl.rollout.drafts.controller import Controller
+from specrl.rollout.drafts.estimates import DraftLengths
+from specrl.rollout.drafts.replay import END
+from specrl.rollout.drafts.text_sources import RecentTextSource
 from specrl.rollout.engine import Engine, Response
+from specrl.rollout.matched import matched_pair
 from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
 from specrl.rollout.vllm.sampler import RequestRecord
 from tests.exactness.engines import mixed_requests, running
@@ -109,6 +114,32 @@ def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
     assert again.stats.decode_steps < other.stats.decode_steps
     assert RECENT not in other.stats.by_source
     assert REPLAY not in again.stats.by_source
+
+
+def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
+    mixed: Engine, plain: list[Response], texts: Texts
+) -> None:
+    given: list[int] = []
+
+    def give_texts() -> None:
+        given.append(1)
+        mixed.set_recent([[plain[1].tokens], [plain[3].tokens]])
+        mixed.set_replay(texts)
+
+    pair = matched_pair(mixed, REQUESTS, len(REQUESTS), 3, 2, give_texts=give_texts)
+    assert len(given) == 2
+    assert pair.tokens_equal == 1.0
+    assert pair.token_share[REPLAY] > 0.2 and pair.token_share[DRAFTER] > 0
+    assert pair.token_share[RECENT] > 0
+    drafting = mixed._drafting
+    assert drafting is not None
+    (recent,) = (source for source in drafting.texts.sources if isinstance(source, RecentTextSource))
+    # What it was given and what the last repeat said; the repeat before would be found word for word.
+    assert recent._text is not None and recent._text.tokens.count(END) == 1 + 2 + len(REQUESTS)
+    without = matched_pair(mixed, REQUESTS, len(REQUESTS), 3, 1)
+    assert RECENT not in without.token_share and without.tokens_equal == 1.0
+    mixed.set_recent([])
+    mixed.set_replay({})
 
 
 def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
@@ -244,6 +275,28 @@ def test_the_controller_learns_while_generating(mixed: Engine, texts: Texts, pla
     assert {point.batch for point in points} >= {1, 4}
     assert len({(point.k, point.replay_k) for point in points}) > 2
     assert all(point.acceptance_length >= 1 and point.tokens_per_s > 0 for point in points)
+
+
+def test_each_request_gets_as_many_drafts_as_are_worth_their_rows(mixed: Engine, plain: list[Response]) -> None:
+    """Where rows are made to look dear, drafts of one batch differ in length and no token does."""
+    mixed.set_replay({})
+    mixed.set_k(3)
+    full = mixed.generate(REQUESTS).stats
+    mixed.set_k(None)
+    controller = Controller(3, LONGEST, seed=0)
+    mixed.control_with(controller)
+    for _ in range(8):
+        for rows in (8, 16, 32, 64, 128):
+            controller.observe_parts(rows, DraftLengths(3, 0), 0, drafting=0.01, rest=0.02 + 0.001 * rows)
+    lengths: list[set[int]] = []
+    generation = mixed.generate(
+        REQUESTS,
+        learn=False,
+        on_iteration=lambda: lengths.append({outcome.drafted for outcome in mixed._sampler.last.outcomes}),
+    )
+    assert tokens(generation.responses) == tokens(plain)
+    assert any(len(found) > 1 for found in lengths)
+    assert 0 < generation.stats.num_draft_tokens < full.num_draft_tokens
 
 
 def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list[Response]) -> None:

@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import specrl.training.megatron.cpu.kernels  # noqa: F401  (imports llvmlite, as other tests of a worker do)
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
+from specrl.export.exported import ExportedDrafter
+from specrl.export.formats import FORMATS
+from specrl.models.drafters import NORM_FLAGS
 from specrl.rollout.vllm import lifecycle
+from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.io import adopt_drafter
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
 
 VOCAB, PROMPT, RESPONSE, K = 120, 6, 24, 3
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+PUBLISHED = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "max_position_embeddings": 32,
+    "eagle_aux_hidden_state_layer_ids": [0, 3, 4, 6],
+    **dict.fromkeys(NORM_FLAGS, True),
+}
+
+
+def write_policy(directory: Path, rope: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -34,13 +62,12 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        rope_theta=500.0,
+        rope_parameters=rope,
         max_position_embeddings=128,
         initializer_range=0.3,
         tie_word_embeddings=False,
         eos_token_id=None,
     )
-    directory = tmp_path_factory.mktemp("policy")
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -55,23 +82,80 @@ def greedy_features(policy_dir: Path, prompts: Tensor, drafter_spec: Any) -> Fea
         outputs = policy(tokens, output_hidden_states=True)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     mask[:, PROMPT - 1 : -1] = True
-    hidden = torch.cat([outputs.hidden_states[layer] for layer in drafter_spec.layers], -1)
+    streams = dict(enumerate(outputs.hidden_states)) | {6: last_layer_output(policy, tokens)}
+    hidden = torch.cat([streams[layer] for layer in drafter_spec.layers], -1)
     logits = outputs.logits[..., drafter_spec.draft_tokens]
     return Features(tokens, mask, hidden, logits, outputs.logits.argmax(-1))
 
 
-def test_vllm_drafts_what_the_module_drafts(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), 100)
-    drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), vocabulary, ranks)
+def last_layer_output(policy: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """The residual stream behind the last layer; the last of transformers' hidden states is behind the final norm."""
+    found: list[Tensor] = []
+    hook = policy.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    with torch.no_grad():
+        policy(tokens)
+    hook.remove()
+    return found[0]
+
+
+SHAPES = {
+    "published": {"draft_vocab_size": 100},
+    "two layers, four features, whole vocabulary, window": {
+        "draft_vocab_size": VOCAB,
+        "num_layers": 2,
+        "feature_layers": [1, 3, 4, 6],
+        "sliding_window": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_vllm_drafts_what_the_module_drafts(
+    shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_dir = write_policy(tmp_path / "policy", {"rope_type": "default", "rope_theta": 500.0})
+    config = DrafterConfig.model_validate(shape)
+    vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), config.draft_vocab_size)
+    drafter = Drafter.create(policy_dir, config, vocabulary, ALONE)
+    check_drafts(drafter, policy_dir, tmp_path, monkeypatch, "speculators" if config.num_layers == 1 else "eagle3")
+
+
+def test_vllm_drafts_what_a_published_drafter_with_all_norms_and_yarn_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_dir = write_policy(tmp_path / "policy", YARN)
+    shape = Eagle3Shape.from_config(PUBLISHED | {"rope_parameters": YARN, "sliding_window": None}, torch.float32)
+    torch.manual_seed(1)
+    tensors = Eagle3(shape).state_dict()
+    ids = torch.arange(20, VOCAB)
+    drafted = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(PUBLISHED))
+    save_file({**tensors, "d2t": ids, "t2d": drafted}, tmp_path / "published" / "model.safetensors")
+    notes = adopt_drafter(tmp_path / "published", policy_dir, tmp_path / "adopted")
+    assert "its rotary embedding is not scaled, the policy's is: it takes over YaRN with factor 8" in notes
+    drafter = Drafter.load(tmp_path / "adopted", policy_dir, DrafterConfig(), ALONE)
+    check_drafts(drafter, policy_dir, tmp_path, monkeypatch)
+
+
+def check_drafts(
+    drafter: Drafter, policy_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str = "eagle3"
+) -> None:
+    """Train the drafter, and compare what vLLM drafts with it to what the module drafts, draft by draft.
+
+    Args:
+        form: The format of the folder that vLLM loads.
+    """
+    vocabulary = drafter.draft_tokens
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB, (48, PROMPT), generator=generator)
     drafter.update([greedy_features(policy_dir, prompts, drafter.feature_spec)], lr=3e-3, epochs=60)
-    drafter.save(tmp_path / "drafter", policy_version=0)
-    drafter = Drafter.load(tmp_path / "drafter", policy_dir, drafter.config, ranks)
+    drafter.save(folder / "drafter", policy_version=0)
+    drafter = Drafter.load(folder / "drafter", policy_dir, drafter.config, ALONE)
     features = greedy_features(policy_dir, prompts[:4], drafter.feature_spec)
 
-    proposals, alone, together = vllm_proposals(policy_dir, tmp_path / "drafter", features.tokens, monkeypatch)
+    FORMATS[form].write(ExportedDrafter(folder / "drafter", policy_dir, str(policy_dir), K), folder / form)
+    proposals, alone, together = vllm_proposals(policy_dir, folder / form, features.tokens, monkeypatch)
     literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
     compared = 0
     for row, by_start in enumerate(proposals):
@@ -105,6 +189,7 @@ def vllm_proposals(
         monkeypatch.setenv(name, value)
     from vllm import LLM, SamplingParams
 
+    lifecycle.fix_kernel_registration()
     engine = LLM(
         str(policy_dir),
         skip_tokenizer_init=True,
@@ -113,6 +198,7 @@ def vllm_proposals(
         enforce_eager=True,
         async_scheduling=False,
         enable_prefix_caching=False,
+        disable_hybrid_kv_cache_manager=True,
         disable_log_stats=False,
         speculative_config={"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": K},
     )

@@ -14,7 +14,7 @@ from specrl.processes import free_port
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import matched_pair
-from tests.exactness.engines import mixed_requests, running
+from tests.exactness.engines import logprobs_of, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
 END_TOKEN = 2
@@ -106,7 +106,7 @@ def test_generation_logprobs_are_those_of_scoring_at_temperature_one(engine: Eng
     prompts = [request.prompt_tokens for request in mixed_requests(24, seed=2)]
     requests = [Request(prompt, response_seed(0, 0, i, 0), 20, 1.0) for i, prompt in enumerate(prompts)]
     responses = engine.generate(requests).responses
-    scores = engine.sequence_logprobs([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
+    scores = logprobs_of(engine, [p + r.tokens for p, r in zip(prompts, responses, strict=True)])
     for response, score in zip(responses, scores, strict=True):
         assert response.logprobs == pytest.approx(score[-len(response.tokens) :], abs=1e-3)
         assert response.log_kept_mass is None
@@ -118,7 +118,7 @@ def test_truncated_logprobs_and_the_kept_mass_give_those_of_scoring(engine: Engi
     prompts = [request.prompt_tokens for request in mixed_requests(8, seed=3)]
     requests = [Request(prompt, response_seed(0, 1, i, 0), 20, 1.0, top_p, top_k) for i, prompt in enumerate(prompts)]
     responses = engine.generate(requests).responses
-    scores = engine.sequence_logprobs([p + r.tokens for p, r in zip(prompts, responses, strict=True)])
+    scores = logprobs_of(engine, [p + r.tokens for p, r in zip(prompts, responses, strict=True)])
     for response, score in zip(responses, scores, strict=True):
         assert response.log_kept_mass is not None
         whole = [a + b for a, b in zip(response.logprobs, response.log_kept_mass, strict=True)]
@@ -154,7 +154,7 @@ def test_a_full_context_can_be_generated_and_scored(engine: Engine) -> None:
     prompt = (likely_tokens() * 20)[: engine.max_length - 1]
     response = engine.generate([Request(prompt, 1, 50, 1.0)]).responses[0]
     assert len(response.tokens) == 1
-    assert len(engine.sequence_logprobs([prompt + response.tokens])[0]) == engine.max_length - 1
+    assert len(logprobs_of(engine, [prompt + response.tokens])[0]) == engine.max_length - 1
     with pytest.raises(ValueError, match="no room for a response"):
         engine.generate([Request(prompt + response.tokens, 1, 1, 1.0)])
 

@@ -62,7 +62,8 @@ def test_log_probs_and_features_equal_transformers(results: Results, scratch: Pa
         with torch.no_grad():
             out = model(tokens[None], output_hidden_states=True)
         expected = (out.logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        torch.testing.assert_close(logprobs[sequence.index][:-1], expected, atol=2e-4, rtol=0)
+        expected = expected[sequence.prompt_length - 1 :]
+        torch.testing.assert_close(logprobs[sequence.index], expected, atol=2e-4, rtol=0)
         inputs = torch.cat([out.hidden_states[layer][0] for layer in SPEC.layers[:-1]], -1)
         found = hidden[sequence.index][:, : inputs.shape[1]]
         torch.testing.assert_close(found, inputs, atol=1e-4, rtol=0)
@@ -79,13 +80,31 @@ def test_weights_come_back_bit_by_bit_on_every_rank(results: Results, layout: st
 
 @pytest.mark.parametrize("layout", [name for name in WHOLE if name != "alone"])
 def test_two_updates_are_the_same_on_every_layout(results: Results, layout: str) -> None:
-    """Router and experts included, and the norm of all gradients, which the updates are clipped to."""
+    """Router and experts included, and the norm of all gradients, which the updates are clipped to; the second update
+    replays given experts."""
     alone = results["alone"][0]
     for rank in results[layout]:
         for found, expected in zip(rank["metrics"], alone["metrics"], strict=True):
             assert found == pytest.approx(expected, rel=1e-4)
         for name, tensor in alone["trained"].items():
             torch.testing.assert_close(rank["trained"][name], tensor, atol=2e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
+def test_given_experts_are_replayed_alike_on_every_layout(results: Results, layout: str) -> None:
+    """Whichever rank holds the layer, the expert or the part of the sequence, also where it is computed again."""
+    alone = results["alone"][0]
+    expected, own = alone["replayed"], alone["logprobs"]
+    assert min(float((expected[index] - own[index]).abs().max()) for index in own) > 0.01
+    assert (
+        0.5 < alone["disagreement"]["mismatch/routing_layers"] < alone["disagreement"]["mismatch/routing_tokens"] <= 1
+    )
+    found = worker.merged(results[layout], "replayed")
+    assert found.keys() == expected.keys()
+    for index, logprobs in expected.items():
+        torch.testing.assert_close(found[index], logprobs, atol=5e-4, rtol=0)
+    for rank in results[layout]:
+        assert rank["disagreement"] == pytest.approx(alone["disagreement"], abs=0.005)
 
 
 @pytest.mark.parametrize("layout", MOVED)

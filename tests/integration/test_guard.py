@@ -123,6 +123,22 @@ def test_a_drafter_that_training_ruined_shows_in_its_acceptance(
 
 
 @pytest.mark.engine
+def test_a_ruined_drafter_that_no_probe_saw_shows_in_the_rollouts_and_is_in_no_checkpoint(engine: Engine) -> None:
+    guard, trainer = guarded(engine)
+    engine.set_k(3)
+    assert guard.watch(engine.generate(REQUESTS).stats, 1) is None
+    for notice in (lambda: guard.watch(engine.generate(REQUESTS).stats, 2), lambda: guard.confirm(2)):
+        trainer.weights = inverted(drafter_weights(1))
+        engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+        assert guard.check(2, probes=False).speculating
+        report = notice()
+        assert report is not None and report.reloaded
+        assert "acceptance at position 1 fell to" in guard.take_events()[0]
+        assert all(torch.equal(drafter_weights(1)[name], tensor) for name, tensor in trainer.named_weights())
+        engine.verify_drafter(drafter_weights(1).items())
+
+
+@pytest.mark.engine
 def test_weights_that_are_not_numbers_are_a_collapse(engine: Engine) -> None:
     guard, trainer = guarded(engine)
     trainer.weights = trainer.weights | {"fc.weight": torch.full_like(trainer.weights["fc.weight"], torch.nan)}

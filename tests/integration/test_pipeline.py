@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pyarrow.dataset
 import pytest
 import torch
 from safetensors import safe_open
@@ -82,10 +83,31 @@ def test_plain_and_speculative_generation_give_the_same_tokens(undisturbed: Path
     assert [pair["tokens_equal"] for pair in result["speed"]] == [1.0, 1.0]
 
 
-def test_export_holds_a_drafter_in_both_formats(undisturbed: Path) -> None:
-    assert (undisturbed / "export" / "drafter" / "README.md").read_text().startswith("# EAGLE-3 drafter of run smoke")
+def test_the_policy_answers_other_prompts_for_the_drafter_alone(undisturbed: Path) -> None:
+    own, others = (
+        pyarrow.dataset.dataset(next(undisturbed.glob(f"stages/pretrain-*/{folder}")), format="ipc")
+        .to_table()
+        .to_pylist()
+        for folder in ("rollouts", "drafter-data")
+    )
+    assert (len(own), len(others)) == (32 * 2, 4 * 2)
+    assert {row["reward"] for row in others} == {0.0} and len({row["seed"] for row in own + others}) == 72
+    result = json.loads(next(undisturbed.glob("stages/pretrain-*/result.json")).read_text())
+    assert result["num_responses"] == 64
+    assert result["reward_mean"] == pytest.approx(sum(row["reward"] for row in own) / 64)
+
+
+def test_export_holds_a_drafter_in_both_formats(undisturbed: Path, tmp_path: Path) -> None:
+    card = (undisturbed / "export" / "drafter" / "README.md").read_text()
+    assert card.startswith("# EAGLE-3 drafter of run smoke")
+    length = json.loads((undisturbed / "summary.json").read_text())["export"]["vllm_acceptance_length"]
+    assert f"| held-out | 1 | all | {length:.2f} (by position" in card and "| held-out | 0 | 16 to 31 |" in card
     with safe_open(undisturbed / "export" / "drafter-speculators" / "model.safetensors", framework="pt") as file:
         assert "layers.0.self_attn.q_proj.weight" in file.keys()  # noqa: SIM118  (not a dict)
+    output = finish(specrl("export", str(undisturbed), "--format", "sglang", "--to", str(tmp_path / "sglang")))
+    assert "python -m sglang.launch_server" in output
+    copied = (tmp_path / "sglang" / "README.md").read_text()
+    assert copied.partition("    python -m")[0] == card.partition("    vllm serve")[0]
 
 
 def test_mlflow_has_a_child_run_per_stage(undisturbed: Path) -> None:

@@ -75,13 +75,28 @@ def test_logits_and_features_equal_transformers(
 ) -> None:
     found = {key: merged(results[layout], family, key) for key in ("logits", "hidden", "top1", "logprobs")}
     for index, (logits, hidden) in transformers_outputs(scratch / family, family).items():
-        tokens = torch.tensor(worker.sequences()[index].tokens)
-        torch.testing.assert_close(found["logits"][index][:-1], logits[:-1], atol=1e-4, rtol=0)
+        sequence = worker.sequences()[index]
+        outputs = slice(sequence.prompt_length - 1, -1)
+        torch.testing.assert_close(found["logits"][index][outputs], logits[outputs], atol=1e-4, rtol=0)
         torch.testing.assert_close(found["hidden"][index], hidden, atol=1e-4, rtol=0)
-        assert torch.equal(found["top1"][index][:-1], logits[:-1].argmax(-1))
-        expected = (logits[:-1] / 0.7).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        torch.testing.assert_close(found["logprobs"][index][:-1], expected, atol=2e-4, rtol=0)
-        assert found["logprobs"][index][-1] == 0
+        assert torch.equal(found["top1"][index][outputs], logits[outputs].argmax(-1))
+        targets = torch.tensor(sequence.tokens)[sequence.prompt_length :, None]
+        expected = (logits[outputs] / 0.7).log_softmax(-1).gather(-1, targets)[:, 0]
+        torch.testing.assert_close(found["logprobs"][index], expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", worker.FAMILIES)
+def test_gradients_are_those_of_sequences_that_share_no_prompt(
+    results: dict[str, list[dict[str, Any]]], family: str, layout: str
+) -> None:
+    assert results[layout][0][family]["shared"] > 0
+    for rank in results[layout]:
+        shared, alone = rank[family]["gradients"]
+        scale = max(float(gradient.abs().max()) for gradient in alone)
+        assert scale > 0
+        for found, expected in zip(shared, alone, strict=True):
+            torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

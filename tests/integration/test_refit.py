@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 from specrl.rollout.refit.parity import check_policy
-from tests.exactness.engines import mixed_requests, running
+from tests.exactness.engines import logprobs_of, mixed_requests, running
 from tests.exactness.toy import (
     drafter_weights,
     likely_tokens,
@@ -43,9 +46,7 @@ class Case:
         return {name: tensor.bfloat16() for name, tensor in policy_weights(seed, tied=self.tied).items()}
 
     def check(self, trainer: dict[str, Tensor]) -> float:
-        return check_policy(
-            self.engine.sequence_logprobs(SEQUENCES), trainer_logprobs(trainer, self.tied), TOLERANCE
-        ).mean
+        return check_policy(logprobs_of(self.engine, SEQUENCES), trainer_logprobs(trainer, self.tied), TOLERANCE).mean
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -125,12 +126,37 @@ def test_a_corrupted_head_is_an_error_with_a_name(case: Case) -> None:
 
 
 @pytest.mark.engine
+def test_a_refit_packs_each_layer_that_multiplies_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[str] = []
+    names = {layer: name for name, layer in case.engine._vllm.policy.named_modules()}
+    for kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+
+        def pack(method: Any, layer: Any, before: Any = kind.process_weights_after_loading) -> None:
+            packed.append(names[layer])
+            before(method, layer)
+
+        monkeypatch.setattr(kind, "process_weights_after_loading", pack)
+    policy = case.policy(9)
+    backwards = dict(reversed(policy.items()))
+    case.engine.refit(backwards.items(), None, 9)
+    linear = [name for name in names.values() if name.endswith("_proj")]
+    assert sorted(packed) == sorted([*linear, "lm_head"])
+    case.check(policy)
+    case.engine.verify_policy(policy.items())
+
+
+@pytest.mark.engine
 def test_a_missing_or_unknown_tensor_is_an_error_with_its_name(case: Case) -> None:
     policy = case.policy(6)
     name = "model.layers.1.mlp.up_proj.weight"
     incomplete = {key: tensor for key, tensor in policy.items() if key != name}
+    case.engine.refit(policy.items(), None, 6)
     with pytest.raises(RefitError, match=name):
-        case.engine.refit(incomplete.items(), None, 6)
+        case.engine.refit([(key, -tensor) for key, tensor in incomplete.items()], None, 6)
+    with pytest.raises(PolicyParityError) as wrong:
+        case.engine.verify_policy(policy.items())
+    assert "layers.1.mlp.down_proj" in str(wrong.value)
+    assert "layers.1.mlp.gate_proj" not in str(wrong.value), "the layer that is not complete stays as it was"
     with pytest.raises(RefitError, match="not have"):
         case.engine.refit([*policy.items(), ("model.layers.9.mlp.up_proj.weight", policy[name])], None, 6)
     without_mapping = {key: tensor for key, tensor in case.drafter.items() if key != "d2t"}

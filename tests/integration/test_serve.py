@@ -105,7 +105,8 @@ def test_a_served_configuration_runs_when_prefect_says_so(tmp_path: Path, server
 
 
 def test_sigterm_leaves_the_job_and_sigint_cancels_it(tmp_path: Path, server: PrefectServer) -> None:
-    served = Served(server, tmp_path / "runs")
+    long = "--set=warm_start.batch_size=1"  # or the job may have finished before anybody looks
+    served = Served(server, tmp_path / "runs", long)
     config = served.trigger_until_a_job_runs()
     output = served.end(signal.SIGTERM)
     ((key, job),) = live_jobs(config).items()
@@ -116,7 +117,7 @@ def test_sigterm_leaves_the_job_and_sigint_cancels_it(tmp_path: Path, server: Pr
         assert not is_worked_on(config.run_dir)
     finally:
         job.cancel()
-    served = Served(server, tmp_path / "more" / "runs")
+    served = Served(server, tmp_path / "more" / "runs", long)
     config = served.trigger_until_a_job_runs()
     ((key, job),) = live_jobs(config).items()
     output = served.end(signal.SIGINT)

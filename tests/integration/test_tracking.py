@@ -16,11 +16,15 @@ import torch
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
+from flows.cli import invoke
+from flows.folder import write_config
 from flows.preflight import check_tracking
+from specrl.artifacts import BestPolicy, TrainResult
 from specrl.config import Config, DataConfig, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.stages.export import register
 from specrl.tracking import (
     Tracker,
     finish_parent_run,
@@ -30,11 +34,11 @@ from specrl.tracking import (
     runs,
     stage_run,
     start_parent_run,
-    sync_run,
     tracking_uri,
     uploader,
 )
 from specrl.tracking.spool import Spool
+from specrl.tracking.uploader import Uploader
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}
@@ -278,6 +282,48 @@ def test_a_large_model_is_registered_without_its_weights(runs_dir: Path) -> None
     assert version.tags["specrl.data.training"]
 
 
+def test_the_best_policy_is_registered_beside_the_last_where_it_is_another_one(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "better-before")
+    context = stage_of(config, start_parent_run(config))
+    folders = {name: context.stage_dir / name for name in ("policy", "drafter", "best/policy", "best/drafter")}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(name)
+    best = BestPolicy(
+        step=4, metric="x", value=0.5, policy_dir=folders["best/policy"], drafter_dir=folders["best/drafter"]
+    )
+    trained = TrainResult(
+        policy_dir=folders["policy"],
+        drafter_dir=folders["drafter"],
+        policy_step=6,
+        best=best,
+        steps=6,
+        seconds=1,
+        step_seconds_median=1,
+        timing_share={},
+        reward_first=0,
+        reward_last=0,
+        acceptance_length=1,
+        acceptance_rate_per_pos=[],
+        mismatch={},
+        refit_checks=1,
+        refit_failures=0,
+        refit_max_abs_logprob_diff=0,
+    )
+    with stage_run(context, FIRST) as tracker:
+        register(context, trained, folders["policy"], folders["drafter"], 1.5, tracker)
+    client = client_of(config)
+    for part in ("policy", "drafter"):
+        found = {
+            alias: client.get_model_version_by_alias(f"better-before-{part}", alias) for alias in ("best", "latest")
+        }
+        steps = {alias: version.tags["specrl.policy_version"] for alias, version in found.items()}
+        assert steps == {"best": "4", "latest": "6"}
+        for alias, name in (("best", f"best/{part}"), ("latest", part)):
+            stored = Path(found[alias].source.removeprefix("file://"))
+            assert (stored / "config.json").read_text() == name
+
+
 def test_a_stage_logs_the_load_of_its_machine(runs_dir: Path) -> None:
     config = make_config(runs_dir, "load")
     parent = start_parent_run(config)
@@ -408,10 +454,26 @@ def test_nothing_is_lost_or_doubled_while_a_server_is_in_trouble(
     assert told
 
 
+def test_a_server_that_fails_is_asked_less_and_less_often_at_the_end_of_a_stage(tmp_path: Path) -> None:
+    failing = Proxy(9)
+    failing.become("error")
+    config = make_config(tmp_path, "failing", failing.uri)
+    spool = Spool(config.run_dir)
+    spool.append("start", name="failing", tags={}, parent=None)
+    assert not Uploader(config, spool).close(patience_s=2.5)
+    failing.close()
+    assert failing.requests <= 4  # after 0, 0.5, 1.5 and 3.5 s
+
+
 def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
-    tmp_path: Path, server: MlflowServer, quick: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    server: MlflowServer,
+    quick: None,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config(tmp_path / "runs", "relaunched", server.uri)
+    write_config(config)
     parent = start_parent_run(config)
     context = stage_of(config, parent)
     context.stage_dir.mkdir(parents=True)
@@ -426,9 +488,14 @@ def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
         log_step(tracker, context.stage_dir, 2)
     finish_parent_run(config, "FINISHED")
     assert "specrl sync relaunched" in caplog.text
-    assert sync_run(config) == [config.run_dir, context.stage_dir]
+    sync = ["sync", "relaunched", "--runs-dir", str(config.runs_dir)]
+    assert invoke(sync) == 2
+    assert capsys.readouterr().err.endswith(
+        "specrl: MLflow does not answer; what relaunched, train-0123456789ab logged still waits on disk\n"
+    )
     server.start()
-    assert sync_run(config) == []
+    assert invoke(sync) == 0
+    assert capsys.readouterr().out.endswith("MLflow has everything that relaunched has logged\n")
     check_steps(config, parent, 3)
     assert statuses(config, parent) == ["FINISHED"]
     assert client_of(config).get_run(parent).info.status == "FINISHED"

@@ -9,9 +9,9 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 
-from flows.crashed_flows import mark_crashed_flows
 from flows.display import PlainReporter
 from flows.pipeline import cancel
+from flows.server import mark_crashed_flows
 from slurm.backend import JobError
 from specrl.config import StageName
 from tasks.run import Finished, Run, open_run, run_stage

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl.training.batches import MicroBatch, TokenSequence, empty_micro_batch, pack
@@ -10,45 +10,82 @@ from specrl.training.batches import MicroBatch, TokenSequence, empty_micro_batch
 
 @st.composite
 def sequence_lists(draw: st.DrawFn) -> list[TokenSequence]:
-    lengths = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), max_size=30))
-    return [
-        TokenSequence(list(range(1, prompt + response + 1)), prompt, index)
-        for index, (prompt, response) in enumerate(lengths)
-    ]
+    """Sequences of a few prompts, each with any number of responses, some of them empty."""
+    groups = draw(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), max_size=6)), max_size=8))
+    sequences: list[TokenSequence] = []
+    for number, (length, responses) in enumerate(groups):
+        prompt = [1000 * number + place for place in range(length)]
+        for response in responses:
+            tokens = [10_000 * (len(sequences) + 1) + place for place in range(response)]
+            sequences.append(TokenSequence.of(prompt, tokens, len(sequences)))
+    return sequences
 
 
-def rows(batches: list[MicroBatch]) -> dict[int, tuple[list[int], list[bool], int]]:
-    return {
-        index: (batch.tokens[row].tolist(), batch.mask[row].tolist(), int(batch.lengths[row]))
-        for batch in batches
-        for row, index in enumerate(batch.indices)
-    }
+def size_of(sequences: list[TokenSequence], batch: MicroBatch) -> int:
+    """The tokens of a micro-batch's sequences with each prompt once."""
+    chosen = [sequences[index] for index in batch.indices]
+    prompts = {tuple(item.tokens[: item.prompt_length]) for item in chosen}
+    return sum(map(len, prompts)) + sum(item.response_length for item in chosen)
 
 
+@settings(deadline=None)
 @given(sequence_lists(), st.integers(1, 200), st.integers(1, 8))
-def test_every_sequence_is_in_one_row_with_its_tokens_and_response_mask(
+def test_every_sequence_is_in_one_row_with_its_tokens_and_what_predicts_them(
     sequences: list[TokenSequence], budget: int, multiple: int
 ) -> None:
-    found = rows(pack(sequences, budget, multiple))
-    assert sorted(found) == [sequence.index for sequence in sequences]
-    for sequence in sequences:
-        tokens, mask, length = found[sequence.index]
-        assert length == len(sequence.tokens)
-        assert tokens[:length] == sequence.tokens and not any(tokens[length:])
-        expected = [sequence.prompt_length <= i + 1 < length for i in range(len(tokens))]
-        assert mask == expected
+    batches = pack(sequences, budget, multiple)
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(sequences)))
+    for batch in batches:
+        at = 0
+        for places, index, mask in zip(batch.places(), batch.indices, batch.mask, strict=True):
+            item = sequences[index]
+            own = places[: len(item.tokens)]
+            assert batch.tokens[own].tolist() == item.tokens
+            response = slice(at, at + item.response_length)
+            assert batch.targets[response].tolist() == item.tokens[item.prompt_length :]
+            assert torch.equal(batch.predictors[response], own[item.prompt_length - 1 : -1])
+            assert mask.tolist() == [column < item.response_length for column in range(len(mask))]
+            at += item.response_length
+        assert at == batch.num_tokens == len(batch.predictors)
 
 
+@settings(deadline=None)
 @given(sequence_lists(), st.integers(1, 200), st.integers(1, 8))
-def test_the_padded_area_stays_in_the_budget_unless_one_sequence_exceeds_it(
+def test_every_token_sees_its_own_sequence_up_to_itself_and_nothing_else(
     sequences: list[TokenSequence], budget: int, multiple: int
 ) -> None:
     for batch in pack(sequences, budget, multiple):
-        assert batch.tokens.shape[1] % multiple == 0
-        assert batch.tokens.numel() <= budget or len(batch.indices) == 1
-        assert int(batch.lengths.max()) > batch.tokens.shape[1] - multiple
+        width = len(batch.tokens)
+        seen = torch.zeros(width, width, dtype=torch.bool)
+        end = 0
+        for start, stop, prefix_start, prefix_stop in batch.segments.tolist():
+            assert start == end and stop > start
+            seen[start:stop, prefix_start:prefix_stop] = True
+            seen[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril().bool()
+            end = stop
+        assert end == width
+        expected = torch.zeros_like(seen)
+        for places, length in zip(batch.places(), batch.lengths.tolist(), strict=True):
+            for column, place in enumerate(places[:length].tolist()):
+                expected[place, places[: column + 1]] = True
+        assert torch.equal(seen[: batch.num_real, : batch.num_real], expected[: batch.num_real, : batch.num_real])
+        assert not seen[: batch.num_real, batch.num_real :].any() and not seen[batch.num_real :, : batch.num_real].any()
 
 
+@settings(deadline=None)
+@given(sequence_lists(), st.integers(1, 200), st.integers(1, 8))
+def test_a_prompt_is_there_once_and_rows_are_filled_up_at_their_end_alone(
+    sequences: list[TokenSequence], budget: int, multiple: int
+) -> None:
+    for batch in pack(sequences, budget, multiple):
+        assert batch.num_real == size_of(sequences, batch)
+        assert batch.num_shared == sum(len(sequences[index].tokens) for index in batch.indices) - batch.num_real
+        assert len(batch.tokens) % multiple == 0 and len(batch.tokens) - batch.num_real < multiple
+        assert len(batch.tokens) <= budget or len(batch.indices) == 1
+        assert not batch.tokens[batch.num_real :].any()
+
+
+@settings(deadline=None)
 @given(sequence_lists(), st.randoms(use_true_random=False))
 def test_packing_does_not_depend_on_the_order_given(sequences: list[TokenSequence], random: object) -> None:
     shuffled = list(sequences)
@@ -60,13 +97,23 @@ def test_packing_does_not_depend_on_the_order_given(sequences: list[TokenSequenc
 
 def test_similar_lengths_share_a_micro_batch() -> None:
     lengths = [100, 3, 98, 4, 99, 2]
-    sequences = [TokenSequence([1] * length, 1, index) for index, length in enumerate(lengths)]
+    sequences = [TokenSequence([index] * length, 1, index) for index, length in enumerate(lengths)]
     assert [batch.indices for batch in pack(sequences, 300)] == [[0, 4, 2], [3, 1, 5]]
+
+
+def test_a_group_that_does_not_fit_is_divided_and_its_prompt_repeated() -> None:
+    sequences = [TokenSequence.of([7] * 20, [index] * 10, index) for index in range(5)]
+    batches = pack(sequences, 45)
+    assert [batch.indices for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert [len(batch.tokens) for batch in batches] == [40, 40, 30]
+    repeated = pack(sequences, 90, counts_repeated=True)
+    assert [batch.indices for batch in repeated] == [[0, 1, 2], [3, 4]]
+    assert [len(batch.tokens) for batch in repeated] == [50, 40]
 
 
 def test_an_empty_micro_batch_has_nothing_to_train_on() -> None:
     batch = empty_micro_batch(4)
-    assert batch.tokens.shape == (1, 4) and batch.num_tokens == 0 and batch.indices == []
+    assert len(batch.tokens) == 4 and batch.num_tokens == 0 and batch.indices == [] and batch.num_real == 0
     assert pack([], 64) == []
 
 
@@ -79,3 +126,10 @@ def test_a_prompt_that_is_no_part_of_the_sequence_is_refused(prompt_length: int)
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         pack([TokenSequence([1, 2], 1, 0)], 0)
+
+
+def test_at_most_eight_responses_share_a_prompt() -> None:
+    """Attention on GPUs keeps the prompt's keys and values once for each of them."""
+    batches = pack([TokenSequence.of([1, 2, 3], [4 + i], i) for i in range(20)], 10_000)
+    copies = [int((batch.spans[:, 0] == start).sum()) for batch in batches for start in batch.spans[:, 0].unique()]
+    assert sorted(copies) == [4, 8, 8]

@@ -12,9 +12,9 @@ from specrl.bench.pages import Page
 from specrl.bench.rollouts.roofline import Machine, Network, Roofline, drafter_networks, policy_network
 from specrl.bench.rollouts.rounds import orders
 from specrl.bench.rollouts.workloads import workloads
-from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
+from specrl.bench.settings import LossSettings, RolloutSettings, methods_of, middle_of, speculation_of
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
-from specrl.config import ConfigError, SpeculationConfig, parse_config
+from specrl.config import ConfigError, DrafterConfig, SpeculationConfig, parse_config
 from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response
 
@@ -52,9 +52,24 @@ def test_weights_are_counted_from_the_shape() -> None:
     }
     attention, mlp = 8 * 2 * (4 + 4) + 4 * 2 * 8, 3 * 8 * 16
     assert policy_network(shape, 2).weights == 3 * (attention + mlp) + 800
-    drafter, fusion = drafter_networks(shape, 2)
-    assert drafter.weights == 16 * 2 * 8 + 64 + mlp + 80
-    assert fusion.weights == 3 * 8 * 8
+    own = {"num_hidden_layers": 2, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}
+    drafter, fusion = drafter_networks(shape | own, 2)
+    assert drafter.weights == (16 * 2 * 8 + 64 + mlp) + (attention + mlp) + 80
+    assert fusion.weights == 4 * 8 * 8
+
+
+def test_variants_of_a_drafters_training_set_what_they_name() -> None:
+    settings = LossSettings(variants=("loss=lk_hybrid+position_decay=measured", "ttt_growth=0.5+lr=1e-2"), epochs=4)
+    drafter = DrafterConfig(epochs=2, clip_grad=2.0)
+    first, second = (settings.drafter_config(variant, drafter) for variant in settings.variants)
+    assert (first.loss.name, first.position_decay, first.epochs, first.clip_grad) == ("lk_hybrid", "measured", 4, 2.0)
+    assert (second.loss.name, second.ttt_growth, second.lr) == ("cross_entropy", 0.5, 0.01)
+    with pytest.raises(ValueError, match="'num_layers=2' sets 'num_layers'; allowed: loss, position_decay"):
+        LossSettings(variants=("num_layers=2",))
+    with pytest.raises(ConfigError, match=r"drafter\.loss = .*kl.*: allowed: cross_entropy"):
+        LossSettings(variants=("loss=kl",)).check(parse_config({"name": "run"}))
+    with pytest.raises(ConfigError, match=r"bench losses makes new drafters .* this run has drafter\.source = 'a/b'"):
+        LossSettings().check(parse_config({"name": "run", "drafter": {"source": "a/b"}}))
 
 
 def test_every_side_runs_once_in_every_round_and_none_is_always_first() -> None:
@@ -111,6 +126,11 @@ def test_methods_are_those_that_the_drafter_of_the_run_allows() -> None:
         methods_of(RolloutSettings(methods=("eagle3",)), ngram)
 
 
+@pytest.mark.parametrize(("ks", "middle"), [((1, 3, 5, 7, "adaptive"), 3), ((1, 3, 5), 3), ((5,), 5)])
+def test_the_middle_draft_length_stands_for_the_others(ks: tuple[int | str, ...], middle: int) -> None:
+    assert middle_of(ks) == middle
+
+
 def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) -> None:
     run = SpeculationConfig(method="draft_model", draft_model=tmp_path)
     assert speculation_of(run, "draft_model", 5) == run.model_copy(update={"k": 5})
@@ -121,7 +141,7 @@ def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ks", "1,x"], "'x' is neither a positive number nor adaptive"),
+        (["--ks", "1,x"], "'x' is neither a positive number nor adaptive nor whole"),
         (["--batches", "0"], "'0' is neither a positive number nor tail64"),
         (["--methods", "none"], "methods: 'none' is not one of eagle3"),
         (["--ks", ","], "ks: name at least one"),

@@ -17,11 +17,11 @@ import pytest
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.bubbles import main as bubbles
 from specrl.bench.bubbles.page import stored_kind, write_page
-from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, SettingRun, acceptance, row, with_drafter
+from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, SettingRun, acceptance, make_config, row, with_drafter
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.settings import BubbleSettings
-from specrl.config import ConfigError
+from specrl.config import ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.report.gantt import gantt
 from specrl.report.plots import dot_chart, line_chart
@@ -107,6 +107,25 @@ def test_the_page_of_some_uses_shows_these(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("page-*.svg")} == {"page-drafter-train_drafter"}
 
 
+def test_the_same_seeds_are_compared_with_other_ones_in_one_call(tmp_path: Path) -> None:
+    config = parse_config({"name": "run"})
+    settings = BubbleSettings(uses=("both", "both_other", "pregenerate_other"))
+    found = {name: make_config(config, tmp_path / name, name, settings) for name in ("plain", *settings.uses)}
+    assert {name: (made.speculation.method, made.bubbles.use, made.bubbles.seeds) for name, made in found.items()} == {
+        "plain": ("none", "none", "same"),
+        "both": ("eagle3+replay", "both", "same"),
+        "both_other": ("eagle3+replay", "both", "other"),
+        "pregenerate_other": ("replay", "pregenerate", "other"),
+    }
+    outcomes = {name: make_outcome(tmp_path, name) for name in found}
+    rows = [row(outcomes[name], outcomes["plain"]) for name in settings.uses]
+    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
+    write_page(job, settings, rows, outcomes)
+    page = job.page.read_text()
+    assert "text: the rollouts' own, in both_other and pregenerate_other other ones than the rollouts'." in page
+    assert "| both_other | own | 12 |" in page
+
+
 def test_another_drafter_takes_the_place_of_the_runs_own(tmp_path: Path) -> None:
     result = PretrainResult(
         drafter_dir=tmp_path / "own", rollouts_dir=tmp_path / "r", num_responses=3, reward_mean=0.5, seconds=1.0
@@ -146,7 +165,8 @@ def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytes
     contexts: list[str] = []
     monkeypatch.setattr(bubbles, "make_context", lambda run_dir, folder, name, settings: contexts.append(name))
     monkeypatch.setattr(bubbles, "run_setting", run)
-    job = BenchJob("m:f", tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
+    entry = "specrl.bench.bubbles.main:main"
+    job = BenchJob(entry, tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
     with pytest.raises(RuntimeError):
         bubbles.main(job)
     assert contexts == ["plain", *BubbleSettings().uses]

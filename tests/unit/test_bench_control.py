@@ -21,12 +21,13 @@ COUNT, LENGTH = 8, 21
 """Recorded responses, and the tokens of each; the first one comes with the prompt."""
 
 
-def make_recording(accepted: int = 2) -> Recording:
-    """Responses of random tokens; the drafter always gets `accepted` tokens right."""
+def make_recording(accepted: int = 2, length: int = LENGTH, confidence: float | None = None) -> Recording:
+    """Responses of random tokens; the drafter always gets `accepted` tokens right, and is always as sure."""
     generator = random.Random(0)
-    rows = [[generator.randrange(1000) for _ in range(LENGTH)] for _ in range(COUNT)]
+    rows = [[generator.randrange(1000) for _ in range(length)] for _ in range(COUNT)]
+    told = [[confidence] * 5 if confidence is not None else []] * length
     responses = [
-        RecordedResponse(index, 70 + index, tokens, [accepted] * LENGTH, [0] * LENGTH)
+        RecordedResponse(index, 70 + index, tokens, [accepted] * length, [0] * length, told, told)
         for index, tokens in enumerate(rows)
     ]
     texts = [RecordedText(index, 70 + index, tokens) for index, tokens in enumerate(rows)]
@@ -75,6 +76,19 @@ def test_the_controller_does_as_well_as_fixed_lengths_and_sees_the_noise() -> No
     assert found.against_none.least > 1.5
     same = bench.worth(Alternative("exploration", ControlSettings().exploration), [workload])
     assert (same.ratio.least, same.ratio.greatest) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["confident", "unconfident"])
+@pytest.mark.parametrize("running", [4, 32])
+def test_drafts_that_are_never_accepted_cost_at_most_two_percent(running: int, told: bool) -> None:
+    """However sure the drafter is, and if it does not say; once the first generation has shown it, refits included."""
+    recording = make_recording(length=96, confidence=0.9 if told else None)
+    workload = Workload("losing", "eagle3", running, 3 * running, ("useless",) * 3)
+    whole, first = replay(workload, recording).score, replay(replace(workload, drafters=("useless",)), recording).score
+    rate = (whole.tokens - first.tokens) / (whole.seconds - first.seconds)
+    plain = replay(replace(workload, fixed=NO_DRAFTS), recording).score.rate
+    assert rate > 0.98 * plain
+    assert first.rate > 0.94 * plain
 
 
 def test_the_same_seed_gives_the_same_replay() -> None:

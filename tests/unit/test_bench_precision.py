@@ -17,7 +17,14 @@ from specrl.bench.job import BenchJob
 from specrl.bench.precision import main as precision
 from specrl.bench.precision import runs
 from specrl.bench.precision.page import kv_scales_share, order, table, update_cost, write_page
-from specrl.bench.precision.runs import PRECISION_SETTINGS, EndResult, PrecisionRun, PrecisionSetting, make_config
+from specrl.bench.precision.runs import (
+    PRECISION_SETTINGS,
+    EndResult,
+    PrecisionRun,
+    PrecisionSetting,
+    folders_of,
+    make_config,
+)
 from specrl.bench.settings import PrecisionSettings
 from specrl.config import dump_config, load_config
 from specrl.context import StageContext
@@ -74,6 +81,17 @@ def test_settings_differ_in_precision_and_correction_only() -> None:
         assert (config.train.prompts_per_step, config.train.samples_per_prompt) == (6, 4)
         assert config.engine.parity_tolerance > 1e3  # reported, not enforced
         assert config.resources_of("train").ranks == 1
+
+
+def test_every_setting_can_run_with_the_correction_and_each_keeps_its_folder() -> None:
+    assert list(folders_of(PrecisionSettings())) == list(PRECISION_SETTINGS)
+    found = folders_of(PrecisionSettings(corrected=("neither", "generation", "both")))
+    assert [setting.name for setting in found][-2:] == ["FP8 generation only, corrected", "BF16, corrected"]
+    assert len(found) == len(set(found.values())) == 6
+    assert {setting: found[setting] for setting in PRECISION_SETTINGS} == folders_of(PrecisionSettings())
+    configs = [make_config(CONFIG, Path("bench/x"), setting, 9, PrecisionSettings()) for setting in found]
+    assert [config.train.correction.name for config in configs] == ["none", "none", "none", "tis", "tis", "tis"]
+    assert list(folders_of(PrecisionSettings(corrected=()))) == list(PRECISION_SETTINGS[:3])
 
 
 def test_the_page_has_a_line_per_setting_and_says_whether_the_order_holds(tmp_path: Path) -> None:
@@ -139,7 +157,14 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
 
     monkeypatch.setattr(runs, "run", run)
     settings = PrecisionSettings(seeds=(1,), num_steps=2)
-    job = BenchJob("", run_dir, settings.model_dump(mode="json"), "", tmp_path / "page.md", tmp_path / "rows.json")
+    job = BenchJob(
+        "specrl.bench.precision.main:main",
+        run_dir,
+        settings.model_dump(mode="json"),
+        "",
+        tmp_path / "page.md",
+        tmp_path / "rows.json",
+    )
     with pytest.raises(RuntimeError, match="FP8 both, seed 1 failed"):
         precision.main(job)
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 2

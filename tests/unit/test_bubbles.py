@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
+from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
 from specrl.rollout.bubbles.share import BubbleShare
@@ -29,6 +32,7 @@ from specrl.timeline import (
     Span,
     joined,
     rank_spans,
+    speedup_estimates,
     tail_seconds,
     timeline_from,
     totals,
@@ -94,6 +98,55 @@ def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
     assert not done.over()
 
 
+class TwoRanks:
+    """The first rank of an engine of two; the other one has done what this one has not."""
+
+    is_first = True
+
+    def true_on_any_rank(self, flag: bool) -> bool:
+        return True
+
+    def agreed(self, *values: float) -> list[float]:
+        return list(values)
+
+
+class Use:
+    """A use of idle time that goes on until it is told to stop, on both ranks of an engine or on the other alone."""
+
+    def __init__(self, name: str, calls: list[str], works: bool) -> None:
+        self.name, self._calls, self._works = name, calls, works
+        self.texts: list[PregeneratedText] = []
+
+    def begin(self, step: int) -> None:
+        self._calls.append("begin")
+
+    def work(self, stop: Callable[[], bool]) -> bool:
+        self._calls.append(self.name)
+        if not self._works:
+            time.sleep(0.002)
+        while self._works and not stop():
+            time.sleep(0.001)
+        return self._works
+
+
+def test_what_other_ranks_of_an_engine_learn_counts_when_idle_time_is_shared_out() -> None:
+    """A bubble that lasts is shared out again, although the first rank itself has nothing to learn from."""
+    calls: list[str] = []
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    bubbles: Any = Bubbles(
+        parse_config({"name": "toy"}), ranks, cast(Any, TwoRanks()), cast(Any, None), cast(Any, None), None
+    )
+    bubbles._coordinator, other = make_coordinators(2)
+    bubbles._coordinator.open(), other.open()
+    bubbles._pregeneration = Use(PREGENERATION, calls, works=True)
+    bubbles._training = Use(SPOT_TRAINING, calls, works=False)
+    bubbles._expected = 0.02
+    bubbles._coordinator.over = lambda: calls.count(SPOT_TRAINING) >= 40
+    spans, micro_steps = bubbles._use(0)
+    assert {span.name for span in spans} == {PREGENERATION} and micro_steps == 0
+    assert PREGENERATION in calls[calls.index(SPOT_TRAINING) :]
+
+
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
     coordinators = make_coordinators(4)
     for _ in range(2):
@@ -125,6 +178,21 @@ def test_totals_count_waiting_use_and_overrun() -> None:
     assert (found.idle_s, found.used_s, found.overrun_s) == (6.0, 5.0, 0.5)
     assert found.generation_s == 20.0
     assert totals([late]).overrun_s == 0.0
+
+
+def test_the_gain_of_drafts_is_estimated_for_the_engine_that_would_be_the_slowest_without_them() -> None:
+    bubbles = [
+        Bubble(0, 100.0, 110.0, 111.0, 10, 1.0, saved_s=5.0),
+        Bubble(1, 100.0, 108.0, 111.0, 90, 4.0, saved_s=9.0),
+    ]
+    seconds = {"generation": 11.0, "validation": 4.0, "drafter_update": 2.0, "step": 24.0}
+    assert speedup_estimates(bubbles, seconds) == {
+        "speedup/generation_estimate": pytest.approx(18 / 11),
+        "speedup/step_estimate": pytest.approx(25 / 20),
+    }
+    costly = [Bubble(0, 100.0, 110.0, 110.0, 10, 1.0, saved_s=-2.0)]
+    assert speedup_estimates(costly, {"generation": 10.0, "step": 20.0})["speedup/step_estimate"] == pytest.approx(0.9)
+    assert speedup_estimates([*bubbles, Bubble(2, 100.0, 108.0, 111.0, 90, 4.0)], seconds) == {}
 
 
 def test_tail_and_joined_spans() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -155,11 +156,14 @@ def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     maxima: dict[str, list[list[float]]] = {"k": [[] for _ in range(4)], "v": [[] for _ in range(4)]}
     for batch in calibration_data(make_rollouts(), CONFIG, 0, 1).statistics:
-        for tokens, length in zip(batch.tokens, batch.lengths.tolist(), strict=True):
-            cache = model(tokens[None, :length], use_cache=True).past_key_values
+        counted: set[int] = set()  # a prompt counts once
+        for places, length in zip(batch.places(), batch.lengths.tolist(), strict=True):
+            cache = model(batch.tokens[None, places[:length]], use_cache=True).past_key_values
+            new = [column for column, place in enumerate(places[:length].tolist()) if place not in counted]
+            counted.update(places[:length].tolist())
             for layer in range(4):
-                maxima["k"][layer] += cache.layers[layer].keys[0].abs().amax((0, 2)).tolist()
-                maxima["v"][layer] += cache.layers[layer].values[0].abs().amax((0, 2)).tolist()
+                maxima["k"][layer] += cache.layers[layer].keys[0].abs().amax((0, 2))[new].tolist()
+                maxima["v"][layer] += cache.layers[layer].values[0].abs().amax((0, 2))[new].tolist()
     for letter, layers in maxima.items():
         for layer, values in enumerate(layers):
             exact = torch.tensor(values).quantile(0.999, interpolation="higher")
@@ -198,19 +202,16 @@ def test_divergence_is_the_kl_of_the_output_distributions(
     data = calibration_data(make_rollouts(2, 1), CONFIG, 0, 1)
     (batch,) = data.selection
     expected = 0.0
+    at = torch.zeros_like(batch.mask)
+    at[0, 3] = True
+    only = replace(batch, mask=at, predictors=batch.predictors[3:4], targets=batch.targets[3:4])
     for token in range(VOCAB):
-        tokens = batch.tokens.clone()
-        at = int(batch.mask[0].nonzero()[3])
-        tokens[0, at + 1] = token
-        changed = type(batch)(tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
-        changed.mask[0, at] = True
+        changed = replace(only, targets=torch.tensor([token]))
         found = []
         for names in ([], layer_names(LLAMA, 4)):
             switch.set_fp8(names)
-            found.append(float(policy.logprobs([changed])[0][0, at]))
+            found.append(float(policy.logprobs([changed])[0][0, 3]))
         expected += 2.718281828459045 ** found[0] * (found[0] - found[1])
-    only = type(batch)(batch.tokens, torch.zeros_like(batch.mask), batch.lengths, batch.indices)
-    only.mask[0, at] = True
     assert KlDivergence(policy, switch, [only], ranks).kl(layer_names(LLAMA, 4)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -226,7 +227,7 @@ def test_layer_error_is_that_of_the_product_by_hand(
     handle = module.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     found = layer_statistics(policy, switch, batches, ranks)[name]
     handle.remove()
-    valid = torch.cat([seen[0][:length, row] for row, length in enumerate(batch.lengths.tolist())])
+    valid = seen[0][: batch.num_real, 0]
     plain = valid @ module.weight.t()
     rounded = fake_quantise(valid, ALONG_ROWS) @ fake_quantise_rows(module.weight, [192, 192]).t()
     expected = float((rounded - plain).float().norm() / plain.float().norm())
@@ -286,7 +287,7 @@ def test_held_out_prompts_are_other_prompts() -> None:
     rollouts = make_rollouts()
     data = calibration_data(rollouts, CONFIG, 0, 1)
     selection, held_out, probe = (
-        {tuple(batch.tokens[row, :4].tolist()) for batch in batches for row in range(len(batch.tokens))}
+        {tuple(batch.tokens[places[:4]].tolist()) for batch in batches for places in batch.places()}
         for batches in (data.selection, data.held_out, data.probe)
     )
     assert selection
@@ -309,8 +310,8 @@ def test_padded_lengths_are_what_the_policy_asks_for() -> None:
     """With sequence parallelism, which comes with experts at TP > 1, they are divided among the ranks."""
     data = calibration_data(make_rollouts(), CONFIG, 0, 1, pad_multiple=4)
     batches = [*data.statistics, *data.probe, *data.selection, *data.held_out]
-    assert {batch.tokens.shape[1] % 4 for batch in batches} == {0}
-    assert any(batch.tokens.shape[1] > int(batch.lengths.max()) for batch in batches)
+    assert {len(batch.tokens) % 4 for batch in batches} == {0}
+    assert any(len(batch.tokens) > batch.num_real for batch in batches)
 
 
 def test_two_prompts_are_taken_however_few_tokens_are_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,18 @@ from specrl.config import DrafterConfig
 from specrl.training.drafter import chains, ttt
 from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.drafter.ttt import STEP_DECAY, feed_context, target_probs
+from specrl.training.drafter.ttt import feed_context, target_probs
 from specrl.training.features import Features
 from tests.mimo import greedy_features, write_mimo
 from tests.peak_memory import peak_bytes
 from tests.unit.test_drafter import (
     ALONE,
+    DEEP,
     DRAFT_VOCAB,
     enlarge,
     make_drafter,
     make_features,
+    objective,
     packed,
     trained,
     write_policy,
@@ -35,7 +38,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
-def enlarged(policy_dir: Path, **settings: int) -> Drafter:
+def enlarged(policy_dir: Path, **settings: Any) -> Drafter:
     drafter = make_drafter(policy_dir, **settings)
     torch.manual_seed(1)
     enlarge(drafter)
@@ -64,11 +67,11 @@ def test_parts_are_all_chains_in_order_and_none_is_too_large(
         assert torch.equal(torch.cat([part.alive[step] for part in parts if len(part.alive) > step]), alive)
 
 
-@pytest.mark.parametrize("most", [1, 4, 7, 30])
+@pytest.mark.parametrize(("most", "shape"), [(1, {}), (4, {}), (4, DEEP), (7, {}), (30, {})])
 def test_training_in_parts_gives_the_same_loss_gradients_and_sums(
-    policy_dir: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch, most: int, shape: dict[str, Any]
 ) -> None:
-    drafter = enlarged(policy_dir, ttt_steps=4)
+    drafter = enlarged(policy_dir, ttt_steps=4, **shape)
     features = make_features(drafter, LENGTHS)
     whole = trained(drafter, features)
     assert whole[1].abs().max() > 0
@@ -78,9 +81,9 @@ def test_training_in_parts_gives_the_same_loss_gradients_and_sums(
     torch.testing.assert_close(trained(drafter, features), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_are_those_of_one_graph_over_all_chains(policy_dir: Path, steps: int) -> None:
-    drafter = enlarged(policy_dir, ttt_steps=steps)
+@pytest.mark.parametrize(("steps", "shape"), [(1, {}), (3, {}), (3, DEEP)])
+def test_gradients_are_those_of_one_graph_over_all_chains(policy_dir: Path, steps: int, shape: dict[str, Any]) -> None:
+    drafter = enlarged(policy_dir, ttt_steps=steps, **shape)
     features = make_features(drafter, LENGTHS)
     found = trained(drafter, features)
     batch = packed(drafter, features)
@@ -90,7 +93,7 @@ def test_gradients_are_those_of_one_graph_over_all_chains(policy_dir: Path, step
     logits = ttt.unroll(drafter.model, batch, feed_context(drafter.model, batch), part)
     for step, (step_logits, alive) in enumerate(zip(logits, batch.alive, strict=True)):
         terms = F.cross_entropy(step_logits, probs[alive + step], reduction="none")
-        loss = loss + STEP_DECAY**step * (terms * batch.target_in_vocab[alive + step]).sum() / counts[step].float()
+        loss = loss + 0.8**step * (terms * batch.target_in_vocab[alive + step]).sum() / counts[step].float()
     drafter._gradient.zero_()
     loss.backward()
     torch.testing.assert_close(found[:2], (loss.detach(), drafter._gradient), rtol=1e-4, atol=1e-5)
@@ -113,7 +116,7 @@ def learnt(drafter: Drafter, features: Features) -> torch.Tensor:
     batch = drafter._pack(features)
     assert batch is not None
     drafter._gradient.zero_()
-    ttt.train_chains(drafter.model, batch, batch.loss_counts(), learn=True)
+    ttt.train_chains(drafter.model, batch, objective(drafter), batch.loss_counts(), learn=True)
     return drafter._gradient.clone()
 
 
@@ -130,6 +133,26 @@ def test_a_longer_response_costs_its_slots_but_no_logits(policy_dir: Path, monke
     short, long = (peak(length) for length in lengths)
     monkeypatch.setattr(chains, "MAX_CHAINS", 1024)
     whole_short, whole_long = (peak(length) for length in lengths)
-    # Two distributions in float32 at each step are what a chain has at the least.
-    assert whole_long - whole_short > 300 * 7 * 2 * 4 * DRAFT_VOCAB
+    # One distribution in float32 at each step is what a chain has at the least.
+    assert whole_long - whole_short > 300 * 7 * 4 * DRAFT_VOCAB
     assert long - short < (whole_long - whole_short) / 8, (short, long, whole_short, whole_long)
+
+
+@pytest.mark.parametrize("shape", [{}, DEEP], ids=["one layer", "three layers"])
+def test_responses_that_share_a_prompt_teach_what_they_teach_with_prompts_of_their_own(
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
+) -> None:
+    drafter = enlarged(policy_dir, ttt_steps=4, **shape)
+    features = make_features(drafter, [(6, 5), (6, 4), (3, 3), (6, 9), (6, 4)])
+    for row in (1, 3, 4):
+        features.tokens[row, :6] = features.tokens[0, :6]
+        features.hidden[row, :5] = features.hidden[0, :5]
+    features.hidden[4, 2] += 1  # the same prompt in a pass of another policy
+    loss, gradient, sums = trained(drafter, features)
+    slots = len(packed(drafter, features).slot_rows)
+    monkeypatch.setattr(chains, "_shared_prompts", lambda *_: {})
+    apart = trained(drafter, features)
+    assert len(packed(drafter, features).slot_rows) == slots + 2 * 5
+    torch.testing.assert_close(loss, apart[0])
+    torch.testing.assert_close(gradient, apart[1], atol=1e-5 * float(apart[1].abs().max()), rtol=1e-5)
+    torch.testing.assert_close(sums, apart[2])

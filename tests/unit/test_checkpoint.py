@@ -316,3 +316,10 @@ def test_the_drafters_guard_counts_a_version_once_over_a_restart() -> None:
     assert again.running == watch.running == (0.7,)
     with pytest.raises(DrafterCollapseError):
         again.check(probe(5), 3)
+
+
+def test_a_file_of_every_type_is_read_by_safetensors(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in files.TYPES}
+    files.write_blocks(tmp_path / "file", files.tensor_parts(tensors))
+    read = load_file(tmp_path / "file")
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,14 +13,17 @@ from threading import Thread
 import httpx
 import pytest
 
+from flows import cli
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.execute import begin_run
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
+from flows.own_code import resume_with_own_code
 from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
 from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
+from slurm.backend import JobError
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from specrl.config import Config, ConfigError, change_config, parse_config
@@ -64,6 +68,26 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("uri", "variable"),
+    [
+        ("http://user:secret@mlflow", "MLFLOW_TRACKING_PASSWORD"),
+        ("https://secret@mlflow", "MLFLOW_TRACKING_TOKEN"),
+        ("postgresql://user:secret@db/mlflow", "PGPASSWORD"),
+        ("postgresql://db/mlflow?user=me&password=secret", "PGPASSWORD"),
+        ("postgresql://db/mlflow?user=me&SSLPassword=secret", "PGPASSWORD"),
+        ("mssql+pyodbc://db/mlflow?driver=ODBC&Pwd=secret", "PGPASSWORD"),
+        ("mssql+pyodbc:///?odbc_connect=Server%3Ddb%3BUID%3Dme%3BPWD%3Dsecret", "PGPASSWORD"),
+    ],
+)
+def test_a_password_for_mlflow_is_refused_and_neither_printed_nor_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], uri: str, variable: str
+) -> None:
+    line = complaint(capsys, "run", write(tmp_path), "--set", f"tracking.uri={uri}")
+    assert variable in line and "secret" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("train.steps=3", "train.steps: unknown key"),
@@ -73,7 +97,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("sampling.max_response_tokens=500", "sampling.max_response_tokens = 500"),
         ("stage_resources.train.ranks_per_node=3", "3 engines"),
         ("train.keep_checkpoints=100000000000", "too little free disk"),
-        ("tracking.uri=http://user:secret@127.0.0.1:9", "no MLflow server at http://127.0.0.1:9"),
+        ("tracking.uri=http://127.0.0.1:9", "tracking.uri = http://127.0.0.1:9: no MLflow server answers"),
         ('data={source="file",path="missing.jsonl"}', "missing.jsonl: there is no such file"),
         ("data.reward=nowhere.module:function", 'data.reward = "nowhere.module:function"'),
     ],
@@ -108,6 +132,21 @@ def test_a_wrong_command_line_is_one_line(
 ) -> None:
     write(tmp_path)
     assert words in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("command", "then"), [("run", "make room, and go on with specrl resume RUN"), ("samples", "make room first")]
+)
+def test_a_full_disk_is_one_line(
+    command: str, then: str, number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(number, "No room", "here")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert invoke([command, "x"]) == 1
+    assert capsys.readouterr().err == f"specrl: here: No room; {then}\n"
 
 
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])
@@ -202,18 +241,19 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None
     (directory / "model.safetensors").touch()
 
 
-def test_a_server_that_answers_is_accepted(tmp_path: Path) -> None:
+def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Healthy)
     Thread(target=server.serve_forever, daemon=True).start()
-    config = parse_config({"name": "run", "tracking": {"uri": f"http://127.0.0.1:{server.server_port}"}})
-    assert check_tracking(config) == []
+    uri = f"http://127.0.0.1:{server.server_port}"
+    for path, expected in (("", []), ("/locked", []), ("/broken", [f"tracking.uri: {uri}/broken answers with 500"])):
+        assert check_tracking(parse_config({"name": "run", "tracking": {"uri": uri + path}})) == expected
     server.shutdown()
     server.server_close()
 
 
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response({"/health": 200, "/locked/health": 401}.get(self.path, 500))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -328,6 +368,20 @@ def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: P
     assert "specrl: " not in as_started + changed
     shutil.rmtree(config.run_dir / "code")
     assert "the code that it was started with, is gone" in resume()
+
+
+def test_a_scheduled_run_goes_on_with_its_own_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    record = begin(config)
+    write_config(config)
+    other_code(config.run_dir)
+    lost = {**record.settings, "model": {**record.settings["model"], "source": str(tmp_path / "nowhere")}}
+    write_record(config.run_dir, record.model_copy(update={"settings": lost, "code": "0" * 12}))
+    with pytest.raises(JobError, match=f"specrl resume {config.run_dir} failed with exit code 2"):
+        resume_with_own_code(config.run_dir)
+    output, errors = capfd.readouterr()
+    assert "the other code" in output
+    assert errors == f"specrl: model directory {tmp_path}/nowhere does not exist\n"
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])

@@ -19,7 +19,7 @@ from specrl.training.drafter import ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
 from specrl.training.drafter.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens, schedule
-from specrl.training.drafter.ttt import Tally, feed_context, metrics_from_sums, train_chains
+from specrl.training.drafter.ttt import Objective, Tally, feed_context, metrics_from_sums, train_chains
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter
 
@@ -51,15 +51,21 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
+DEEP = {"num_layers": 3, "feature_layers": [1, 6]}
+"""A drafter of several layers that reads what the policy's last layer returns, too."""
+
+
 def make_drafter(policy_dir: Path, ranks: Ranks = ALONE, **settings: Any) -> Drafter:
+    config = DrafterConfig.model_validate(settings)
     vocabulary = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:DRAFT_VOCAB].sort().values
-    return Drafter.create(policy_dir, DrafterConfig(**settings), vocabulary, ranks, seed=5)
+    return Drafter.create(policy_dir, config, vocabulary, ranks, seed=5)
 
 
 def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 0) -> Features:
     """Random features of sequences with these (prompt, response) lengths; some top-1 tokens are not drafted."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq = len(lengths), max(sum(pair) for pair in lengths) + 2
+    width = len(drafter.feature_spec.layers) * HIDDEN
     tokens = torch.randint(VOCAB, (batch, seq), generator=generator)
     mask = torch.zeros(batch, seq, dtype=torch.bool)
     for row, (prompt, response) in enumerate(lengths):
@@ -71,7 +77,7 @@ def make_features(drafter: Drafter, lengths: list[tuple[int, int]], seed: int = 
     return Features(
         tokens=tokens,
         mask=mask,
-        hidden=torch.randn(batch, seq, 3 * HIDDEN, generator=generator).to(drafter.shape.dtype),
+        hidden=torch.randn(batch, seq, width, generator=generator).to(drafter.shape.dtype),
         targets=logits,
         target_top1=torch.where(outside, excluded, top1),
     )
@@ -90,12 +96,16 @@ def unroll(drafter: Drafter, features: Features) -> list[torch.Tensor]:
     return list(ttt.unroll(drafter.model, batch, feed_context(drafter.model, batch), part))
 
 
+def objective(drafter: Drafter) -> Objective:
+    return Objective(drafter._loss, drafter._positions.shares)
+
+
 def trained(drafter: Drafter, features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, gradients and sums of a micro-batch, in float32 as what is summed up."""
     drafter._gradient.zero_()
     batch = packed(drafter, features)
     tally = Tally(batch, drafter.draft_tokens)
-    loss = train_chains(drafter.model, batch, batch.loss_counts(), learn=True, tally=tally)
+    loss = train_chains(drafter.model, batch, objective(drafter), batch.loss_counts(), learn=True, tally=tally)
     return loss, drafter._gradient.clone(), tally.sums().float()
 
 
@@ -108,11 +118,12 @@ def enlarge(drafter: Drafter) -> None:
             )
 
 
-def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path) -> None:
-    drafter = make_drafter(policy_dir, ttt_steps=4)
+@pytest.mark.parametrize("shape", [{}, DEEP, DEEP | {"sliding_window": 16}], ids=["one layer", "three", "window"])
+def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path, shape: dict[str, Any]) -> None:
+    drafter = make_drafter(policy_dir, ttt_steps=4, **shape)
     torch.manual_seed(1)
     enlarge(drafter)
-    lengths = [(3, 9), (7, 4), (1, 6), (5, 2)]
+    lengths = [(3, 9), (7, 4), (1, 6), (5, 2), (12, 14)]
     features = make_features(drafter, lengths)
     logits = unroll(drafter, features)
     expected: list[list[torch.Tensor]] = [[], [], [], []]
@@ -242,8 +253,9 @@ def test_training_moves_only_the_drafter_and_refuses_attached_features(policy_di
         drafter.update([features], lr=1e-3)
 
 
-def test_state_resumes_exactly(policy_dir: Path) -> None:
-    original, resumed = make_drafter(policy_dir), make_drafter(policy_dir)
+@pytest.mark.parametrize("position_decay", [0.8, "measured"])
+def test_state_resumes_exactly(policy_dir: Path, position_decay: float | str) -> None:
+    original, resumed = (make_drafter(policy_dir, position_decay=position_decay) for _ in range(2))
     batches = [make_features(original, [(3, 9), (6, 3)], seed) for seed in range(3)]
     original.update(batches, lr=1e-3)
     resumed.load_state_dict(copy.deepcopy(original.state_dict()))
@@ -280,7 +292,7 @@ def merge(left: Features, right: Features) -> Features:
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_PORT=str(port))
-    drafter = make_drafter(policy_dir, join())
+    drafter = make_drafter(policy_dir, join(), position_decay="measured")
     first, second = make_features(drafter, [(3, 9), (6, 3)], seed=0), make_features(drafter, [(2, 14)], seed=1)
     metrics = [
         drafter.update([(first, second)[rank]], lr=1e-3),
@@ -297,10 +309,49 @@ def test_two_ranks_train_like_one_that_has_all_rows_and_an_idle_rank_takes_part(
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert ranks[0]["metrics"] == ranks[1]["metrics"]
     assert_equal_state(ranks[0]["state"], ranks[1]["state"])
-    alone = make_drafter(policy_dir)
+    alone = make_drafter(policy_dir, position_decay="measured")
     first, second = make_features(alone, [(3, 9), (6, 3)], seed=0), make_features(alone, [(2, 14)], seed=1)
     for features, metrics in zip([merge(first, second), first], ranks[0]["metrics"], strict=True):
         assert alone.update([features], lr=1e-3) == pytest.approx(metrics, rel=1e-4)
+    torch.testing.assert_close(ranks[0]["state"]["positions"], alone.state_dict()["positions"])
+
+
+def test_measured_weights_are_the_shares_of_drafts_that_come_so_far(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir, position_decay="measured")
+    batches = [arithmetic_features(drafter, seed) for seed in range(2)]
+    drafter.update(batches, lr=1e-2, epochs=10)
+    before = drafter.state_dict()["positions"].tolist()
+    chains, right = [0, 0, 0], [0, 0, 0]
+    literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
+    for tokens, hidden in zip(batches[0].tokens.tolist(), batches[0].hidden, strict=True):
+        for start in range(len(tokens) - 2):
+            proposed = literal.draft(tokens, hidden, start, 3, drafter.draft_tokens)
+            matches = [draft == token for draft, token in zip(proposed, tokens[start + 2 :], strict=False)]
+            for position in range(len(matches)):
+                chains[position] += 1
+                right[position] += all(matches[:position])
+    assert 0 < right[2] <= right[1] < right[0] == chains[0]
+    drafter.update(batches[:1], lr=1e-2)
+    expected = [share + 0.1 * (a / b - share) for share, a, b in zip(before, right, chains, strict=True)]
+    assert drafter.state_dict()["positions"].tolist() == pytest.approx(expected)
+
+
+def test_pretraining_unrolls_more_and_more_positions(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter(policy_dir, ttt_growth=0.75)
+    batches = [make_features(drafter, [(3, 9), (6, 3)], seed) for seed in range(2)]
+    packs, depths = drafter._pack, []
+
+    def pack(features: Features | None, depth: int | None = None) -> ChainBatch | None:
+        depths.append(depth)
+        return packs(features, depth)
+
+    monkeypatch.setattr(drafter, "_pack", pack)
+    metrics = drafter.update(batches, lr=1e-3, epochs=5)
+    assert depths == [1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert metrics["expected_acceptance_pos_2"] > 0
+    depths.clear()
+    drafter.update(batches, lr=1e-3)
+    assert depths == [3, 3], "the online update unrolls all positions"
 
 
 def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:
@@ -308,7 +359,7 @@ def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:
     chosen = choose_draft_vocabulary(counts, size=5)
     assert chosen.tolist() == [0, 1, 7, 9, 30]
     assert choose_draft_vocabulary(counts, 2).tolist() == [7, 9]
-    assert len(choose_draft_vocabulary(count_tokens([[1]], vocab_size=10), size=2048)) == 9
+    assert choose_draft_vocabulary(count_tokens([[1]], vocab_size=10), size=10).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("layers, expected", [(30, (2, 15, 27)), (36, (2, 18, 33)), (6, (1, 3, 5)), (7, (2, 3, 4))])
@@ -336,8 +387,23 @@ def test_drafter_of_a_qwen_policy_is_llama_shaped(policy_class: Any, config_clas
     assert drafter.shape.head_dim == (128 if config_class is Qwen3Config else 8)
     assert torch.equal(drafter.model.lm_head.weight, policy.get_input_embeddings().weight[drafter.draft_tokens])
     assert drafter.feature_spec.layers == (2, 4, 5)
-    with pytest.raises(ValueError, match="below the policy's 50"):
-        Eagle3Shape.from_policy(policy.config, draft_vocab_size=VOCAB, intermediate_size=None)
+    with pytest.raises(ValueError, match="the policy has only 50"):
+        Eagle3Shape.from_policy(policy.config, draft_vocab_size=VOCAB + 1, intermediate_size=None)
+
+
+def test_several_layers_start_from_as_many_of_the_policys(policy_dir: Path) -> None:
+    drafter, policy = make_drafter(policy_dir, **DEEP), LlamaForCausalLM.from_pretrained(policy_dir)
+    own = drafter.model.state_dict()
+    assert {name.split(".self_attn")[0] for name in own if "q_proj" in name} == {"midlayer", "layers.1", "layers.2"}
+    for name, source in {"midlayer": 3, "layers.1": 4, "layers.2": 5}.items():
+        layer = policy.model.layers[source]
+        assert torch.equal(own[f"{name}.mlp.up_proj.weight"], layer.mlp.up_proj.weight)
+        assert torch.equal(own[f"{name}.self_attn.k_proj.weight"][:, -HIDDEN:], layer.self_attn.k_proj.weight)
+    assert drafter.model.fc.weight.shape == (HIDDEN, 2 * HIDDEN)
+    with pytest.raises(ValueError, match=r"feature_layers = \[1, 7\]: the policy has only 6"):
+        make_drafter(policy_dir, feature_layers=[1, 7])
+    with pytest.raises(ValueError, match="ascending"):
+        make_drafter(policy_dir, feature_layers=[4, 1])
 
 
 def test_a_drafter_starts_from_the_head_of_a_policy_in_several_files(policy_dir: Path, tmp_path: Path) -> None:

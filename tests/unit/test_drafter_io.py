@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specrl.config import DrafterConfig
+from specrl.rollout.errors import RefitError
+from specrl.rollout.vllm.load import check_own_head
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
 from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, VOCAB, make_drafter, make_features, write_policy
@@ -67,28 +70,79 @@ def test_config_states_every_flag(saved: tuple[Drafter, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [("ids instead of offsets", "offsets"), ("no d2t", "lacks d2t"), ("norm flag", "norm_before_residual")],
+    [
+        ("no d2t", "lacks d2t"),
+        ("d2t of other tokens", "d2t and t2d disagree"),
+        ("no fc", "lacks fc.weight"),
+        ("norm of a flag that is off", "has input_norm.weight"),
+        ("flag without its norm", r"lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        ("other width", r"fc.weight is \[32, 64\], its config.json says \[32, 96\]"),
+        ("bias", "attention_bias = True"),
+        ("gated by gelu", "hidden_act = 'gelu'"),
+        ("other rotary embedding", "type 'dynamic'"),
+        ("other policy", "hidden_size = 64, and the policy has hidden_size = 32"),
+        ("layers that do not ascend", r"layers \[3, 1, 5\]"),
+        ("layers that the policy lacks", r"layers \[1, 3, 7\]"),
+        ("another kind", "architectures is"),
+        ("a layer of Qwen3", "model_type = 'qwen3'"),
+    ],
 )
-def test_damaged_drafter_is_refused(saved: tuple[Drafter, Path], damage: str, message: str) -> None:
+def test_what_cannot_be_used_is_one_line(
+    saved: tuple[Drafter, Path], policy_dir: Path, damage: str, message: str
+) -> None:
     directory = saved[1]
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    if damage == "ids instead of offsets":
-        tensors["d2t"] += torch.arange(DRAFT_VOCAB)
-    elif damage == "no d2t":
-        del tensors["d2t"]
-    else:
-        del config["norm_before_residual"]
+    changes: dict[str, dict[str, Any]] = {
+        "flag without its norm": {"fc_norm": True},
+        "bias": {"attention_bias": True},
+        "gated by gelu": {"hidden_act": "gelu"},
+        "other rotary embedding": {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None},
+        "other policy": {"hidden_size": 64},
+        "layers that do not ascend": {"eagle_aux_hidden_state_layer_ids": [3, 1, 5]},
+        "layers that the policy lacks": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]},
+        "another kind": {"architectures": ["EagleLlamaModel"]},
+        "a layer of Qwen3": {"model_type": "qwen3"},
+    }
+    if damage in ("no d2t", "no fc"):
+        del tensors["d2t" if damage == "no d2t" else "fc.weight"]
+    elif damage == "d2t of other tokens":
+        tensors["d2t"][0] += 1
+    elif damage == "norm of a flag that is off":
+        tensors["input_norm.weight"] = torch.ones(96)
+    elif damage == "other width":
+        tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
-        read_drafter(directory)
+    (directory / "config.json").write_text(json.dumps(config | changes.get(damage, {})))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_drafter(directory, policy_dir)
+    assert "\n" not in str(caught.value)
 
 
-def test_missing_directory_and_other_policy_are_clear_errors(saved: tuple[Drafter, Path], tmp_path: Path) -> None:
+def test_a_drafter_of_the_whole_vocabulary_has_no_mappings(policy_dir: Path, tmp_path: Path) -> None:
+    config = DrafterConfig(draft_vocab_size=VOCAB, num_layers=2, feature_layers=(2, 5))
+    drafter = Drafter.create(policy_dir, config, torch.arange(VOCAB), ALONE)
+    drafter.save(tmp_path, policy_version=0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not {"d2t", "t2d"} & set(tensors)
+    assert "layers.1.mlp.up_proj.weight" in tensors and tensors["lm_head.weight"].shape[0] == VOCAB
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["num_hidden_layers"], written["num_aux_hidden_states"]) == (2, 2)
+    loaded = Drafter.load(tmp_path, policy_dir, config, ALONE)
+    assert torch.equal(loaded.draft_tokens, torch.arange(VOCAB))
+    assert dict(loaded.named_weights()).keys() == tensors.keys()
+
+
+def test_a_head_that_the_engine_took_from_the_policy_is_not_loaded() -> None:
+    drafter, policy = torch.nn.Module(), torch.nn.Module()
+    drafter.lm_head, policy.lm_head = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    check_own_head(drafter, policy, frozenset({"lm_head.weight"}))
+    drafter.lm_head = policy.lm_head
+    check_own_head(drafter, policy, frozenset({"fc.weight"}))
+    with pytest.raises(RefitError, match="drafts with the policy's head"):
+        check_own_head(drafter, policy, frozenset({"lm_head.weight"}))
+
+
+def test_a_missing_directory_is_a_clear_error(policy_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no drafter in"):
-        read_drafter(tmp_path / "nowhere")
-    config = json.loads((saved[1] / "config.json").read_text())
-    (saved[1] / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}))
-    with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids"):
-        Drafter.load(saved[1], write_policy(tmp_path / "policy"), DrafterConfig(), ALONE)
+        read_drafter(tmp_path / "nowhere", policy_dir)

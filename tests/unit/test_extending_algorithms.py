@@ -14,6 +14,7 @@ from flows.cli import invoke
 from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, ConfigError, DataConfig, load_config
+from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.config.importing import import_function
 from specrl.data import rewards
 from specrl.data.problems import Prompt
@@ -88,6 +89,19 @@ def test_a_correction(capsys: pytest.CaptureFixture[str]) -> None:
     assert metrics["corrected_fraction"].item() == 2
     override = 'train.correction={name="my_corrections:sequence_tis", cap=0}'
     assert "train.correction.cap = 0" in mistake("correction.toml", override, capsys)
+
+
+def test_a_loss_of_the_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    config, printed = follow("A loss of the drafter", "draft_loss.toml", capsys)
+    assert "drafter.loss = my_draft_losses:smoothed (share = 0.2)" in printed
+    loss, gradient = DRAFT_LOSSES.function(config.drafter.loss)(torch.zeros(1, 4), torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    assert loss.tolist() == pytest.approx([1.3863], abs=1e-4)
+    assert gradient[0].tolist() == pytest.approx([-0.6, 0.2, 0.2, 0.2])
+    assert "drafter.loss.share = 2" in mistake("draft_loss.toml", "drafter.loss.share=2", capsys)
+    before = run_keys(config, "code")
+    Path("my_draft_losses.py").write_text(Path("my_draft_losses.py").read_text() + "\n# changed\n")
+    after = run_keys(config, "code")
+    assert [stage for stage in before if before[stage] == after[stage]] == ["prepare"]
 
 
 def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:

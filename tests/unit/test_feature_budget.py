@@ -18,7 +18,7 @@ from specrl.config import Config, DrafterConfig, PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.schemas import Rollout
 from specrl.training import sample
-from specrl.training.batches import TokenSequence, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.features import Features, FeatureSpec, sequences
 from specrl.training.megatron.capture import LayerInputs
 from specrl.training.megatron.policy import Policy
@@ -94,7 +94,7 @@ def step_config(max_tokens: int, updates: int) -> Config:
     return parse_config(
         {
             "name": "run",
-            "policy": {"tokens_per_micro_batch": 40},
+            "policy": {"tokens_per_micro_batch": 25},
             "drafter": {"max_tokens_per_step": max_tokens},
             "train": {"updates_per_step": updates},
         }
@@ -142,18 +142,53 @@ def test_features_outside_the_sample_are_never_recorded_and_the_rest_stays_as_it
     monkeypatch.setattr(sample, "MIN_WINDOW", 11)
     layers = count_calls(monkeypatch, LayerInputs, "micro_batch")
     metrics, everything, weights, rollouts = updated(policy_dir, ranks, 10**6, updates)
-    assert len(everything) == len(layers) > 4 and metrics["sampled_fraction"] == 1
+    recorded = len(layers)
+    # A step of the drafter learns from no more responses than if prompts were not shared.
+    assert len(everything) >= recorded > 4 and metrics["sampled_fraction"] == 1
+    assert metrics["real_token_share"] == 1 and 0 < metrics["shared_token_share"] < 0.5
     area = sum(item.tokens.numel() for item in everything)
     for max_tokens in (1, area // 3, area - 1):
         layers.clear()
         again, features, after, same = updated(policy_dir, ranks, max_tokens, updates)
         assert any(item.mask.any() for item in features)
-        assert max_tokens == area - 1 or len(layers) < len(everything)
+        assert max_tokens == area - 1 or len(layers) < recorded
         assert sum(item.tokens.numel() for item in features) <= max(max_tokens, 11)
         assert_parts(features, everything)
         changed = {"logprob_s": 0.0, "sampled_fraction": 0.0}  # a time differs from run to run
         assert again["sampled_fraction"] <= 1 and again | changed == metrics | changed and same == rollouts
         assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+
+
+def mean_logprob(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs.sum() / 36, {}
+
+
+def test_the_last_layers_mlp_computes_only_what_is_read(policy_dir: Path, ranks: Ranks) -> None:
+    texts = [([1, 2, 3] * 4, [4 + index] * 6) for index in range(3)] + [([9] * 15, [index] * 9) for index in range(2)]
+    batches = pack([TokenSequence.of(*text, index) for index, text in enumerate(texts)], 100)
+    assert [len(batch.tokens) for batch in batches] == [12 + 3 * 6 + 15 + 2 * 9]
+    read = len(batches[0].predictors.unique())
+    computed: list[int] = []
+
+    def trained(layers: tuple[int, ...], *, recompute: bool) -> tuple[dict[str, float], Features, dict[str, Tensor]]:
+        config = PolicyConfig(lr=1e-2, clip_grad=1e9, recompute=recompute)
+        policy = Policy(policy_dir, config, dtype="float32", ranks=ranks, seed=0)
+        mlp = policy.model.decoder.layers[-1].mlp
+        mlp.register_forward_pre_hook(lambda _, args: computed.append(len(args[0])))
+        metrics, [features] = policy.train_step(batches, mean_logprob, features=FeatureSpec(layers, torch.arange(8)))
+        return metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+    metrics, _, weights = trained((3,), recompute=False)
+    assert computed == [read] and read == 3 * 6 + 2 * 9 - 5 + 2
+    again, features, same = trained((3, 6), recompute=False)  # the output of the last layer is kept at all places
+    assert computed == [read, read, len(batches[0].tokens) - read]
+    assert again == metrics and all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+    expected, whole, others = trained((3, 6), recompute=True)  # which computes all of them, and twice
+    assert computed[3:] == [len(batches[0].tokens)] * 2
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(features.hidden, whole.hidden, rtol=1e-4, atol=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], rtol=0, atol=2e-3)  # Adam makes whole steps of noise
 
 
 def assert_parts(features: list[Features], everything: list[Features]) -> None:

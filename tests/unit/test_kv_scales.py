@@ -122,7 +122,13 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             engine=SimpleNamespace(precision=precision),
             recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
             generator=SimpleNamespace(restore=lambda *_: None, resume=lambda _: None, state=dict),
-            refit=SimpleNamespace(restore_guard=lambda _: None, guard_state=dict, drafter_state=lambda: None),
+            refit=SimpleNamespace(
+                restore_guard=lambda _: None,
+                guard_state=dict,
+                drafter_state=lambda: None,
+                confirm_drafter=lambda _: None,
+                take_events=list,
+            ),
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
             continues=None,
             validation=SimpleNamespace(restore=lambda _: None, best=lambda: None, measured=[]),
@@ -146,19 +152,21 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     assert read_manifest(tmp_path / "checkpoints" / "step=000002").state["kv_scales"] is None
 
 
-def test_fp8_is_checked_until_a_step_has_trained_on_something() -> None:
+def test_fp8_of_the_engine_is_checked_in_every_step_and_of_the_trainer_once_it_has_trained() -> None:
     calls: list[str] = []
     engine = SimpleNamespace(assert_quantised=lambda: calls.append("engine"))
     training: Any = SimpleNamespace(assert_quantised=lambda trained: calls.append("trainer"))
     alone = Ranks(0, 1, 0, torch.device("cpu"))
     in_fp8 = PrecisionMonitor(Config(name="fp8"), alone, engine, training, None, Path())
     for num_tokens in (0.0, 5.0, 5.0):
-        in_fp8.check_quantised(num_tokens)
-    assert calls == ["engine", "engine", "trainer"]
+        in_fp8.check_engine()
+        in_fp8.check_trainer(num_tokens)
+    assert calls == ["engine", "engine", "trainer", "engine"]
     in_bf16 = PrecisionMonitor(Config(name="bf16"), alone, engine, None, None, Path())
     for num_tokens in (0.0, 5.0):
-        in_bf16.check_quantised(num_tokens)
-    assert calls[3:] == ["engine"]
+        in_bf16.check_engine()
+        in_bf16.check_trainer(num_tokens)
+    assert calls[4:] == ["engine", "engine"]
 
 
 def test_an_engine_without_an_fp8_kv_cache_has_no_scales_to_store() -> None:

@@ -43,7 +43,9 @@ def test_a_rank_killed_in_a_phase_leaves_the_name_of_the_phase_in_its_log() -> N
     assert code == -signal.SIGKILL
     assert len(lines) == 3
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    rank 3  loading of the policy took \d+\.\d s", lines[1]
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    rank 3  "
+        r"loading of the policy took \d+\.\d s, \d+\.\d s of CPU",
+        lines[1],
     )
     assert lines[-1].endswith("INFO    rank 3 step 12  generation begins")
 

@@ -123,6 +123,31 @@ def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_pat
     assert best_of(1) == (1, 0.5)  # the trainer holds it
 
 
+def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_replaced(tmp_path: Path) -> None:
+    drafters, events = ["ruined"], list[str]()
+
+    def confirm(version: int) -> None:
+        drafters.append("good")
+        events.append(f"drafter collapse after refit {version}")
+
+    trainer = SimpleNamespace(
+        ranks=ALONE,
+        refit=SimpleNamespace(
+            confirm_drafter=confirm,
+            take_events=lambda: events,
+            guard_state=lambda: len(drafters),
+            drafter_state=lambda: drafters[-1],
+        ),
+        engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
+        generator=SimpleNamespace(state=dict),
+        checkpoints=SimpleNamespace(directory=tmp_path / "checkpoints", save=lambda *saved: found.append(saved)),
+    )
+    found: list[tuple[Any, ...]] = []
+    Trainer.save(cast(Any, trainer), 4)
+    assert found == [(4, "good", {"kv_scales": None, "drafter_guard": 2}, {})]
+    assert [(event.kind, event.step, event.text) for event in read_events(tmp_path)] == [("drafter", 4, events[0])]
+
+
 @pytest.mark.parametrize(
     ("step", "is_best", "is_due"), [(0, False, False), (0, True, True), (1, False, True), (2, False, True)]
 )
@@ -138,6 +163,7 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
         checkpoints=SimpleNamespace(check=lambda: None),
         save=lambda _: found.extend(item.step for item in read_steps(recorder.steps_dir)),
     )
+    trainer.is_due = lambda version: Trainer.is_due(cast(Any, trainer), version)
     Trainer.store(cast(Any, trainer), record_of(step), [], is_best=is_best)
     assert found == ([step] if is_due else [])
     assert tracker.logged == ([(step, {"reward/mean": 0.5})] if is_due else [])

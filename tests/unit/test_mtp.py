@@ -69,21 +69,24 @@ def test_the_trunk_is_a_qwen2_to_transformers_and_to_the_trainer(policy_dir: Pat
     assert report["unexpected_keys"] == set(mtp_weights(policy_dir))
     logprobs = policy.logprobs(batches())
     for batch, found in zip(batches(), logprobs, strict=True):
-        with torch.no_grad():
-            logits = model(batch.tokens).logits
-        expected = logits[:, :-1].log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
-        torch.testing.assert_close(found[batch.mask], expected[batch.mask[:, :-1]], atol=1e-4, rtol=0)
+        for places, length, row, mask in zip(batch.places(), batch.lengths, found, batch.mask, strict=True):
+            tokens = batch.tokens[places[:length]]
+            with torch.no_grad():
+                logits = model(tokens[None]).logits[0]
+            expected = logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[3:, 0]
+            torch.testing.assert_close(row[mask], expected, atol=1e-4, rtol=0)
 
 
 def test_the_features_are_the_residual_stream_before_the_final_norm(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(), policy.ranks)
-    for batch, features in zip(batches(), policy.forward_features(batches(), drafter.feature_spec), strict=True):
-        hidden, logits = last_hidden(trunk(policy_dir), batch.tokens)
-        torch.testing.assert_close(features.hidden[batch.mask], hidden[batch.mask], atol=1e-4, rtol=0)
+    for features in policy.forward_features(batches(), drafter.feature_spec):
+        hidden, logits = last_hidden(trunk(policy_dir), features.tokens)
+        torch.testing.assert_close(features.hidden[features.mask], hidden[features.mask], atol=1e-4, rtol=0)
         assert features.targets.shape[-1] == 0
         head = drafter.model.policy_head
         assert head is not None
-        torch.testing.assert_close(head(features.hidden[batch.mask]), logits[batch.mask], atol=1e-3, rtol=0)
+        found = head(features.hidden[features.mask])
+        torch.testing.assert_close(found, logits[features.mask], atol=1e-3, rtol=0)
 
 
 def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path, ranks: Ranks) -> None:
@@ -261,9 +264,10 @@ def test_planned_parameters_are_the_layers(policy_dir: Path, ranks: Ranks) -> No
 
 
 def test_the_policys_directory_alone_is_served() -> None:
-    command = shlex.split(serve_command(Path("/run/export/policy"), Path("/run/export/policy"), 3))
-    assert command[:3] == ["vllm", "serve", "/run/export/policy"]
-    assert json.loads(command[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
+    config = Config.model_validate({"name": "x", "speculation": {"method": "mtp", "k": 3}})
+    command = shlex.split(serve_command(Path("/run/export/policy"), Path("/run/export/policy"), 3, config))
+    assert command[:4] == ["vllm", "serve", "/run/export/policy", "--speculative-config"]
+    assert json.loads(command[4]) == {"method": "mtp", "num_speculative_tokens": 3}
 
 
 def without_layer(policy_dir: Path, tmp_path: Path) -> Path:

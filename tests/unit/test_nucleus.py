@@ -18,7 +18,8 @@ JUST_BELOW_ONE = 1 - 2.0**-24
 def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Row by row, over the whole vocabulary: everything at least as probable as the last one inside stays."""
     scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    probs = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    probs = weights(logits, temperature, torch.zeros_like(top_k), torch.ones_like(top_p))  # nothing is dropped
+    torch.testing.assert_close(probs, (scaled - scaled.amax(-1, keepdim=True)).exp(), rtol=1e-4, atol=1e-30)
     for row in range(len(probs)):
         values, k, p = probs[row], int(top_k[row]), float(top_p[row])
         if 0 < k < len(values):

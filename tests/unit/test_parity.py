@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from specrl.config import Config
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.refit.parity import check_moved_on
+from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.training.batches import MicroBatch
 
 OLD, NEW = [[-1.0, -2.0], [-0.5]], [[-1.02, -1.97], [-0.51]]
 
@@ -36,3 +44,28 @@ def test_rounding_that_makes_a_few_tokens_look_old_is_no_alarm() -> None:
     new = [[value + 0.0015 * (-1) ** place for place, value in enumerate(row)] for row in old]
     new[0][:3] = [-2.0, -0.2, -1.8]
     assert not check_moved_on(engine, new, old)
+
+
+def test_the_trainers_share_the_sequences_of_the_probe() -> None:
+    """Every engine is compared on all of them, so that a trainer with another policy than the others is found, too."""
+    sequences, scored, parts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]], list[int](), list[dict[int, list[float]]]()
+
+    def logprobs(batches: list[MicroBatch]) -> list[Tensor]:
+        scored.extend(index for batch in batches for index in batch.indices)
+        return [torch.zeros(batch.mask.shape).masked_scatter(batch.mask, -0.1 * batch.targets) for batch in batches]
+
+    def gather(part: dict[int, list[float]]) -> list[dict[int, list[float]]]:
+        parts.append(part)
+        return parts
+
+    def trainer(rank: int) -> Any:
+        return SimpleNamespace(
+            dp_rank=rank, dp_size=2, pad_multiple=1, logprobs=logprobs, ranks=SimpleNamespace(gather=gather)
+        )
+
+    probe = RefitProbe(sequences, Config(name="probe"))
+    with pytest.raises(KeyError):
+        probe._trainer_logprobs(trainer(1), [None] * 3)  # the other rank's have not come
+    found = probe._trainer_logprobs(trainer(0), [None] * 3)
+    assert scored == [1, 0, 2]
+    assert found == [pytest.approx([-0.1 * token for token in tokens[1:]]) for tokens in sequences]

@@ -179,7 +179,8 @@ def test_the_peak_lies_between_what_stays_and_everything_together(parts: list[tu
         (["model.max_length=65536"], ["model.max_length = 65536", "32768 positions"]),
         (["model.source=org/other"], ["model.source", "org/other", "hf download"]),
         (["model.source=/absent/model"], ["/absent/model", "does not exist"]),
-        (["drafter.draft_vocab_size=151936"], ["drafter.draft_vocab_size = 151936", "151936 tokens"]),
+        (["drafter.draft_vocab_size=151937"], ["drafter.draft_vocab_size = 151937", "151936 tokens"]),
+        (["drafter.feature_layers=[2,37]"], ["drafter.feature_layers = [2, 37]", "36 layers"]),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_key_that_mends_it(overrides: list[str], parts: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -16,13 +16,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from specrl.config import Config, parse_config
+from specrl.config import Config, DrafterConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import LLAMA
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.models.tiny import write_tiny_model
 from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
+from specrl.training import heap
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.data import KL_POSITIONS
 from specrl.training.drafter import chains
@@ -30,7 +31,7 @@ from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter.mtp import Mtp, mtp_shape
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from specrl.training.megatron import cpu_layers
+from specrl.training.megatron.attention import local
 from specrl.training.megatron.policy import Policy
 from tests.peak_memory import peak_bytes
 
@@ -73,8 +74,9 @@ def bytes_saved(policy: Policy) -> int:
         total = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters)
         return -logprobs.sum() / batch.mask.sum(), {}
 
+    # All but the last token of each are read: the plan counts the last layer's MLP of prompts too.
     batches = pack(
-        [TokenSequence([4 + i % 90 for i in range(LENGTH)], 8, n) for n in range(SEQUENCES)], SEQUENCES * LENGTH
+        [TokenSequence([4 + (i + n) % 90 for i in range(LENGTH)], 1, n) for n in range(SEQUENCES)], SEQUENCES * LENGTH
     )
     assert len(batches) == 1
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
@@ -96,8 +98,11 @@ def test_planned_activations_are_what_autograd_saves(
     assert sum(parameter.numel() for parameter in policy.model.parameters()) == shape.parameters
 
 
-def test_planned_drafter_parameters_are_the_drafters(tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "feature_layers": [1, 4]}])
+def test_planned_drafter_parameters_are_the_drafters(settings: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
     config = configured("llama")
+    chosen = DrafterConfig.model_validate({**config.drafter.model_dump(), **settings})
+    config = config.model_copy(update={"drafter": chosen})
     write_tiny_model(config.model, 0, tmp_path)
     drafter = Drafter.create(tmp_path, config.drafter, torch.arange(64), ranks)
     matrices = sum(p.numel() for p in drafter.model.parameters() if p.dim() == 2)
@@ -144,6 +149,7 @@ def random_features(drafter: Drafter, length: int) -> Features:
         ("eagle3", 256, 256, 2048, 3, 16, 2**26),
         ("eagle3", 64, 64, 512, 3, 1, 2**26),
         ("eagle3", 64, 64, 2048, 2, 2, 2**20),
+        ("eagle3, 3 layers", 256, 512, 512, 3, 2, 2**26),
         ("mtp", 256, 1, 256, 3, 1, 2**26),
         ("mtp", 64, 1, 1024, 5, 8, 2**26),
     ],
@@ -154,6 +160,7 @@ def random_features(drafter: Drafter, length: int) -> Features:
         "slots",
         "scores",
         "scores in chunks",
+        "three layers",
         "policy's layer",
         "policy's layer in parts",
     ],
@@ -180,8 +187,12 @@ def test_planned_drafter_activations_are_what_training_allocates(
             "name": "run",
             "model": {"dtype": dtype, "max_length": length},
             "sampling": {"max_response_tokens": 64},
-            "speculation": {"method": method},
-            "drafter": {"draft_vocab_size": draft_vocab_size, "ttt_steps": steps},
+            "speculation": {"method": method.partition(",")[0]},
+            "drafter": {
+                "draft_vocab_size": draft_vocab_size,
+                "ttt_steps": steps,
+                "num_layers": 3 if "layers" in method else 1,
+            },
         }
     )
     drafter = drafter_of(shape, config, tmp_path)
@@ -198,8 +209,21 @@ def test_the_plan_and_the_drafters_training_have_the_same_bounds() -> None:
 
 
 def test_the_plan_and_the_calibration_have_the_same_bounds() -> None:
-    assert memory.ATTENTION_SCORES == cpu_layers.MAX_SCORES
+    assert memory.ATTENTION_SCORES == local.MAX_SCORES
     assert memory.CALIBRATION_POSITIONS == KL_POSITIONS
+
+
+def test_what_an_update_leaves_in_the_heap_is_planned_for_the_whole_stage_on_cpus_alone() -> None:
+    assert memory.KEPT_GIB * GIB == heap.KEPT
+    shape = ModelShape(LLAMA, 36, 4096, 12288, 32, 8, 128, 151936, False, 40960)
+    config = configured("llama")
+    for gpu, trainable in ((0, True), (0, False), (1, True)):
+        rank = Rank(shape, config, gpu=gpu, data_parallel=1)
+        items = memory.policy_items(rank, trainable=trainable)
+        of_passes = [item for item in items if item.name.startswith("activations")]
+        whole = activations(rank, trainable=trainable).gib
+        assert sum(item.gib for item in of_passes) == pytest.approx(whole)
+        assert [item.gib for item in of_passes if item.phase is None] == [1.0] * (not gpu and trainable)
 
 
 def test_the_calibration_is_planned_for_sequences_of_its_length() -> None:

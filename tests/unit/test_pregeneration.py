@@ -15,9 +15,9 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
-from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.refit.drafter_guard import DrafterGuard, RolloutWatch
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
 LENGTH = 12
@@ -124,15 +124,16 @@ def test_responses_that_were_stopped_go_on_where_they_were(stop_after: int) -> N
     assert pieces == whole
 
 
-def test_what_is_unfinished_at_the_end_is_kept_and_nothing_follows_the_last_step() -> None:
+def test_what_is_unfinished_at_the_end_is_kept_and_validation_follows_the_last_step() -> None:
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
     parts: tuple[Any, ...] = (engine, source, ResponseLengthEstimator(), make_config(), Claims(4))
     activity = Pregeneration(*parts)
     activity.begin(0)
     assert activity.work(lambda: True)
     assert [(text.prompt_id, len(text.tokens)) for text in activity.texts] == [(2, 1), (2, 1), (1, 1), (1, 1)]
-    activity.begin(1)
-    assert not activity.work(lambda: False) and activity.texts == []
+    activity.begin(1)  # of two steps; `validate` measures the one that would come next
+    assert activity.texts == []
+    assert activity.work(lambda: True) and len(activity.texts) == 2
 
 
 def test_the_guard_copies_a_drafter_once_for_each_change_into_the_same_memory() -> None:
@@ -159,6 +160,52 @@ def test_the_guard_copies_a_drafter_once_for_each_change_into_the_same_memory() 
     guard.check(4)
     assert copies == [1, 2] and guard._last_good["fc"].tolist() == [2, 2]
     assert guard._last_good["fc"].data_ptr() == address != state["fc"].data_ptr()
+
+
+def test_the_guard_probes_when_rollouts_cast_doubt_and_before_a_checkpoint() -> None:
+    engine, state = CountingEngine(), {"fc": torch.zeros(2)}
+    drafter = SimpleNamespace(state_dict=lambda: state, named_weights=dict, load_state_dict=dict, changes=0)
+    guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    guard.check(0)
+    good, worse = ((drafted_of(100, accepted)) for accepted in (80, 60))
+
+    def refit(version: int) -> None:
+        state["fc"] += 1
+        drafter.changes += 1
+        assert guard.check(version, probes=False).acceptance_length is None
+        assert guard._last_good["fc"].tolist() == [version - 1] * 2, "only what was probed is known to be good"
+
+    refit(1)
+    assert guard.watch(good, 1) is None and len(engine.asked) == 1
+    report = guard.confirm(1)
+    assert report is not None and report.acceptance_length == 2.0
+    assert guard.confirm(1) is None and len(engine.asked) == 2
+    refit(2)
+    assert guard.watch(worse, 2) is not None and guard.watch(worse, 2) is None
+    refit(3)
+    assert guard.watch(SpeculationStats(), 3) is not None, "too few drafts to tell"
+    restored = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [], ALONE)
+    restored.restore(guard.state())
+    assert restored.state() == guard.state()
+    assert len(engine.asked) == 4
+
+
+def drafted_of(drafts: int, accepted: int) -> SpeculationStats:
+    by_source = {DRAFTER: SourceCounts(drafts, drafts, accepted)}
+    return SpeculationStats(drafts, drafts, accepted, (accepted,), 50, (drafts,), by_source)
+
+
+def test_a_fall_at_a_late_position_is_doubted() -> None:
+    """It hardly shows in the acceptance of all positions together."""
+
+    def stats(*accepted: int) -> SpeculationStats:
+        by_source = {DRAFTER: SourceCounts(100, 300, sum(accepted))}
+        return SpeculationStats(100, 300, sum(accepted), accepted, 50, (100, 100, 100), by_source)
+
+    watch = RolloutWatch()
+    assert not watch.doubts(stats(80, 70, 40))
+    assert not watch.doubts(stats(75, 66, 37))
+    assert watch.doubts(stats(80, 68, 20))
 
 
 def test_the_guard_probes_the_drafter_without_stored_text() -> None:

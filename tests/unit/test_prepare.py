@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.stages import prepare
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model": {"source": "tiny", "max_length": 192},
     "sampling": {"max_response_tokens": 48},
     "validate": {"num_prompts": 3, "exactness_prompts": 2},

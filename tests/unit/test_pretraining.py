@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from specrl import lifetime
 from specrl.artifacts import PrepareResult, write_result
-from specrl.config import PolicyConfig, parse_config
+from specrl.config import DrafterConfig, PolicyConfig, parse_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.lifetime import LeftJobError, Lifetime, Stop
@@ -35,6 +35,7 @@ from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
+from specrl.training.sample import feature_area
 from tests.unit.test_drafter import VOCAB, assert_equal_state, make_drafter, write_policy
 
 # isort: split
@@ -70,7 +71,7 @@ class Counted(Policy):
     def forward_features(
         self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
     ) -> list[Features]:
-        self.areas.append(sum(batch.area for batch in micro_batches))
+        self.areas.append(sum(feature_area(batch) for batch in micro_batches))
         return super().forward_features(micro_batches, spec, windows)
 
 
@@ -88,7 +89,7 @@ def trained(policy: Counted, policy_dir: Path, window: int, own: list[MicroBatch
 
 def test_windows_give_the_drafter_that_all_features_give(policy_dir: Path, ranks: Ranks) -> None:
     policy, own = Counted(policy_dir, ranks), batches()
-    total = sum(batch.area for batch in own)
+    total = sum(feature_area(batch) for batch in own)
     expected, at_once = trained(policy, policy_dir, total, own)
     assert policy.areas == [total]
     for _ in range(2):
@@ -108,6 +109,16 @@ def test_progress_counts_the_steps_of_all_epochs(policy_dir: Path, ranks: Ranks)
     told: list[tuple[int, int]] = []
     pretrain(policy, drafter, own, drafter.config, lambda done, total: told.append((done, total)))
     assert told == [(step + 1, 2 * len(own)) for step in range(2 * len(own))]
+
+
+@pytest.mark.parametrize("window", [10**6, WINDOW])
+def test_no_epochs_measure_a_drafter_and_leave_it_as_it_is(policy_dir: Path, ranks: Ranks, window: int) -> None:
+    policy, own = Counted(policy_dir, ranks), batches()
+    drafter, config = make_drafter(policy_dir, ranks), DrafterConfig(epochs=0, max_tokens_per_window=window)
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    metrics = pretrain(policy, drafter, own, config)
+    assert metrics["num_tokens"] > 0 and metrics["acceptance_length"] >= 1
+    assert_equal_state(drafter.state_dict(), before)
 
 
 class KilledError(Exception):
@@ -207,7 +218,7 @@ def test_padded_lengths_are_what_the_policy_asks_for(
     widths: list[int] = []
 
     def noted(policy: Policy, drafter: Drafter, own: list[MicroBatch], *_: Any) -> dict[str, float]:
-        widths.extend(batch.tokens.shape[1] for batch in own)
+        widths.extend(len(batch.tokens) for batch in own)
         return {}
 
     monkeypatch.setattr(Policy, "pad_multiple", 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specrl.artifacts import PrepareResult, read_result, write_json, write_text
-from specrl.config import STAGES, ConfigError, StageName, change_config, dump_config, parse_config
+from specrl.config import STAGES, Config, ConfigError, StageName, change_config, dump_config, parse_config
 from specrl.events import read_events, record_event
 from specrl.keys import run_keys
 from specrl.lineage.changes import adjustable_keys, config_changes
@@ -20,10 +20,10 @@ from specrl.lineage.revision import Revision, revise
 CONFIG = parse_config({"name": "run", "train": {"num_steps": 4}})
 
 
-def make_run(folder: Path, finished: tuple[StageName, ...], step: int | None) -> RunRecord:
+def make_run(folder: Path, finished: tuple[StageName, ...], step: int | None, config: Config = CONFIG) -> RunRecord:
     """A run's folder with finished stages, and a checkpoint of its train stage."""
     record = RunRecord(
-        settings=json.loads(dump_config(CONFIG)), code="0" * 12, files={}, stage_keys=run_keys(CONFIG, "code")
+        settings=json.loads(dump_config(config)), code="0" * 12, files={}, stage_keys=run_keys(config, "code")
     )
     write_record(folder, record)
     for stage in finished:
@@ -42,14 +42,16 @@ def add_checkpoint(stage_dir: Path, step: int, *, size: int = 4) -> Path:
     return folder
 
 
-def change(folder: Path, *overrides: str, code: str = "code", restart: bool = False) -> Revision:
+def change(
+    folder: Path, *overrides: str, code: str = "code", restart: bool = False, config: Config = CONFIG
+) -> Revision:
     record = read_record(folder)
     assert record is not None
-    new = change_config(CONFIG, list(overrides))
+    new = change_config(config, list(overrides))
     update = record.model_copy(update={"settings": json.loads(dump_config(new))})
-    changes = config_changes(CONFIG, new)
+    changes = config_changes(config, new)
     return revise(
-        folder, record, update, (CONFIG, new), changes, stage_code=code, new_code=code != "code", restart=restart
+        folder, record, update, (config, new), changes, stage_code=code, new_code=code != "code", restart=restart
     )
 
 
@@ -139,6 +141,15 @@ def test_a_drafter_that_nobody_pretrained_makes_training_start_over(tmp_path: Pa
     assert actions(change(tmp_path, "speculation.method='ngram'"))["train"] == "continues"
     with pytest.raises(ConfigError, match=r"speculation.method changes"):
         change(tmp_path, "speculation.method='mtp'")
+
+
+def test_a_method_that_takes_the_drafter_of_the_source_has_prepare_write_it(tmp_path: Path) -> None:
+    config = parse_config({"name": "run", "speculation": {"method": "ngram"}, "drafter": {"source": "a/b"}})
+    record = make_run(tmp_path, STAGES, step=None, config=config)
+    revision = change(tmp_path, "speculation.method='eagle3'", restart=True, config=config)
+    assert actions(revision)["prepare"] == "is redone"
+    assert revision.record.stage_keys["prepare"] != record.stage_keys["prepare"]
+    assert actions(change(tmp_path, "speculation.method='replay'", config=config))["prepare"] == "stays"
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:

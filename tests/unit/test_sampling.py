@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specrl.rollout.sampling.inverse_cdf import philox, pick, uniforms, weights
+from specrl.rollout.sampling import inverse_cdf
+from specrl.rollout.sampling.inverse_cdf import logprobs_of, philox, pick, uniforms, weights
 
 # Known answers for philox4x32-10 of Random123 (Salmon et al., 2011): counter, key, result.
 KNOWN_ANSWERS = [
@@ -86,6 +87,21 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
                 assert torch.equal(alone[2], log_kept_mass[part])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5, 7])
+def test_a_probability_does_not_depend_on_the_thread_that_computes_it(threads: int) -> None:
+    """The vocabularies leave threads with values that do not fill a vector, which torch computes in another way."""
+    default = torch.get_num_threads()
+    try:
+        for vocab in (50_257, 101):
+            logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+            torch.set_num_threads(1)
+            alone = torch.cat([weights(row[None], *rows(1, temperature=0.9)) for row in logits])
+            torch.set_num_threads(threads)
+            assert torch.equal(weights(logits, *rows(9, temperature=0.9)), alone)
+    finally:
+        torch.set_num_threads(default)
 
 
 @pytest.mark.parametrize("vocab", [500, 640])
@@ -173,3 +189,19 @@ def test_logits_of_any_size_are_sampled_as_if_they_were_around_zero(offset: floa
         assert torch.equal(moved[0], tokens)
         torch.testing.assert_close(moved[1], logprobs, atol=1e-5, rtol=0)
         torch.testing.assert_close(moved[2], log_kept_mass, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("offset", [0.0, -3000.0, 3000.0])
+def test_log_probs_of_given_tokens_are_those_of_a_softmax(offset: float) -> None:
+    logits = torch.randn(40, 30_011, generator=torch.Generator().manual_seed(5)) * 3 + offset
+    tokens = torch.arange(40) * 7
+    expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs_of(logits, tokens).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_what_was_picked_in_inference_mode_does_not_bind_later_calls() -> None:
+    logits, one, none = torch.randn(2, 77), torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    inverse_cdf._cpu_workspace.cache_clear()
+    with torch.inference_mode():
+        first = weights(logits, one, none, one)
+    assert torch.equal(weights(logits, one, none, one), first)

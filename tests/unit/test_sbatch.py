@@ -19,6 +19,7 @@ from slurm.backend import JobKey, StageRequest
 from slurm.environment import CACHES, cache_folders, device_variables, interface_towards
 from slurm.registry import backend_of, backends_of
 from slurm.sbatch import parameters, python_command
+from slurm.slurm_backend import ONE_HOST
 from specrl.config import Config, ConfigError, Resources, StageName, parse_config
 from specrl.context import StageContext
 
@@ -180,6 +181,32 @@ def test_the_interface_is_that_of_the_route() -> None:
                 assert interface_towards(address.address) == name
     with pytest.raises(ValueError, match="no network interface leads to no-such-host"):
         interface_towards("no-such-host.invalid")
+
+
+def test_ranks_of_two_nodes_use_the_interface_towards_the_other_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ONE_HOST, raising=False)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    for name, value in {"JOB_ID": "1", "JOB_NUM_NODES": "2", "NTASKS": "2", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    addresses = [
+        (name, address.address)
+        for name, found in psutil.net_if_addrs().items()
+        for address in found
+        if address.family == socket.AF_INET
+    ]
+    for named, interface in ((None, None), ("ib0", "ib0")):
+        config = configured(tmp_path, resources={"nodes": 2}, cluster={"interface": named} if named else {})
+        request = StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a.b:main")
+        for name, address in addresses:  # of another node, to which the route is this interface
+            for node, nodes in (("0", f"first,{address}"), ("1", f"{address},second")):
+                monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+                monkeypatch.setenv("SLURM_NODEID", node)
+                monkeypatch.setenv("SLURM_PROCID", node)
+                found = backend_of(config.cluster).rank_environment(request)
+                assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == (interface or name)
+                assert (found["RANK"], found["MASTER_ADDR"]) == (node, nodes.split(",")[0])
 
 
 def test_compiled_code_lies_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

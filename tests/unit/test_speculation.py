@@ -87,6 +87,7 @@ def run(
         arm = controller.choose(batch)
         seconds = machine.verification(batch, verified) + machine.per_pass * arm.k
         seconds *= math.exp(generator.gauss(0, NOISE))
+        controller.spend(batch, verified, batch + sum(outcome.accepted for outcome in outcomes), seconds)
         controller.observe(batch, verified, seconds if arm == verified else None, outcomes)
         steps.append((batch, arm, seconds))
         verified = arm
@@ -124,6 +125,24 @@ def test_within_two_percent_of_the_best_fixed_length_once_calibrated(machine: Ma
         reached.append(efficiency(machine, batch, steps, controller.choices))
     assert fmean(reached) > 0.98
     assert min(reached) > 0.96  # a neighbour that is 3 % slower is not always told apart in time
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, SLOW_DRAFTER, GOOD_DRAFTER], ids=["cpu", "gpu", "slow", "good"])
+def test_what_drafts_save_is_estimated_from_the_trials_without_them(machine: Machine) -> None:
+    controller = Controller(5, 0, 0)
+    assert controller.take_saved_seconds() is None
+    run(controller, machine, constant(8, 5), 0)
+    assert controller.take_saved_seconds() is None  # nothing has been tried without drafts yet
+    run(controller, machine, constant(8, 500), 1)
+    controller.take_saved_seconds()
+    plain = seconds = 0.0
+    for batch, arm, spent in run(controller, machine, iter([8] * 400 + [3] * 20), 2):
+        seconds += spent
+        plain += machine.tokens(arm) * machine.seconds(batch, DraftLengths(0, 0))
+    saved = controller.take_saved_seconds()
+    assert saved is not None
+    assert (seconds + saved) / seconds == pytest.approx(plain / seconds, rel=0.1)
+    assert controller.take_saved_seconds() is None
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,27 @@ def test_entries_wait_in_their_order_until_they_are_acknowledged(tmp_path: Path)
     spool.acknowledge([first, second])
     assert kinds(Spool(tmp_path)) == ["end"]
     assert [entry.kind for entry in spool.everything()] == ["start", "metrics", "end"]
+
+
+def test_what_has_arrived_is_not_sent_again_while_the_disk_is_full(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    source = tmp_path / "rollouts.svg"
+    source.write_text("drawn")
+    spool.append("start", path=spool.keep(source))
+    kept = spool.folder / next(spool.waiting()).values["path"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        spool.acknowledge(list(spool.waiting()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not spool.has_waiting()
+    assert kinds(Spool(tmp_path)) == ["start"]  # for another process, nothing says that it has arrived
+    assert kept.read_text() == "drawn"  # which that process would send
+    spool.append("end")
+    spool.acknowledge(list(spool.waiting()))
+    assert not Spool(tmp_path).has_waiting()
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("torn", ['{"kind": "me', '{"kind": "metrics", "time_ms": 1}', "{}\n", "\0\0\0"])

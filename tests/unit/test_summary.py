@@ -17,11 +17,13 @@ from specrl.artifacts import (
     DefaultSpeed,
     ExactnessResult,
     ExportResult,
+    NextStepText,
     ParityCounts,
     PrecisionReport,
     PrepareResult,
     PretrainResult,
     SpeedPair,
+    SpeedupEstimate,
     TrainResult,
     ValidateResult,
     read_result,
@@ -189,10 +191,12 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
             "k",
             "method",
             "plain_over_default",
+            "text",
+            "token_share",
         ],
         "data": ["prompts_overlong", "prompts_seen"],
         "best": ["metric", "policy_dir", "step", "value"],
-        "train": ["reward_first", "reward_last", "step_seconds_median", "steps", "timing_share"],
+        "train": ["reward_first", "reward_last", "speedup_estimate", "step_seconds_median", "steps", "timing_share"],
         "mismatch": ["token_mult_prob_error"],
         "precision": sorted(PrecisionReport.model_fields),
         "refit": ["checks", "drafter_events", "failures", "max_abs_logprob_diff"],
@@ -247,6 +251,35 @@ def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
     text = shown(run_dir)
     assert "50.0% -> 100.0% (2 prompts)" in text
     assert "accuracy, second" in text and "accuracy, first" not in text
+
+
+def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path)
+    assert "accepted drafts" not in shown(run_dir)
+    result = read_result(stages["validate"].stage_dir, ValidateResult)
+    shares = {"drafter": 0.1, "replay": 0.45, "my source": 0.02}
+    text = NextStepText(step=8, num_responses=128, num_stored=1, stored_tokens=9, num_recent=50, recent_tokens=700)
+    changed = {"speed": [SPEED[0].model_copy(update={"token_share": shares})], "text": text}
+    write_result(stages["validate"].stage_dir, result.model_copy(update=changed))
+    found = shown(run_dir)
+    assert "of all tokens, 45% pre-generated, 10% the drafter's, 2% my source" in found
+    assert "text that step 8 would find" in found
+    assert "1 pre-generated response (9 tokens) for its 128, 50 recent rollouts (700 tokens)" in found
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert summary["speculation"]["token_share"] == {"1": shares}
+    assert summary["speculation"]["text"]["num_stored"] == 1
+
+
+def test_the_estimated_speedup_of_training_is_marked_as_such(tmp_path: Path) -> None:
+    run_dir, stages = make_run(tmp_path, ("prepare", "pretrain", "calibrate", "train"))
+    assert "estimate" not in shown(run_dir)
+    result = read_result(stages["train"].stage_dir, TrainResult)
+    estimate = SpeedupEstimate(generation=1.7, step=1.31, steps=6)
+    write_result(stages["train"].stage_dir, result.model_copy(update={"speedup_estimate": estimate}))
+    assert "generation 1.70x, step 1.31x (medians of 6 steps, by trials of plain decoding" in shown(run_dir)
+    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    assert summary["train"]["speedup_estimate"] == {"generation": 1.7, "step": 1.31, "steps": 6}
+    assert "speedup, estimate generation 1.70x, step 1.31x" in describe(run_dir)
 
 
 def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:
@@ -304,6 +337,8 @@ def test_the_serve_command_is_one_line_that_a_shell_reads_back(tmp_path: Path) -
         "model": f"{run_dir}/export/drafter",
         "num_speculative_tokens": 3,
     }
+    on_cpus = ["--kv-cache-memory-bytes", str(2**30), "--enforce-eager"]
+    assert command[5:] == ["--dtype", "bfloat16", "--max-model-len", "512", *on_cpus]
 
 
 @pytest.mark.parametrize("count", range(len(STAGES)))

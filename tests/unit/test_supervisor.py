@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurm.backend import StageRequest
-from slurm.local_backend import LocalBackend
-from slurm.local_controller import END_AT
+from slurm.local.backend import LocalBackend
+from slurm.local.controller import END_AT
 from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
 from specrl.config import parse_config
 from specrl.context import StageContext

@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from specrl.distributed import Ranks
 from specrl.precision.mismatch import MismatchSums
 from specrl.schemas import Rollout
 from specrl.training.rollouts import RolloutBatch
-from specrl.training.shares import TrainingShares
+from specrl.training.shares import TrainingShares, deal_groups
 from specrl.training.update import LossInputRows, _loss, _micro_batches, align
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -32,7 +33,7 @@ def test_micro_batches_are_padded_as_the_policy_needs() -> None:
     batch = RolloutBatch.gather(ALONE, rollouts)
     shares = TrainingShares.of(policy, batch, [[0, 1, 2]])
     batches = _micro_batches(policy, shares.deliver(batch), shares.own(0), Config(name="pad"))
-    assert [batch.tokens.shape[1] for batch in batches] == [32]
+    assert [len(batch.tokens) for batch in batches] == [64]  # the prompt once
     assert [batch.num_tokens for batch in batches] == [sum(lengths)]
 
 
@@ -71,3 +72,29 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
     rollout.log_kept_mass = None  # as if nothing had been dropped
     assert loss() > -0.6
     assert mismatch()["mismatch/token_mult_prob_error"] > 4
+
+
+def group_rollouts(groups: int, responses: int) -> RolloutBatch:
+    rollouts = [
+        Rollout(0, 0, prompt, sample, 0, 0, 0, [prompt] * 50, [7] * (10 + sample), [0.0] * 10, "", "", "stop")
+        for prompt in range(groups)
+        for sample in range(responses)
+    ]
+    return RolloutBatch.gather(ALONE, rollouts)
+
+
+@pytest.mark.parametrize(("groups", "shares"), [(4, 2), (3, 3), (5, 1)])
+def test_the_responses_to_a_prompt_are_trained_on_by_one_rank(groups: int, shares: int) -> None:
+    batch = group_rollouts(groups, 4)
+    dealt = deal_groups(batch, range(4 * groups), np.zeros(4 * groups, np.int64), shares)
+    assert sorted(number for share in dealt for number in share) == list(range(4 * groups))
+    prompts = [sorted(batch.prompt_ids[share].tolist()) for share in dealt]
+    assert all(own.count(prompt) == 4 for own in prompts for prompt in own)
+    assert [len(set(own)) for own in prompts] == [groups // shares] * shares
+
+
+def test_a_group_is_divided_where_a_rank_would_have_nothing_to_do() -> None:
+    batch = group_rollouts(1, 4)
+    dealt = deal_groups(batch, range(4), np.zeros(4, np.int64), 2)
+    assert sorted(map(len, dealt)) == [2, 2]
+    assert deal_groups(batch, [], np.zeros(4, np.int64), 2) == [[], []]

@@ -76,6 +76,6 @@ def test_micro_batch_losses_add_up_to_the_mean_over_response_tokens() -> None:
     loss = cross_entropy(num_tokens)
     total = torch.zeros(())
     for micro_batch in pack(batch, 256):
-        logprobs = torch.full(micro_batch.tokens.shape, -2.0)
+        logprobs = torch.full(micro_batch.mask.shape, -2.0)
         total += loss(logprobs, logprobs, micro_batch)[0]
     assert total.item() == pytest.approx(2.0)

@@ -14,7 +14,7 @@ from specrl.bench.settings import BubbleSettings
 def main(job: BenchJob) -> None:
     """Run every setting, and write the rows and the page."""
     settings = BubbleSettings.model_validate(job.settings)
-    folder = job.run_dir / "bench" / "bubbles"
+    folder = job.folder
     # All contexts are made before the first run, so that what cannot work is refused at once and not after an hour.
     names = ("plain", *settings.uses)
     contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}

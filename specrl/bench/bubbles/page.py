@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, SettingRun, acceptance
+from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, OTHER_SEEDS, SettingRun, acceptance
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import BubbleSettings
@@ -38,6 +38,10 @@ or the response went another way and left it behind.
 STORED = ("0", "1", "2 or 3", "4 or more", "own, shorter", "own")
 
 
+PREGENERATING = ("pregenerate", "both", "pregenerate_other", "both_other")
+"""The settings whose bubbles pre-generate."""
+
+
 def write_page(
     job: BenchJob, settings: BubbleSettings, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, SettingRun]
 ) -> None:
@@ -47,14 +51,14 @@ def write_page(
     plain = runs["plain"]
     page.text(
         f"{settings.ranks} ranks x {settings.threads} thread(s), {settings.num_steps} steps; seeds of pre-generated "
-        f"text: {settings.seeds} as the rollout's. Plain: {plain.num_tokens} tokens, {plain.tokens_per_s:.0f} "
+        f"text: {_seeds(settings)}. Plain: {plain.num_tokens} tokens, {plain.tokens_per_s:.0f} "
         f"tokens/s, {plain.total('timing/step_s') / settings.num_steps:.1f} s a step."
     )
     page.text(_table(rows, runs))
     page.text(LEGEND)
     page.text("## Drafts by source")
     page.text(_sources(runs))
-    if _measured_of(runs, "pregenerate", "both"):
+    if _measured_of(runs, *PREGENERATING):
         page.text("## What stored text saves")
         page.text(_stored(runs))
         page.text(STORED_LEGEND)
@@ -67,6 +71,13 @@ def write_page(
         record = runs[name].records[len(runs[name].records) // 2]
         page.plot(f"gantt-{name}", gantt(record.ranks), f"{name}, step {record.step}")
     page.write()
+
+
+def _seeds(settings: BubbleSettings) -> str:
+    """Return in words which seeds pre-generated text has, compared with the rollouts'."""
+    words = {"same": "the rollouts' own", "other": "other ones than the rollouts'"}
+    others = [name for name in settings.uses if name in OTHER_SEEDS]
+    return words[settings.seeds] + (f", in {' and '.join(others)} {words['other']}" if others else "")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], runs: Mapping[str, SettingRun]) -> str:
@@ -103,7 +114,7 @@ def _texts(rollouts_dir: Path) -> dict[tuple[int, int, int], list[int]]:
 
 def _stored(runs: Mapping[str, SettingRun]) -> str:
     lines = []
-    for name in _measured_of(runs, "pregenerate", "both"):
+    for name in _measured_of(runs, *PREGENERATING):
         counts = {kind: [0, 0, 0] for kind in STORED}
         for rollout in read_folder(runs[name].rollouts_dir):
             tokens = len(rollout.response_tokens) - 1
@@ -170,7 +181,7 @@ def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
     measured = {name: read_run(run.steps_dir, run.rollouts_dir) for name, run in runs.items() if name != "plain"}
     lines = []
     for name, run in measured.items():
-        found = agreement(run, BUBBLE_SETTINGS[name].use, runs[name].most_running)
+        found = agreement(run, BUBBLE_SETTINGS[name].bubbles, runs[name].most_running)
         simulated_s, measured_s = found.generation_s
         simulated_steps, measured_steps = found.iterations
         lines.append(

@@ -8,10 +8,6 @@ near-ties in BF16.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,36 +16,26 @@ from statistics import fmean
 from typing import Any
 
 from specrl.artifacts import PretrainResult, read_result, write_result
+from specrl.bench.interleaved.side import begin_anew, train_side
 from specrl.bench.settings import BubbleSettings, speculation_of, train_plainly
+from specrl.bench.uses import USES, Use
 from specrl.config import Config, ConfigError, StageName, parse_config
 from specrl.config.methods import METHODS
-from specrl.config.rollout import BubbleUse
 from specrl.context import StageContext
-from specrl.processes import free_port
 from specrl.report.results import find_stages, read_config
 from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
 
-
-@dataclass(frozen=True)
-class BubbleSetting:
-    """The draft method of a setting, and its use of bubbles."""
-
-    method: str
-    """The value of `speculation.method`."""
-    use: BubbleUse
+PROBE = "refit/probe_acceptance_length"
 
 
-BUBBLE_SETTINGS: Mapping[str, BubbleSetting] = {
-    "plain": BubbleSetting("none", "none"),
-    "none": BubbleSetting("eagle3", "none"),
-    "recent": BubbleSetting("replay", "none"),
-    "pregenerate": BubbleSetting("replay", "pregenerate"),
-    "train_drafter": BubbleSetting("eagle3", "train_drafter"),
-    "both": BubbleSetting("eagle3+replay", "both"),
+OTHER_SEEDS = {"pregenerate_other": "pregenerate", "both_other": "both"}
+"""The settings whose pre-generated text has other seeds than the rollouts, with the uses that they have beside that."""
+BUBBLE_SETTINGS: Mapping[str, Use] = {
+    **{"none" if name == "eagle3" else name: use for name, use in USES.items()},
+    **{name: USES[use] for name, use in OTHER_SEEDS.items()},
 }
-"""The settings by name. `pregenerate` has no drafter, as in the publication. It drafts from the text made in bubbles
-and, like every method with replay, from recent rollouts; `recent` drafts from these alone."""
+"""The settings by name; that of EAGLE-3 is named after its use of idle time, `none`."""
 ENDS = 3
 """The number of first steps, and of last steps, whose acceptance is compared."""
 
@@ -95,17 +81,11 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
     Raises:
         RuntimeError: A rank failed; the message names its log.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    path = folder / "context.json"
-    context.save(path)
-    port = free_port()
+    begin_anew(context, folder)
     started = time.monotonic()
-    ranks = [_start(path, rank, settings, port) for rank in range(settings.ranks)]
-    failed = _wait(ranks)
-    if failed:
-        raise RuntimeError(
-            f"bench bubbles, setting {name}: rank {failed[0]} failed; log: {folder}/rank-{failed[0]}.log"
-        )
+    with train_side(context, folder) as side:
+        for _ in range(settings.num_steps):
+            side.step()
     print(f"{name}: {settings.num_steps} steps in {time.monotonic() - started:.0f} s", flush=True)
     return SettingRun(
         name,
@@ -165,7 +145,8 @@ def make_config(config: Config, folder: Path, name: str, settings: BubbleSetting
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
     k = (config.speculation.k or 3) if METHODS[setting.method].drafts else 0
     data["speculation"] = speculation_of(config.speculation, setting.method, k).model_dump(mode="json")
-    data["bubbles"] = {"use": setting.use, "seeds": settings.seeds}
+    seeds = "other" if name in OTHER_SEEDS else settings.seeds
+    data["bubbles"] = {"use": setting.bubbles, "seeds": seeds}
     train_plainly(data, settings.num_steps)
     for key in ("prompts_per_step", "samples_per_prompt"):
         if (value := getattr(settings, key)) is not None:
@@ -201,38 +182,7 @@ def acceptance(run: SettingRun) -> list[tuple[int, float]]:
     a drafter, the acceptance is that of stored text, of which the first step has none, or else of recent rollouts.
     """
     if run.has_drafter:
-        return [(record.step, record.metrics["refit/probe_acceptance_length"]) for record in run.records]
-    source = "replay" if BUBBLE_SETTINGS[run.name].use == "pregenerate" else "recent"
+        return [(record.step, record.metrics[PROBE]) for record in run.records if PROBE in record.metrics]
+    source = "replay" if BUBBLE_SETTINGS[run.name].bubbles == "pregenerate" else "recent"
     counts = [(record.step, record.by_source.get(source, (0, 0, 0))) for record in run.records if record.step]
     return [(step, 1 + accepted / drafts if drafts else 1.0) for step, (drafts, _, accepted) in counts]
-
-
-def _start(context: Path, rank: int, settings: BubbleSettings, port: int) -> subprocess.Popen[bytes]:
-    threads = str(settings.threads)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.ranks, "MASTER_PORT": port}
-    environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    cores = sorted(os.sched_getaffinity(0))
-    own = cores[rank * settings.threads : (rank + 1) * settings.threads]
-    with (context.parent / f"rank-{rank}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "specrl.bench.bubbles.one_rank", str(context), str(os.getpid())],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
-    if len(own) == settings.threads:
-        os.sched_setaffinity(process.pid, own)
-    return process
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for the ranks, end the others when one fails, and return the numbers of those that failed."""
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.returncode for rank in ranks):
-            for rank in ranks:
-                rank.terminate()
-        time.sleep(0.2)
-    return [index for index, rank in enumerate(ranks) if rank.returncode > 0] or [
-        index for index, rank in enumerate(ranks) if rank.returncode
-    ]

@@ -39,7 +39,7 @@ def main(job: BenchJob) -> None:
     trained = finished(find_stages(job.run_dir), "train", TrainResult)
     assert trained is not None, "a subject has trained"
     join()
-    with scratch(job.run_dir / "bench" / "checkpoints") as folder:
+    with scratch(job.folder) as folder:
         costs = measure(subject, settings, folder)
     write_rows(job.json_path, [vars(cost) for cost in costs])
     write_page(job, costs, trained.step_seconds_median)

@@ -50,6 +50,7 @@ CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "guessed_acceptance": (0.3, 0.8),
     "prior_requests": (5.0, 12.5, 50.0),
     "kept_on_refit": (0.01, 0.05, 0.2, 1.0),
+    "worthwhile": (0.0, 0.03, 1e9),
 }
 """Other values of each constant of the controller: smaller and larger ones, and some that switch it off."""
 TEXT_CONSTANTS: Mapping[str, tuple[Any, ...]] = {

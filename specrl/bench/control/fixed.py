@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrl.bench.control.recording import RecordedIteration
 from specrl.rollout.drafts.acceptance import DraftOutcome
 from specrl.rollout.drafts.controller import Controller
@@ -20,6 +23,9 @@ class FixedLengths(Controller):
 
     def choose(self, batch: int) -> DraftLengths:
         return self.lengths
+
+    def budgets(self, lengths: DraftLengths, chances: NDArray[np.float64]) -> list[int]:
+        return [int(np.count_nonzero(row)) for row in chances]
 
     def observe(
         self, batch: int, lengths: DraftLengths, seconds: float | None, outcomes: Sequence[DraftOutcome]

@@ -50,6 +50,10 @@ class Machine:
         """
         return float(np.dot(self.coefficients, features(batch, drafted, passes)))
 
+    def drafting_seconds(self, batch: int, passes: int) -> float:
+        """Return how much of the expected time of an iteration the drafter takes."""
+        return self.seconds(batch, 0, passes) - self.seconds(batch, 0, 0)
+
     def pauses(self, seed: int) -> Pauses:
         """Return the noise of one replay."""
         return Pauses(self.noise, random.Random(seed).randrange(len(self.noise)))

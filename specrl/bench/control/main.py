@@ -56,7 +56,7 @@ def main(job: BenchJob) -> None:
 
 def load_or_record(job: BenchJob, again: bool) -> Recording:
     """Return the recording of the run; make it first if there is none yet, or if `again` is true."""
-    path = job.run_dir / "bench" / "control" / RECORDING_FILE
+    path = job.folder / RECORDING_FILE
     if again or not path.is_file():
         join()
         record(find_subject(job.run_dir)).save(path)

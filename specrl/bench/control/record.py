@@ -91,6 +91,8 @@ def observed_responses(
             tokens,
             fates(tokens, observer_after.drafts[request.seed]),
             fates(same, observer_before.drafts[request.seed]),
+            told(tokens, observer_after.confidences[request.seed]),
+            told(same, observer_before.confidences[request.seed]),
         )
         for (prompt, request), tokens, same in zip(own, rows, earlier, strict=True)
         if tokens == same  # near-ties in BF16 may make the two differ
@@ -100,6 +102,11 @@ def observed_responses(
 def fates(tokens: Sequence[int], drafts: Mapping[int, list[int]]) -> list[int]:
     """Return, for each token of a response, how many tokens of the draft made after it are the response's own."""
     return [accepted_prefix(drafts.get(count, []), tokens[count:]) for count in range(1, len(tokens) + 1)]
+
+
+def told(tokens: Sequence[int], confidences: Mapping[int, list[float]]) -> list[list[float]]:
+    """Return, for each token of a response, the drafter's confidence in each token of the draft made after it."""
+    return [confidences.get(count, [0.0] * LONGEST_DRAFT) for count in range(1, len(tokens) + 1)]
 
 
 def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> list[RecordedText]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from specrl.artifacts import write_json
@@ -24,6 +24,10 @@ class RecordedResponse:
     `Recording.longest_draft` tokens; of a shorter draft as many are accepted, or all of it."""
     accepted_before: list[int]
     """The numbers as in `accepted`, with the drafter as it was before RL."""
+    confidences: list[list[float]] = field(default_factory=list)
+    """The drafter's confidence in each token of the drafts of `accepted`; none where it does not tell."""
+    confidences_before: list[list[float]] = field(default_factory=list)
+    """The same of the drafts of `accepted_before`."""
 
 
 @dataclass(frozen=True)

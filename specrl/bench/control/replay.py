@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from specrl.bench.control.fixed import FixedLengths
 from specrl.bench.control.machine import Machine
 from specrl.bench.control.recording import RecordedResponse, RecordedText, Recording
 from specrl.config import SpeculationConfig
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DraftOutcome, accepted_prefix
+from specrl.rollout.drafts.confidence import as_matrix
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths
 from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
@@ -74,6 +77,8 @@ class Running:
     response: RecordedResponse
     fates: Sequence[int]
     """For each token of the response, how many tokens of the drafter's draft after it would be accepted."""
+    told: Sequence[Sequence[float]]
+    """For each token of the response, the drafter's confidence in each token of that draft."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
     count: int = 0
     """The number of its tokens so far."""
@@ -83,6 +88,8 @@ class Running:
     """The number of tokens of that draft."""
     accepted: int = 0
     """The number of these that will be accepted."""
+    confidences: tuple[float, ...] = ()
+    """The drafter's confidence in each of these."""
 
 
 class Replay:
@@ -129,7 +136,7 @@ class Replay:
         )
 
     def _generate(self, responses: Sequence[RecordedResponse], drafter: DrafterState) -> None:
-        waiting = [Running(response, _fates(response, drafter)) for response in reversed(responses)]
+        waiting = [Running(response, *_drafts(response, drafter)) for response in reversed(responses)]
         running: list[Running] = []
         verified = NO_DRAFTS
         self.texts.begin(recall=True)
@@ -148,6 +155,8 @@ class Replay:
             self.score.decode_steps += 1
             if follows and not prompts:
                 measured = seconds * self.pauses.factor()
+                drafting = measured * self.machine.drafting_seconds(len(running), passes) / seconds
+                self.controller.observe_parts(len(running), lengths, drafted, drafting, measured - drafting)
                 self.controller.observe(len(running), verified, measured if verified == lengths else None, outcomes)
             verified, follows = lengths, True
             for item in running:
@@ -165,7 +174,7 @@ class Replay:
                 item.cursors = self.texts.cursors(prompt, item.response.seed)
             elif item.drafted:
                 source, agreement = item.kind
-                outcomes.append(DraftOutcome(source, item.drafted, item.accepted, agreement))
+                outcomes.append(DraftOutcome(source, item.drafted, item.accepted, agreement, item.confidences))
             end = min(item.count + item.accepted + 1, len(tokens))
             for cursor in item.cursors.values():
                 cursor.advance(tokens[item.count : end])
@@ -178,20 +187,37 @@ class Replay:
         """Give every request its next draft; return the number of passes of the drafter that this takes."""
         drafts = [self.texts.draft(item.cursors, lengths) for item in running]
         passes = 0 if all(text for _, text in drafts) else lengths.k
+        chances = []
         for item, (kind, text) in zip(running, drafts, strict=True):
             room = max(0, self._longest - item.count - 1)
-            rest = item.response.tokens[item.count :]
             item.kind = kind if text else NO_TEXT
+            item.drafted = min(len(text) if text else passes, room)
+            item.confidences = () if text else tuple(item.told[item.count - 1][: item.drafted])
+            chances.append(self._chances(item))
+        budgets = self.controller.budgets(lengths, as_matrix(chances))
+        for item, (_, text), budget in zip(running, drafts, budgets, strict=True):
+            rest = item.response.tokens[item.count :]
+            item.drafted = min(item.drafted, budget)
+            item.confidences = item.confidences[: item.drafted]
             if text:
-                item.drafted = min(len(text), room)
                 item.accepted = accepted_prefix(text[: item.drafted], rest)
             else:
-                item.drafted = min(passes, room)
                 item.accepted = min(item.drafted, item.fates[item.count - 1], len(rest))
         return passes
 
+    def _chances(self, item: Running) -> list[float]:
+        """Return for each token of a request's draft the probability that it and all before it are accepted."""
+        if item.kind != NO_TEXT:
+            return self.texts.acceptance.chances(item.kind, item.drafted)
+        calibration = self.controller.calibration
+        if not item.confidences:
+            return list(calibration.unconfident()[: item.drafted])
+        return list(calibration.chances(np.array([item.confidences]))[0])
 
-def _fates(response: RecordedResponse, drafter: DrafterState) -> Sequence[int]:
-    if drafter == "useless":
-        return [0] * len(response.tokens)
-    return response.accepted if drafter == "after" else response.accepted_before
+
+def _drafts(response: RecordedResponse, drafter: DrafterState) -> tuple[Sequence[int], Sequence[Sequence[float]]]:
+    """Return the fates of a drafter's drafts, and its confidence in them; a useless one is as sure as the real one."""
+    if drafter == "before":
+        return response.accepted_before, response.confidences_before or [[]] * len(response.tokens)
+    told = response.confidences or [[]] * len(response.tokens)
+    return [0] * len(response.tokens) if drafter == "useless" else response.accepted, told

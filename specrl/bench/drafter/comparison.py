@@ -31,6 +31,8 @@ from specrl.data.reward_pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.outcome_log import counters
 from specrl.rollout.engine import Engine
 from specrl.rollout.matched import matched_pair
 from specrl.schemas import Rollout
@@ -39,7 +41,6 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import update_policy
 
-TASK, OFF_TASK = "task", "off-task"
 SPEED_REQUESTS = 8
 """The least number of requests in a matched pair."""
 
@@ -51,21 +52,40 @@ class DrafterResult:
     drafter: ObservedDrafter
     pairs: list[SpeedPair]
     """The matched pairs under the last policy, one for each batch size."""
+    drafts: list[SpeculationStats]
+    """The counters of the drafts of each pair."""
 
-    def row(self) -> dict[str, Any]:
-        """Return the figures as a row for `--json`."""
-        return {
-            "pretrained_on": self.drafter.source,
-            "online": self.drafter.online,
-            "acceptance_length": self.drafter.lengths,
-            "speedup": {pair.batch: pair.speedup for pair in self.pairs},
-        }
+    def rows(self, config: Config) -> list[dict[str, Any]]:
+        """Return the figures as rows for `--json`, one for each batch size.
+
+        Args:
+            config: The configuration under which the drafters were compared.
+        """
+        return [
+            {
+                "drafter": self.drafter.name,
+                "kind": "eagle3",
+                "layers": self.drafter.drafter.shape.num_layers,
+                "loss": config.drafter.loss.name,
+                "k": config.drafter.ttt_steps,
+                "temperature": config.sampling.temperature,
+                "batch": pair.batch,
+                "acceptance_length": stats.acceptance_length,
+                "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+                "speedup": pair.speedup,
+                "pretrained_on": self.drafter.source,
+                "online": self.drafter.training == "online",
+                "training": self.drafter.training,
+                "acceptance_length_by_step": self.drafter.lengths,
+            }
+            for pair, stats in zip(self.pairs, self.drafts, strict=True)
+        ]
 
 
 class DrafterComparison:
     """One RL run on one rank with the drafters beside it; the engine drafts with the last of them.
 
-    The two pretrained drafters stay in `folder`, so that `specrl bench bubbles --drafter` can begin with one.
+    The pretrained drafters stay in `folder`, so that `specrl bench bubbles --drafter` can begin with one.
     """
 
     def __init__(self, subject: Subject, settings: DrafterSettings, ranks: Ranks, folder: Path) -> None:
@@ -92,15 +112,18 @@ class DrafterComparison:
         self.drafters: list[ObservedDrafter] = []
 
     def pretrain(self) -> None:
-        """Pretrain one drafter on the policy's responses to instructions, and one on those to prompts of the task."""
-        count = self.settings.num_prompts
-        off_task = instructions(self.config, self.source.tokenizer, count)
-        for source, prompts in ((OFF_TASK, off_task), (TASK, self.source.pretraining(count))):
+        """Pretrain one drafter for each source, on the policy's responses to its prompts."""
+        for source in self.settings.sources:
+            prompts = prompts_of(source, self.settings.num_prompts, self.config, self.source)
             started = time.monotonic()
             rollouts = self._answer(prompts, source)
             drafter = pretrain(self.policy, rollouts, self.config, self.ranks, self.settings.epochs)
             drafter.save(self.folder / source, policy_version=0)
-            self.drafters += frozen_and_online(source, self.folder / source, self.policy_dir, self.config, self.ranks)
+            stale = self.settings.stale and source == self.settings.sources[-1]
+            found = frozen_and_online(
+                source, self.folder / source, self.policy_dir, self.config, self.ranks, stale=stale
+            )
+            self.drafters += found
             tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
             say(f"drafter {source}: {len(rollouts)} responses, {tokens} tokens, {time.monotonic() - started:.0f} s")
 
@@ -162,17 +185,25 @@ class DrafterComparison:
         results = []
         for observed in self.drafters:
             self.refit(observed, version=self.settings.num_steps)
-            pairs = []
+            pairs, drafts = [], []
             for batch in self.settings.batches:
                 chosen = range(max(batch, SPEED_REQUESTS))
                 requests = [
                     make_request(prompts[i % len(prompts)], i // len(prompts), self.config, origin) for i in chosen
                 ]
                 k = self.config.drafter.ttt_steps
-                pairs.append(matched_pair(self.engine, requests, batch, k, self.settings.repeats))
-            results.append(DrafterResult(observed, pairs))
+                with self.engine.log_drafts() as log:
+                    pairs.append(matched_pair(self.engine, requests, batch, k, self.settings.repeats))
+                drafts.append(counters(log.drafts))
+            results.append(DrafterResult(observed, pairs, drafts))
             say(f"{observed.name}: " + ", ".join(f"batch {pair.batch} {pair.speedup:.2f}x" for pair in pairs))
         return results
+
+
+def prompts_of(source: str, count: int, config: Config, prompts: PromptSource) -> list[Prompt]:
+    """Return the prompts of a source of pretraining: `off-task`, `task`, or `both` with half of each."""
+    of_task = {"off-task": 0, "task": count, "both": count // 2}[source]
+    return [*instructions(config, prompts.tokenizer, count - of_task), *prompts.pretraining(of_task)]
 
 
 def comparison_config(config: Config, settings: DrafterSettings) -> Config:

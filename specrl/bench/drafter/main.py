@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
+from specrl.bench.drafter import evaluation_page
 from specrl.bench.drafter.comparison import DrafterComparison
+from specrl.bench.drafter.evaluation import Evaluation
 from specrl.bench.drafter.page import DrafterFindings, write_page
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
@@ -15,22 +17,43 @@ from specrl.distributed import join, leave
 
 
 def main(job: BenchJob) -> None:
-    """Run the comparison, and write the rows and the page.
+    """Measure drafters on a file of prompts, or compare those of a run over its RL steps; write rows and page.
 
     Raises:
-        ConfigError: The run has no EAGLE-3 drafter.
+        ConfigError: A folder or the file cannot be used, or the run has no EAGLE-3 drafter.
     """
+    settings = DrafterSettings.model_validate(job.settings)
+    if settings.evaluates:
+        evaluate(job, settings)
+    else:
+        compare(job, settings)
+
+
+def evaluate(job: BenchJob, settings: DrafterSettings) -> None:
+    """Measure any drafters on a file of prompts."""
     started = time.monotonic()
-    settings, subject = DrafterSettings.model_validate(job.settings), find_subject(job.run_dir)
+    join()
+    evaluation = Evaluation(settings, job.folder)
+    cells = evaluation.measure()
+    write_rows(job.json_path, [cell.row() for cell in cells])
+    evaluation_page.write_page(job, evaluation, cells, time.monotonic() - started)
+    evaluation.shutdown()
+    leave()
+
+
+def compare(job: BenchJob, settings: DrafterSettings) -> None:
+    """Compare EAGLE-3 drafters over the RL steps of a finished run."""
+    started = time.monotonic()
+    subject = find_subject(job.run_dir)
     method = subject.config.speculation.draft_method
     if method.model != "drafter" or method.texts or subject.first_drafter_dir is None:
         raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
     ranks = join()
-    comparison = DrafterComparison(subject, settings, ranks, job.run_dir / "bench" / "drafter")
+    comparison = DrafterComparison(subject, settings, ranks, job.folder)
     comparison.pretrain()
     counted = comparison.run()
     results = comparison.speedups()
-    write_rows(job.json_path, [result.row() for result in results])
+    write_rows(job.json_path, [row for result in results for row in result.rows(comparison.config)])
     found = DrafterFindings(results, counted, comparison.config, time.monotonic() - started)
     write_page(job, settings, found)
     comparison.engine.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,10 @@ from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import Policy
 from specrl.training.sample import even_sample
 
+Training = Literal["frozen", "zeroed", "one step behind", "online"]
+"""How a drafter's weights follow a run: they stay as they were pretrained, they are all zero, they are what the trained
+ones were a step before, or they are trained in every step."""
+
 
 @dataclass
 class ObservedDrafter:
@@ -29,21 +34,28 @@ class ObservedDrafter:
 
     source: str
     """The name of the data that it was pretrained on."""
-    online: bool
-    """Whether it is trained in every step; otherwise it is frozen."""
+    training: Training
+    """How its weights follow the run."""
     drafter: Drafter
+    online_one: ObservedDrafter | None = None
+    """For a drafter that is a step behind, the one that is trained."""
     lengths: list[float] = field(default_factory=list)
     """The acceptance length on each step's responses, before it is trained on them."""
 
     @property
     def name(self) -> str:
-        """The data that it was pretrained on, and whether it is trained, in words."""
-        return f"{self.source}, {'online' if self.online else 'frozen'}"
+        """The data that it was pretrained on, and how it is trained, in words."""
+        return f"{self.source}, {self.training}"
 
     def follow(self, features: list[Features], config: Config) -> None:
-        """Measure the drafter on a step's features, and then train it on them if it is trained online."""
+        """Measure the drafter on a step's features, and then let its weights follow.
+
+        One that is a step behind must follow before the one that is trained.
+        """
         self.lengths.append(self.drafter.update(features, lr=0.0)["acceptance_length"])
-        if self.online:
+        if self.online_one is not None:
+            self.drafter.model.load_state_dict(self.online_one.drafter.model.state_dict())
+        if self.training == "online":
             areas, limit = [item.tokens.numel() for item in features], config.drafter.max_tokens_per_step
             chosen = even_sample(areas, 0.5, lambda part: sum(areas[i] for i in part) <= limit) if features else []
             self.drafter.update([features[index] for index in chosen], lr=config.drafter.online_lr)
@@ -60,27 +72,42 @@ def pretrain(policy: Policy, rollouts: Sequence[Rollout], config: Config, ranks:
 
 
 def frozen_and_online(
-    source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks
+    source: str, directory: Path, policy_dir: Path, config: Config, ranks: Ranks, *, stale: bool = False
 ) -> list[ObservedDrafter]:
-    """Return the drafter in `directory` frozen, and an equal one that will be trained online."""
-    return [
-        ObservedDrafter(source, online, Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed))
-        for online in (False, True)
-    ]
+    """Return the drafter in `directory` frozen, and last an equal one that will be trained online.
+
+    Args:
+        stale: Whether to return, between the two, one whose weights are all zero and one that is always a step behind
+            the last.
+    """
+
+    def load(training: Training) -> ObservedDrafter:
+        drafter = Drafter.load(directory, policy_dir, config.drafter, ranks, seed=config.seed)
+        return ObservedDrafter(source, training, drafter)
+
+    frozen, online = load("frozen"), load("online")
+    if not stale:
+        return [frozen, online]
+    zeroed, behind = load("zeroed"), load("one step behind")
+    with torch.no_grad():
+        for parameter in zeroed.drafter.model.parameters():
+            parameter.zero_()
+    behind.online_one = online
+    return [frozen, zeroed, behind, online]
 
 
 def micro_batches(rollouts: Sequence[Rollout], tokens: int) -> list[MicroBatch]:
     """Pack responses as the engine drafts them: it does not draft the last token of one that the length limit cut off.
 
     Args:
-        tokens: The largest number of tokens of a micro-batch.
+        tokens: The largest number of tokens of a micro-batch, where a prompt counts for each of its responses.
     """
     sequences = []
     for index, rollout in enumerate(rollouts):
         drafted = rollout.response_tokens[: -1 if rollout.finish_reason == "length" else None]
         if drafted:
             sequences.append(TokenSequence.of(rollout.prompt_tokens, drafted, index))
-    return pack(sequences, tokens)
+    return pack(sequences, tokens, counts_repeated=True)
 
 
 def common_spec(drafters: Sequence[Drafter]) -> FeatureSpec:

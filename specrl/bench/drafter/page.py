@@ -17,14 +17,17 @@ from specrl.report.plots import line_charts
 
 HOW = """
 One RL run of {num_steps} steps ({prompts_per_step} prompts x {samples} responses, the run's own policy before RL, task
-and learning rate) with four drafters beside it. Rollouts do not depend on the drafter, so that all four are judged on
+and learning rate) with {count} drafters beside it. Rollouts do not depend on the drafter, so that all are judged on
 the same responses: before a drafter is trained on a step's responses, they are compared with its drafts, which it makes
 from the features of the policy version that sampled them. "Task" was pretrained on the policy's responses to
 {num_prompts} prompts of the task; "off-task" on its responses to as many generic instructions (chat-like text made from
-templates, `specrl/bench/drafter/instructions.py`: no public chat data), each with a draft vocabulary of its own from
-those responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g}; "frozen"
-is not trained. k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
+templates, `specrl/bench/drafter/instructions.py`: no public chat data){both}, each with a draft vocabulary of its own
+from those responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g};
+"frozen" is not trained.{stale}
+k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
 """
+STALE = """ "One step behind" always has the weights that "online" had a step earlier, as where a refit of the drafter
+is lost; the weights of "zeroed" are all zero, as where a sleep has lost them."""
 SHOWN = 3
 """The number of first steps, and of last steps, over which acceptance lengths are averaged."""
 
@@ -48,7 +51,10 @@ def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings)
     drafter = found.config.drafter
     page.text(
         HOW.format(
-            **settings.model_dump(exclude={"samples_per_prompt", "batches"}),
+            **settings.model_dump(exclude={"samples_per_prompt", "batches", "stale"}),
+            both='; "both" on half as many of each' if "both" in settings.sources else "",
+            count=len(found.results),
+            stale=STALE if settings.stale else "",
             samples=settings.samples_per_prompt,
             online_lr=drafter.online_lr,
             k=drafter.ttt_steps,
@@ -77,7 +83,6 @@ def table(results: list[DrafterResult]) -> str:
     for result in results:
         lengths = result.drafter.lengths
         speedups = [f"{pair.speedup:.2f} ({pair.speedup_min:.2f} - {pair.speedup_max:.2f})" for pair in result.pairs]
-        trained = "online" if result.drafter.online else "frozen"
         first, last = fmean(lengths[:SHOWN]), fmean(lengths[-SHOWN:])
-        rows.append((result.drafter.source, trained, f"{first:.2f}", f"{last:.2f}", *speedups))
+        rows.append((result.drafter.source, result.drafter.training, f"{first:.2f}", f"{last:.2f}", *speedups))
     return f"Acceptance lengths are means of the first and last {SHOWN} steps:\n\n" + markdown_table(columns, rows)

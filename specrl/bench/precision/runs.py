@@ -40,7 +40,7 @@ UNLIMITED = 1e6
 
 @dataclass(frozen=True)
 class PrecisionSetting:
-    """The precision of each engine in one setting."""
+    """The precision of each engine in one setting; it has a folder of its own by its place in `ALL_SETTINGS`."""
 
     name: str
     generation: str
@@ -54,6 +54,22 @@ PRECISION_SETTINGS = (
     PrecisionSetting("FP8 both", "fp8", "fp8"),
     PrecisionSetting("FP8 both, corrected", "fp8", "fp8", corrected=True),
 )
+"""The settings that run by default."""
+ALL_SETTINGS = (
+    *PRECISION_SETTINGS,
+    PrecisionSetting("FP8 generation only, corrected", "fp8", "bf16", corrected=True),
+    PrecisionSetting("BF16, corrected", "bf16", "bf16", corrected=True),
+)
+
+
+def folders_of(settings: PrecisionSettings) -> dict[PrecisionSetting, str]:
+    """Return the settings to run, in their order, each with the beginning of the name of its folder."""
+    engines = {("fp8", "fp8"): "both", ("fp8", "bf16"): "generation", ("bf16", "bf16"): "neither"}
+    return {
+        item: str(index)
+        for index, item in enumerate(ALL_SETTINGS)
+        if not item.corrected or engines[item.generation, item.training] in settings.corrected
+    }
 
 
 @dataclass(frozen=True)

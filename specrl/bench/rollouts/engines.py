@@ -6,17 +6,21 @@ There are one or two for plain decoding, one for each draft method, and vLLM as 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from specrl.bench.job import say
 from specrl.bench.rollouts.rounds import DefaultVariant, Variant, Workload, measure
-from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, speculation_of
+from specrl.bench.settings import ADAPTIVE, TAIL, TAIL_SIZE, RolloutSettings, methods_of, middle_of, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config
 from specrl.config.methods import METHODS
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.matched import LOG_FILE
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
@@ -41,6 +45,7 @@ class Engines:
         self.settings = settings
         self.methods = methods_of(settings, subject.config)
         self.drafting: dict[str, Variant] = {}
+        self._controllers: dict[tuple[str, str], Controller] = {}
         most = len(self._choices()) + 2 + len(self.methods)  # plain ones, vLLM's own, and the first method's two
         self._gpu_share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / most)
         self.plain_variants = [self._variant(PLAIN, 0, compiled) for compiled in self._choices()]
@@ -104,27 +109,38 @@ class Engines:
 
     @property
     def middle_k(self) -> int:
-        """The middle one of the fixed draft lengths, in tokens, which stands for the others."""
-        fixed = sorted(k for k in self.settings.ks if isinstance(k, int))
-        return fixed[len(fixed) // 2] if fixed else self.subject.config.speculation.k or 3
+        """The middle one of the fixed draft lengths, in tokens, which stands for the others; the lower of two."""
+        return middle_of(self.settings.ks) or self.subject.config.speculation.k or 3
 
     def variants(self, workload: Workload) -> list[Variant]:
         """Return the variants that are compared with plain decoding on this workload."""
         return [
-            Variant(method, k, variant.engine, variant.compiled)
+            replace(variant, k=k, controller=self._controller(method, k))
             for method, variant in self.drafting.items()
             for k in self._lengths(method, workload)
         ]
 
+    def _controller(self, method: str, k: int | str) -> Controller | None:
+        """Return the controller of a variant, which has one of its own for all batch sizes; None for fixed lengths."""
+        if isinstance(k, int):
+            return None
+        engine = self.drafting[method].engine
+        if (method, k) not in self._controllers:
+            settings = ControlSettings() if k == ADAPTIVE else replace(ControlSettings(), worthwhile=math.inf)
+            lengths = engine.max_k, engine.max_replay_k
+            self._controllers[method, k] = Controller(*lengths, self.subject.config.seed, settings)
+        return self._controllers[method, k]
+
     def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
         """Return every k for a drafter, and fewer where stored text or the long tail makes runs costly."""
         ks, in_tail = self.settings.ks, workload.name == TAIL
-        if ADAPTIVE not in ks:
+        adaptive = [k for k in ks if isinstance(k, str)]
+        if not adaptive:
             return ks
         row = METHODS[method]
         if row.texts or (in_tail and not row.has_weights):
-            return (ADAPTIVE,)
-        return (self.middle_k, ADAPTIVE) if in_tail or row.model is None else ks
+            return adaptive
+        return [self.middle_k, *adaptive] if in_tail or row.model is None else ks
 
     def _variant(self, method: str, k: int, compiled: bool) -> Variant:
         config = self._config(method, compiled)

@@ -34,7 +34,8 @@ def main(job: BenchJob) -> None:
     plain = engines.plain_variants[0].engine
     answers = plain.generate(requests).responses
     lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
-    engines.add_default(lengths, ranks.local_rank, job.run_dir / "bench")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    engines.add_default(lengths, ranks.local_rank, job.folder)
     loads = workloads(requests, answers, settings.batches, settings.repeats, settings.max_tokens)
     pilot = workloads(requests, answers, [PILOT_BATCH], PILOT_ROUNDS, settings.max_tokens)[0]
     engines.add_methods(pilot, stored_responses(plain, pool(prompts, subject.config, "bench replay")))

@@ -27,8 +27,8 @@ At a fixed batch size the requests are held-out prompts whose responses have at 
 and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are eight of
 them, one batch after another. `tail64` is 64 held-out prompts on one rank, each to its natural end ({tail}). Prefill is
 part of the time. k is the longest draft; `adaptive` is the controller, after uncounted runs in which it calibrated the
-batch sizes that the workload goes through. Replay has one stored response per prompt, sampled from the same policy with
-other seeds.
+batch sizes that the workload goes through, and `whole` is the same without budgets: all of every draft is verified.
+Replay has one stored response per prompt, sampled from the same policy with other seeds.
 """
 
 

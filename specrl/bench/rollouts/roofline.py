@@ -42,7 +42,7 @@ class Roofline:
     drafter: Network | None
     """The drafter's layer and head; None if drafts need no network."""
     fusion: Network | None = None
-    """The drafter's `fc`, which combines three features of each row once per iteration."""
+    """The drafter's `fc`, which combines the features of each row once per iteration."""
     machine: Machine = Machine(1.0, 1.0)
 
     def plain_seconds(self, batch: int) -> float:
@@ -75,11 +75,12 @@ def policy_network(hf_config: dict[str, Any], bytes_per_weight: int) -> Network:
 
 
 def drafter_networks(hf_config: dict[str, Any], bytes_per_weight: int) -> tuple[Network, Network]:
-    """Return an EAGLE-3 drafter's layer with its head, and its `fc`; its attention reads twice the hidden size."""
+    """Return an EAGLE-3 drafter's layers with its head, and its `fc`; its first attention reads 2 hidden states."""
     hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    layer = _layer(hf_config, hidden, 2 * hidden, heads)
-    network = Network(layer + hidden * hf_config["draft_vocab_size"], bytes_per_weight)
-    return network, Network(3 * hidden * hidden, bytes_per_weight)
+    first, above = (_layer(hf_config, hidden, width, heads) for width in (2 * hidden, hidden))
+    layers = first + (hf_config["num_hidden_layers"] - 1) * above
+    network = Network(layers + hidden * hf_config["draft_vocab_size"], bytes_per_weight)
+    return network, Network(len(hf_config["eagle_aux_hidden_state_layer_ids"]) * hidden * hidden, bytes_per_weight)
 
 
 def _layer(hf_config: dict[str, Any], hidden: int, attention_input: int, heads: int) -> int:

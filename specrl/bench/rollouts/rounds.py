@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from specrl.bench.settings import ADAPTIVE, TAIL
+from specrl.bench.settings import TAIL
 from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
 
@@ -33,6 +34,8 @@ class Variant:
     k: int | str
     engine: Engine
     compiled: bool
+    controller: Controller | None = None
+    """The controller of adaptive lengths; None for fixed ones."""
 
     @property
     def kind(self) -> str:
@@ -42,7 +45,9 @@ class Variant:
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
         """Generate `batch` requests at a time, with no prompt cached."""
         if self.engine.speculates:
-            self.engine.set_k(None if self.k == ADAPTIVE else int(self.k))
+            self.engine.set_k(None if self.controller is not None else int(self.k))
+        if self.controller is not None:
+            self.engine.control_with(self.controller)
         self.engine.reset_prefix_cache()
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
@@ -103,7 +108,7 @@ def measure(variants: Sequence[Variant | DefaultVariant], workload: Workload) ->
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
-        if variant.k in (0, ADAPTIVE):
+        if variant.k == 0 or isinstance(variant.k, str):
             warm_up(variant, workload)
     for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
         for index in order:
@@ -118,7 +123,7 @@ def warm_up(variant: Variant | DefaultVariant, workload: Workload) -> None:
     """
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
-        controller = variant.engine.controller if isinstance(variant, Variant) and variant.k == ADAPTIVE else None
+        controller = variant.controller if isinstance(variant, Variant) else None
         if controller is None:
             return
         sizes = [size for size in controller.chosen() if size <= workload.batch]

@@ -21,7 +21,7 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
-from specrl.rollout.bubbles.pregeneration import Pregeneration, by_tokens
+from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
 from specrl.rollout.bubbles.share import BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.control import ControlSettings
@@ -92,11 +92,12 @@ class Bubbles:
         if self._coordinator is not None:
             self._coordinator.open()
         if self._replays:
-            found = by_tokens(prompts, self._stored)
-            self._engine.set_replay(
-                {prompt: [text.tokens for text in texts] for prompt, texts in found.items()},
-                {prompt: [text.seed for text in texts] for prompt, texts in found.items()},
-            )
+            store_texts(self._engine, prompts, self._stored)
+
+    @property
+    def stored(self) -> list[PregeneratedText]:
+        """The texts for the next step that this rank's engine has; none without pre-generation."""
+        return [text for texts in self._stored.values() for text in texts]
 
     def beat(self) -> None:
         """Tell the other engines that this one is alive; called in every iteration of its own share."""
@@ -123,7 +124,12 @@ class Bubbles:
         self._share.probed(acceptance_length)
 
     def spend(
-        self, step: int, started_at: float, generation: Generation, pace: list[tuple[int, int, float]]
+        self,
+        step: int,
+        started_at: float,
+        generation: Generation,
+        pace: list[tuple[int, int, float]],
+        saved_s: float | None = None,
     ) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
 
@@ -132,6 +138,7 @@ class Bubbles:
             started_at: The time at which this rank began its own share, in Unix seconds.
             generation: The generation of its own share.
             pace: The pace of that generation, `Pace.rows`.
+            saved_s: The seconds that drafts saved in it, `Bubble.saved_s`.
 
         Returns:
             The bubble, and the texts generated in it.
@@ -150,6 +157,7 @@ class Bubbles:
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=drafter_steps,
             pace=pace,
+            saved_s=saved_s,
         )
         return bubble, texts
 
@@ -195,13 +203,16 @@ class Bubbles:
         for activity in left:
             activity.begin(step)
         spans: list[Span] = []
-        while left and (chosen := self._choose(left, spans)) is not None:
+        of_engine: list[Span] = []  # what any of the engine's ranks worked on, while the others waited
+        while left and (chosen := self._choose(left, of_engine)) is not None:
             activity, seconds = chosen
             started = time.time()
             worked = activity.work(_after(seconds, coordinator.over))
             if worked:
                 spans.append(Span(activity.name, started, time.time()))
-            if not self._engine.true_on_any_rank(worked):
+            if self._engine.true_on_any_rank(worked):
+                of_engine.append(Span(activity.name, started, time.time()))
+            else:
                 left.remove(activity)
         return joined(spans), sum(span.name == SPOT_TRAINING for span in spans)
 
@@ -209,6 +220,10 @@ class Bubbles:
         """Return what to do next and for how many seconds at most, or None once all engines are done.
 
         It is the choice of the engine's first rank (collective over the engine's ranks).
+
+        Args:
+            left: The activities that may have work left.
+            spans: What the ranks of this engine have done in this bubble.
         """
         assert self._coordinator is not None
         own = (-1, math.inf) if self._coordinator.over() else self._own_choice(left, spans)

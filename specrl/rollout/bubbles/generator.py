@@ -128,6 +128,11 @@ class RolloutGenerator:
         """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
         self._bubbles.probed(acceptance_length)
 
+    @property
+    def next_texts(self) -> list[PregeneratedText]:
+        """The texts that were generated ahead for the next step's prompts of this rank's engine."""
+        return self._bubbles.stored
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of sharing idle time by their names in MLflow."""
         return self._bubbles.metrics()
@@ -152,10 +157,14 @@ class RolloutGenerator:
 
     def _next_engines(self, step: int) -> dict[int, int]:
         """Return the engine that will answer each of the next step's prompts, by the prompt's id."""
-        if not self._config.bubbles.pregenerates or step + 1 >= self._config.train.num_steps:
+        if not self._config.bubbles.pregenerates:
             return {}
         shares = self._deal(self.source.batch(step + 1))
         return {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
+
+    def _take_saved_seconds(self) -> float | None:
+        controller = self._engine.controller
+        return controller.take_saved_seconds() if controller is not None else None
 
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
         """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""
@@ -163,6 +172,7 @@ class RolloutGenerator:
         samples = config.train.samples_per_prompt
         own = self._deal(prompts)[ranks.rank // config.engine.tensor_parallel]
         self._bubbles.open(own)
+        self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)
 
@@ -182,7 +192,8 @@ class RolloutGenerator:
             recall=True,
             routes=True,
         )
-        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
+        saved_s = self._take_saved_seconds()
+        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return _Share(rollouts, texts, counters)

@@ -93,9 +93,10 @@ class Pregeneration:
         return items
 
     def _all(self) -> list[tuple[Prompt, int]]:
-        """Return (prompt, sample) of every response of the next step, groups together; none after the last step."""
-        if self._step >= self._config.train.num_steps:
-            return []
+        """Return (prompt, sample) of every response of the next step, groups together.
+
+        The step after the last one is no exception: `validate` measures what it would be like.
+        """
         prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
         return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
 
@@ -104,6 +105,15 @@ class Pregeneration:
         other = self._config.bubbles.seeds == "other"
         index = sample + self._config.train.samples_per_prompt if other else sample
         return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
+
+
+def store_texts(engine: Engine, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]) -> None:
+    """Let the engine draft from the texts stored for these prompts, by the prompt's id, and from no other ones."""
+    found = by_tokens(prompts, stored)
+    engine.set_replay(
+        {prompt: [text.tokens for text in texts] for prompt, texts in found.items()},
+        {prompt: [text.seed for text in texts] for prompt, texts in found.items()},
+    )
 
 
 def by_tokens(

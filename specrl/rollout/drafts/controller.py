@@ -16,8 +16,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DraftOutcome
+from specrl.rollout.drafts.budgets import RowCosts, best_budgets
+from specrl.rollout.drafts.confidence import Calibration
 from specrl.rollout.drafts.curve import CurvePoint
 from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths, TokensPerIteration, possible_lengths
 
@@ -83,6 +88,16 @@ class Trial:
         )
 
 
+@dataclass
+class Spent:
+    """Iterations of one bucket with the same lengths."""
+
+    requests: int = 0
+    """The sum of their running requests; so in `tokens` and `seconds`."""
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class Controller:
     """Chooses among a few draft lengths, for each bucket of batch sizes, by expected tokens per second.
 
@@ -90,6 +105,9 @@ class Controller:
     one would have brought), and are shared between buckets. Times are learned from epsilon-greedy trials of the
     neighbours of the chosen lengths and of no drafts at all, so that speculation that does not pay is found out within
     a few iterations.
+
+    It also says how much of each draft is verified (`budgets`), by what the tokens of all drafts of the iteration are
+    expected to bring and what their rows are expected to take.
     """
 
     def __init__(self, k: int, replay_k: int, seed: int, settings: ControlSettings | None = None) -> None:
@@ -106,6 +124,13 @@ class Controller:
         self._random = random.Random(seed)
         self._buckets: dict[int, Bucket] = {}
         self._shared = TokensPerIteration(self.choices, self._settings)
+        self.calibration = Calibration(k, self._settings)
+        """How likely the drafter's tokens are to be accepted, by its own confidence in them."""
+        self._row_costs = RowCosts(self._settings)
+        self._drafting: dict[tuple[int, int], float] = {}
+        """The running mean of the seconds of drafting, by bucket and the drafter's draft length."""
+        self._spent: dict[tuple[int, DraftLengths], Spent] = {}
+        """The iterations since `take_saved_seconds` was last called, by bucket and lengths."""
         self._trial: Trial | None = None
         self._current = 0
         self._iterations = self._lengths = 0
@@ -144,6 +169,7 @@ class Controller:
             outcomes: The outcomes of the drafts; a request without a draft got a single token.
         """
         bucket = self._buckets.get(bucket_of(batch)) or self._open(bucket_of(batch))
+        self.calibration.observe(outcomes)
         self._shared.observe(batch, lengths, outcomes)
         bucket.tokens.observe(batch, lengths, outcomes)
         if seconds is None:
@@ -161,6 +187,68 @@ class Controller:
                 if len(trial.after) == trial.size:
                     self._finish_trial()
 
+    def observe_parts(self, batch: int, lengths: DraftLengths, drafted: int, drafting: float, rest: float) -> None:
+        """Learn what a row of verification takes, from an iteration in which all of `batch` requests were decoding.
+
+        Args:
+            lengths: The lengths of the drafts that were made in it.
+            drafted: The number of draft tokens that were verified in it.
+            drafting: The seconds in which drafts were made.
+            rest: The seconds of all else.
+        """
+        key = bucket_of(batch), lengths.k
+        before = self._drafting.get(key, drafting)
+        self._drafting[key] = before + (min(drafting, 2 * before) - before) / self._settings.trial_window
+        self._row_costs.observe(batch + drafted, rest)
+
+    def spend(self, batch: int, lengths: DraftLengths, tokens: int, seconds: float) -> None:
+        """Count an iteration in which all of `batch` requests were decoding, for `take_saved_seconds`.
+
+        Args:
+            lengths: The lengths with which the verified drafts were made.
+            tokens: The tokens that the requests got in it.
+        """
+        spent = self._spent.setdefault((bucket_of(batch), lengths), Spent())
+        spent.requests += batch
+        spent.tokens += tokens
+        spent.seconds += seconds
+
+    def take_saved_seconds(self) -> float | None:
+        """Return an estimate of the seconds that drafts have saved since the last call, negative where they cost some.
+
+        Plain decoding would have needed an iteration for each token of a request, and each would have taken as long, in
+        proportion, as the trials without drafts did at that batch size, or at the nearest that had any.
+
+        Returns:
+            None if there were no iterations, or nothing has been tried without drafts yet.
+        """
+        spent, self._spent = self._spent, {}
+        tried = [key for key, bucket in self._buckets.items() if bucket.log_costs.get(NO_DRAFTS)]
+        if not spent or not tried:
+            return None
+        saved = 0.0
+        for (key, lengths), found in spent.items():
+            nearest = min(tried, key=lambda other: abs(math.log(other / key)))
+            used = lengths if nearest == key or lengths == NO_DRAFTS else self._buckets[nearest].chosen
+            relative = math.exp(self._log_cost(nearest, NO_DRAFTS) - self._log_cost(nearest, used))
+            saved += found.seconds * (found.tokens / found.requests * relative - 1)
+        return saved
+
+    def budgets(self, lengths: DraftLengths, chances: NDArray[np.float64]) -> list[int]:
+        """Return how many tokens of each draft are worth verifying; all of them while nothing is known of times.
+
+        Args:
+            lengths: The lengths with which the drafts were made.
+            chances: For each drafted token the probability that it and all before it are accepted, [requests, places];
+                0 where a draft is shorter.
+        """
+        batch, places = chances.shape
+        seconds = self._row_costs.seconds(np.arange(batch, batch + batch * places + 1))
+        if seconds is None:
+            return [int(np.count_nonzero(row)) for row in chances]
+        drafting = self._drafting.get((bucket_of(batch), lengths.k), 0.0)
+        return best_budgets(chances, seconds + drafting, self._settings.worthwhile)
+
     def state(self) -> dict[str, Any]:
         """Return what was learned, as JSON; trials under way and the points of the curve are left out."""
         buckets = {
@@ -175,6 +263,9 @@ class Controller:
             "choices": [list(choice) for choice in self.choices],
             "tokens": self._shared.state(),
             "buckets": buckets,
+            "calibration": self.calibration.state(),
+            "rows": self._row_costs.state(),
+            "drafting": [[*key, seconds] for key, seconds in self._drafting.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -182,6 +273,9 @@ class Controller:
         if state["choices"] != [list(choice) for choice in self.choices]:
             return
         self._shared.restore(state["tokens"])
+        self.calibration.restore(state["calibration"])
+        self._row_costs.restore(state["rows"])
+        self._drafting = {(int(batch), int(k)): seconds for batch, k, seconds in state["drafting"]}
         for key, stored in state["buckets"].items():
             costs = {
                 DraftLengths(*lengths): deque(values, maxlen=self._settings.trial_window)
@@ -195,6 +289,7 @@ class Controller:
         """Let new drafts soon outweigh old ones in what is expected, because weights have changed; times are kept."""
         for tokens in (self._shared, *(bucket.tokens for bucket in self._buckets.values())):
             tokens.fade()
+        self.calibration.fade()
 
     def settled(self, batch: int) -> DraftLengths:
         """Return the lengths settled on for `batch` running requests, without a trial and without taking note."""

@@ -71,6 +71,11 @@ class TextAcceptance:
         right = weight * agreement / self._settings.even_agreement + self._right[kind]
         return right / (right + wrong)
 
+    def chances(self, kind: Kind, length: int) -> list[float]:
+        """Return for each token of a draft from such text the probability that it and all before it are right."""
+        probability = self.probability(kind)
+        return [probability**place for place in range(1, length + 1)]
+
     def length(self, kind: Kind, longest: int, drafter_drafts: bool) -> int:
         """Return how many tokens of text to draft; 0 where the drafter is expected to get more accepted.
 

@@ -1,9 +1,10 @@
 """The guard of the drafter: a damaged, stale or lost drafter is noticed after the refit, replaced and reported.
 
 Speculation is exact with any drafter, so a bad one costs nothing but time, silently. After every refit the guard
-compares the engine's drafter with the trainer's, tensor by tensor, and generates a fixed probe with a fixed draft
-length, whose acceptance per position is compared with its running value. On a collapse, trainer and engine go back to
-the last good drafter; if that does not help, speculation is turned off. The run goes on either way.
+compares the engine's drafter with the trainer's, tensor by tensor. Whether its drafts are accepted is read from the
+step's own rollouts: where acceptance falls, and before every checkpoint, the guard generates a fixed probe with a fixed
+draft length, whose acceptance per position is compared with its running value. On a collapse, trainer and engine go
+back to the last good drafter; if that does not help, speculation is turned off. The run goes on either way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from specrl.config import Config
 from specrl.distributed import Ranks
-from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.vllm.load import Weights
@@ -98,32 +99,56 @@ class AcceptanceWatch:
         )
 
 
+class RolloutWatch:
+    """Notices a fall of acceptance in the rollouts of a step, on which the probe has the last word.
+
+    Prompts, draft lengths and sources differ from step to step, so it judges nothing by itself. Acceptance has fallen
+    if that of all the drafter's tokens, or at any position where no other source drafts, is below `FALL` times the
+    running value. `SMOOTHING` is the weight of a new rate in it. Fewer than `LEAST` draft tokens tell nothing.
+    """
+
+    FALL, SMOOTHING, LEAST = 0.8, 0.5, 64
+
+    def __init__(self) -> None:
+        self.running: tuple[float, ...] = ()
+
+    def doubts(self, stats: SpeculationStats) -> bool:
+        """Return whether acceptance has fallen or cannot be told; take the rates into the running value."""
+        own = stats.by_source.get(DRAFTER, SourceCounts())
+        if own.num_draft_tokens < self.LEAST:
+            return True
+        by_position = stats.acceptance_rate_per_pos if own.num_drafts == stats.num_drafts else ()
+        rates = (own.num_accepted_tokens / own.num_draft_tokens, *by_position)
+        known = tuple(zip(rates, self.running, strict=False))
+        self.running = tuple(old + self.SMOOTHING * (new - old) for new, old in known) + rates[len(known) :]
+        return any(new < self.FALL * old for new, old in known)
+
+
 @dataclass(frozen=True)
 class GuardReport:
-    """The state of the drafter after one refit."""
+    """The state of the drafter after a refit, or after a probe between refits."""
 
     reloaded: bool
     """Whether the drafter had collapsed and its last good version was loaded again, with success."""
     speculating: bool
     """Whether the engine still drafts."""
-    acceptance_length: float
-    """The acceptance length on the last probe, after any repair; 1 where nothing is drafted."""
+    acceptance_length: float | None
+    """The acceptance length on the probe, after any repair; 1 where nothing is drafted, None without a probe."""
     failures: int = 0
     """How many drafters were found wrong: 1 if that of the refit was, 2 if the last good one was, too."""
 
     def metrics(self) -> dict[str, float]:
         """Return the state under its names in MLflow."""
-        return {
-            "refit/drafter_reloads": float(self.reloaded),
-            "refit/speculating": float(self.speculating),
-            "refit/probe_acceptance_length": self.acceptance_length,
-        }
+        found = {"refit/drafter_reloads": float(self.reloaded), "refit/speculating": float(self.speculating)}
+        if self.acceptance_length is not None:
+            found["refit/probe_acceptance_length"] = self.acceptance_length
+        return found
 
 
 class DrafterGuard:
-    """Keeps the last good version of the drafter in host memory. `check` is collective over the ranks.
+    """Keeps the last good version of the drafter in host memory. Its checks are collective over the ranks.
 
-    It is copied after a check that found it good, and only if it has changed since the last copy: at most once a step.
+    It is copied after a probe that found it good, and only if it has changed since the last copy: at most once a step.
     """
 
     def __init__(self, engine: Engine, drafter: TrainedDrafter | None, requests: list[Request], ranks: Ranks) -> None:
@@ -132,6 +157,9 @@ class DrafterGuard:
         self._requests = requests
         self._ranks = ranks
         self._watch = AcceptanceWatch()
+        self._rollouts = RolloutWatch()
+        self._probed = False
+        """Whether the drafter that the engine holds was probed."""
         self._buffers = HostTensors()
         self._last_good: dict[str, Tensor] = {}
         self._copied: int | None = None
@@ -145,14 +173,53 @@ class DrafterGuard:
             self._last_good = self._buffers.take(self._drafter.state_dict())
             self._copied = self._drafter.changes
 
-    def check(self, version: int) -> GuardReport:
+    def check(self, version: int, *, probes: bool = True) -> GuardReport:
         """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
 
         Without a trained drafter nothing can go stale, and nothing is done.
+
+        Args:
+            version: The version of the drafter.
+            probes: Whether to generate the probe, too; if not, `watch` and `confirm` come later.
         """
         if self._drafter is None or not self._engine.speculates:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
-        fault = self._fault(version)
+        self._probed = False
+        fault = self._of_any_rank(self._verify)
+        if fault is None and not probes:
+            return GuardReport(reloaded=False, speculating=True, acceptance_length=None)
+        return self._settle(fault or self._of_any_rank(lambda: self._check_acceptance(version)), version)
+
+    def watch(self, stats: SpeculationStats, version: int) -> GuardReport | None:
+        """Read from the rollouts of a step whether drafts are accepted (collective).
+
+        If they are not, or too few were made to tell, a drafter that was not probed after its refit is probed now.
+
+        Args:
+            stats: The counters of all engines, the same on every rank.
+            version: The version of the drafter.
+
+        Returns:
+            What came of the probe; None without one.
+        """
+        if self._drafter is None or not self._engine.speculates:
+            return None
+        doubts = self._rollouts.doubts(stats)
+        return self.confirm(version) if doubts else None
+
+    def confirm(self, version: int) -> GuardReport | None:
+        """Probe the drafter that the engine holds, unless that was done; on a collapse act as `check` (collective).
+
+        Returns:
+            What came of the probe; None without one.
+        """
+        if self._drafter is None or not self._engine.speculates or self._probed:
+            return None
+        return self._settle(self._of_any_rank(lambda: self._check_acceptance(version)), version)
+
+    def _settle(self, fault: str | None, version: int) -> GuardReport:
+        """Keep the drafter as the last good one if it has no fault; replace it if it has one (collective)."""
+        self._probed = True
         if fault is None:
             self.renew()
             return self._report(reloaded=False)
@@ -169,12 +236,13 @@ class DrafterGuard:
         return self._report(reloaded=False, failures=2)
 
     def state(self) -> dict[str, Any]:
-        """Return the running value of acceptance, as JSON."""
-        return self._watch.state()
+        """Return the running values of acceptance, as JSON."""
+        return {"probe": self._watch.state(), "rollouts": self._rollouts.running}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        self._watch.restore(state)
+        self._watch.restore(state["probe"])
+        self._rollouts.running = tuple(state["rollouts"])
 
     def take_events(self) -> list[str]:
         """Return the collapses since the last call, and what was done about each."""

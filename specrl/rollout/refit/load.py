@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from specrl import logs
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
@@ -87,9 +88,11 @@ class Refit:
         self._probe, self._guard = probe, guard
         self._ranks, self._verify_every, self._counts_path = ranks, verify_every, counts_path
         self._num_loads = 0
+        self._reloaded = False
+        """Whether the drafter was loaded again since the last refit."""
         self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
 
-    def load(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
+    def load(self, version: int, kv_scales: KvScales | None = None, *, probes_drafter: bool = True) -> RefitReport:
         """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
 
         If the drafter did not arrive or its drafts are no longer accepted, `DrafterGuard` replaces it; that is no
@@ -97,6 +100,8 @@ class Refit:
 
         Args:
             kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
+            probes_drafter: Whether to probe the drafter now. If not, the next rollouts tell whether its drafts are
+                accepted (`watch`). The first refit always does.
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's.
@@ -111,10 +116,26 @@ class Refit:
         )
         verification_s = self._verify()
         parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
-        guard = self._guard.check(version)
+        guard = self._guard.check(version, probes=probes_drafter or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
+        guard, self._reloaded = replace(guard, reloaded=guard.reloaded or self._reloaded), False
         return RefitReport(parity, guard, verification_s)
+
+    def watch(self, stats: SpeculationStats, version: int) -> None:
+        """Read from a step's rollouts whether drafts are accepted, as `DrafterGuard.watch` does (collective)."""
+        self._note(self._guard.watch(stats, version))
+
+    def confirm_drafter(self, version: int) -> None:
+        """Probe the drafter unless that was done since it changed: what a checkpoint holds was probed (collective)."""
+        self._note(self._guard.confirm(version))
+
+    def _note(self, guard: GuardReport | None) -> None:
+        if guard is None:
+            return
+        self._reloaded |= guard.reloaded
+        if guard.failures:
+            self._count(checks=1, failures=guard.failures)
 
     def guard_state(self) -> dict[str, Any]:
         """Return what the drafter's guard has learned, as JSON."""
@@ -127,7 +148,7 @@ class Refit:
     def drafter_state(self) -> dict[str, Tensor] | None:
         """Return the drafter's state, the tensors themselves; None without a drafter.
 
-        Between a refit and the next generation it is the last good version: it was found good or loaded again.
+        After `confirm_drafter` it is the last good version: it was found good or loaded again.
         """
         return self._drafter.state_dict() if self._drafter is not None else None
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 
 from specrl.config import Config, PrecisionConfig
 from specrl.rollout.engine import Engine
@@ -34,6 +39,16 @@ def expected_difference(config: PrecisionConfig) -> float:
     return 0.0 if same else math.sqrt(2 * config.max_kl)
 
 
+def from_first(routes: list[NDArray[Any] | None]) -> list[NDArray[Any] | None]:
+    """Return the routes that the first rank has (collective).
+
+    Ranks that share a policy must send a token to the same experts, and may have engines of their own.
+    """
+    values = [routes]
+    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    return values[0]
+
+
 class RefitProbe:
     """Compares engine and trainer on a few sequences (invariant 4); the drafter has a guard of its own."""
 
@@ -46,19 +61,35 @@ class RefitProbe:
     def check(self, engine: Engine, policy: Policy) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
+        The data-parallel ranks hold the same policy, and each computes the trainer's log-probs of some sequences; every
+        engine computes those of all. A policy with experts sends the probe's tokens to the engine's experts.
+
         Raises:
             PolicyParityError: Log-probs differ on average by more than `engine.parity_tolerance` and
                 `expected_difference` allow, or are still those of an earlier policy.
         """
-        sequences = [TokenSequence(tokens, 1, i) for i, tokens in enumerate(self._sequences)]
-        batches = pack(sequences, MAX_TOKENS, policy.pad_multiple)
-        by_index: dict[int, list[float]] = {}
-        for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
-            for row, index in enumerate(batch.indices):
-                by_index[index] = logprobs[row][batch.mask[row]].tolist()
-        trainer = [by_index[index] for index in range(len(self._sequences))]
-        found = engine.sequence_logprobs(self._sequences)
+        scores = engine.score(self._sequences)
+        found = [score.logprobs for score in scores]
+        routes = [score.routes for score in scores]
+        trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
         report = check_policy(found, trainer, self._tolerance)
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):
             self._earlier = trainer
         return report
+
+    def _trainer_logprobs(self, policy: Policy, routes: list[NDArray[Any] | None]) -> list[list[float]]:
+        """Return the trainer's log-probs of every sequence, on all ranks (collective).
+
+        Args:
+            routes: The engine's experts for each sequence, the same on all ranks.
+        """
+        given = zip(self._sequences, routes, strict=True)
+        sequences = [TokenSequence(tokens, 1, i, experts) for i, (tokens, experts) in enumerate(given)]
+        own = sequences[policy.dp_rank :: policy.dp_size]
+        batches = pack(own, NUM_SEQUENCES * MAX_TOKENS, policy.pad_multiple)
+        found: dict[int, list[float]] = {}
+        for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
+            for row, index in enumerate(batch.indices):
+                found[index] = logprobs[row][batch.mask[row]].tolist()
+        by_index = {index: row for part in policy.ranks.gather(found) for index, row in part.items()}
+        return [by_index[index] for index in range(len(sequences))]

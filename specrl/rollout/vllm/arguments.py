@@ -82,6 +82,10 @@ def engine_arguments(
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    if drafter_dir is not None and "layer_types" in json.loads((drafter_dir / "config.json").read_text()):
+        # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
+        # each with a table of blocks of its own.
+        arguments["disable_hybrid_kv_cache_manager"] = True
     if updates:
         own_layer = config.speculation.draft_method.is_policy_layer
         arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
@@ -127,6 +131,8 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
         raise ValueError(f'speculation.method = "{method.name}" needs a drafter directory; pass one or speculate=False')
     if method.vllm["method"] not in NEVER_GUESSED:
         _refuse_misleading_path(str(directory))
+    if method.model != "policy_layer":
+        _check_positions(directory, policy_dir, config.model.max_length)
     return {
         **method.vllm,
         "model": str(directory),
@@ -215,6 +221,23 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
         fraction = config.engine.gpu_memory_fraction
         return {"gpu_memory_utilization": max(fraction, ALONE_FRACTION) if alone else fraction}
     return {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+
+
+def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:
+    """Raise ValueError if a drafter's positions end before the policy's do, and before the longest sequence.
+
+    vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
+    """
+    longest, needed = (
+        json.loads((folder / "config.json").read_text()).get(POSITIONS, max_length)
+        for folder in (directory, policy_dir)
+    )
+    needed = min(needed, max_length)
+    if longest < needed:
+        raise ValueError(
+            f"the drafter in {directory} has {POSITIONS} = {longest}, and a policy with sequences of {needed} tokens "
+            f"needs as many; train it for that length, or write {needed} there if its rotary embeddings are plain"
+        )
 
 
 def _refuse_misleading_path(directory: str) -> None:

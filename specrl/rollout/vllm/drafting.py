@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrl.config import Config
-from specrl.config.methods import DraftMethod
 from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.confidence import as_matrix
 from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths
 from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
@@ -51,12 +54,16 @@ class Drafting:
         config: Config,
         controller: Controller,
         settings: ControlSettings,
+        greedy: GreedyDrafts | None,
     ) -> None:
         self.runner = runner
+        self.greedy = greedy
+        """What picks the drafter's tokens, which tells its confidence in them; None if no model drafts."""
         self.sampler = sampler
         self.method = config.speculation.draft_method
         self.controller = controller
         self.texts = TextDrafts(text_sources(config.speculation, settings), settings)
+        self._new_sources = partial(text_sources, config.speculation, settings)
         self.deferred_prefill = DeferredPrefill(runner) if self.method.has_weights else None
         """Lets a drafter that reads the policy's features do so later, while no drafts are wanted."""
         self.fixed: DraftLengths | None = None
@@ -84,6 +91,15 @@ class Drafting:
         """Show the text sources a response of this generation, finished or stopped."""
         self.texts.remember(response)
 
+    def replace_remembered(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Let the text sources remember the responses of these generations and no others; stored text stays."""
+        new = zip(self.texts.sources, self._new_sources(), strict=True)
+        self.texts.sources = [old if isinstance(old, StoredTextSource) else source for old, source in new]
+        for responses in generations:
+            self.texts.begin(recall=True)
+            for response in responses:
+                self.texts.remember(response)
+
     @property
     def stored(self) -> StoredTextSource | None:
         """The source that replays stored responses; None if the method has none."""
@@ -97,10 +113,15 @@ class Drafting:
         if self._learns:
             self.texts.acceptance.observe(iteration.outcomes)
         self._lengths = self._choose(batch)
-        drafts = self._propose(self._lengths, scheduler_output, arguments)
-        (now,) = agreed(time.perf_counter())
+        started = time.perf_counter()
+        drafts, made = self._propose(self._lengths, scheduler_output, arguments)
+        now, drafting = agreed(time.perf_counter(), time.perf_counter() - started)
         if self.fixed is None and self._learns and self._last_end is not None and iteration.all_decoding:
             seconds = now - self._last_end
+            drafted = sum(outcome.drafted for outcome in iteration.outcomes)
+            tokens = batch + sum(outcome.accepted for outcome in iteration.outcomes)
+            self.controller.spend(batch, verified, tokens, seconds)
+            self.controller.observe_parts(batch, made, drafted, drafting, seconds - drafting)
             self.controller.observe(batch, verified, seconds if verified == self._lengths else None, iteration.outcomes)
         self._last_end = now
         return drafts
@@ -110,19 +131,47 @@ class Drafting:
             return self.fixed
         return self.controller.choose(batch) if self._learns else self.controller.settled(batch)
 
-    def _propose(self, lengths: DraftLengths, scheduler_output: Any, arguments: tuple[Any, ...]) -> list[list[int]]:
+    def _propose(
+        self, lengths: DraftLengths, scheduler_output: Any, arguments: tuple[Any, ...]
+    ) -> tuple[list[list[int]], DraftLengths]:
+        """Return the drafts, and the lengths with which they were made: the drafter may not have been needed."""
         iteration = self.sampler.last
         records = [self.sampler.records[request_id] for request_id in iteration.ids]
         entries = zip(iteration.ids, records, iteration.rows, strict=True)
         texts = [self._text(*entry, lengths) for entry in entries]
-        all_text = all(text or not row for (_, text), row in zip(texts, iteration.rows, strict=True))
-        own = self._from_drafter(0 if all_text else lengths.k, scheduler_output, arguments)
+        if all(text or not row for (_, text), row in zip(texts, iteration.rows, strict=True)):
+            lengths = lengths._replace(k=0)
+        own = self._from_drafter(lengths.k, scheduler_output, arguments)
         drafts: list[list[int]] = []
         for record, (kind, text), proposal in zip(records, texts, own, strict=True):
             record.draft = kind if text else NO_TEXT
             # A draft must end before the last token of the response, which verification itself adds.
             drafts.append((text or proposal)[: max(0, record.max_tokens - len(record.logprobs) - 1)])
-        return drafts
+        return drafts if self.fixed is not None else self._within_budgets(lengths, records, drafts), lengths
+
+    def _within_budgets(
+        self, lengths: DraftLengths, records: list[RequestRecord], drafts: list[list[int]]
+    ) -> list[list[int]]:
+        """Return the beginnings of the drafts that are worth verifying, and note the drafter's confidence in them.
+
+        The ranks of one engine must cut alike, though what they expect of a draft may differ in the last bit.
+        """
+        confidences = self.greedy.take() if self.greedy is not None else None
+        if not any(drafts):
+            return drafts
+        unconfident = self.controller.calibration.unconfident()
+        of_drafter = self.controller.calibration.chances(confidences) if confidences is not None else None
+        chances = []
+        for index, (record, draft) in enumerate(zip(records, drafts, strict=True)):
+            if record.draft != NO_TEXT:
+                chances.append(self.texts.acceptance.chances(record.draft, len(draft)))
+            else:
+                row = unconfident if of_drafter is None else of_drafter[index]
+                chances.append(row[: len(draft)].tolist())
+            told = confidences[index].tolist() if confidences is not None and record.draft == NO_TEXT else []
+            record.confidences = tuple(told)
+        budgets = agreed(*self.controller.budgets(lengths, as_matrix(chances)))
+        return [draft[: int(budget)] for draft, budget in zip(drafts, budgets, strict=True)]
 
     def _text(
         self, request_id: str, record: RequestRecord, row: list[int], lengths: DraftLengths
@@ -148,42 +197,49 @@ class Drafting:
                 return [[] for _ in rows]
             self.deferred_prefill.forget_what_was_recomputed(records, rows)
             self.deferred_prefill.catch_up(records, arguments)
+        if self.greedy is not None:
+            self.greedy.take()  # of drafts that were not asked for, such as those of a fixed length
         scheduler_output.num_spec_tokens_to_schedule = k
         proposals = self._drafter_proposals(scheduler_output, *arguments)
         return proposals.tolist() if isinstance(proposals, torch.Tensor) else proposals
 
 
-def pick_drafts_faster(runner: Any) -> None:
-    """Make the runner's drafter, if it has one, pick its likeliest token in its own vocabulary.
+class GreedyDrafts:
+    """Picks the likeliest token of the runner's drafter, in its own vocabulary, and keeps its probability.
 
     vLLM copies the logits of a drafter with a smaller vocabulary into rows over the policy's whole vocabulary in every
     pass, and looks for the largest there. With 2,048 and 49,152 tokens, in BF16 on two cores, that took 1.4 ms for one
     row and 23 ms for 32; in the drafter's vocabulary it took less than 1 ms. The token is the same, because both
     vocabularies ascend and ties go to the lowest id.
     """
-    drafter: Any = draft_model(runner)
-    if drafter is None or not hasattr(runner.drafter, "_greedy_sample"):
-        return
 
-    def most_likely_draft(hidden: Tensor) -> Tensor:
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self._confidences: list[Tensor] = []
+
+    @classmethod
+    def install(cls, runner: Any) -> GreedyDrafts | None:
+        """Take the place of the proposer's own choice of tokens; return None if no model drafts."""
+        drafter: Any = draft_model(runner)
+        if drafter is None or not hasattr(runner.drafter, "_greedy_sample"):
+            return None
+        greedy = cls(drafter)
+        runner.drafter._greedy_sample = greedy
+        return greedy
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Return the policy's token ids, int64 [n], for the drafter's outputs [n, hidden size]."""
-        offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
+        offsets: Tensor | None = getattr(self._drafter, "draft_id_to_target_id", None)
         if offsets is None:
-            return most_likely(drafter.compute_logits(hidden))
-        drafted = most_likely(drafter.logits_processor(drafter.lm_head, hidden))
-        return drafted + offsets[drafted]
+            logits = self._drafter.compute_logits(hidden)
+        else:
+            logits = self._drafter.logits_processor(self._drafter.lm_head, hidden)
+        drafted = most_likely(logits)
+        wide = logits.float()
+        self._confidences.append((wide.gather(1, drafted[:, None])[:, 0] - wide.logsumexp(-1)).exp())
+        return drafted if offsets is None else drafted + offsets[drafted]
 
-    runner.drafter._greedy_sample = most_likely_draft
-
-
-def refuse_shared_head(runner: Any, method: DraftMethod) -> None:
-    """Raise ValueError if vLLM made the drafter share the policy's head: refitting one would overwrite the other.
-
-    vLLM does so when the two are equal at load time, which needs a draft vocabulary as large as the policy's. The
-    policy's own multi-token-prediction layer is meant to share it, and its refit leaves the head alone.
-    """
-    drafter = draft_model(runner)
-    if method.is_policy_layer or drafter is None or not hasattr(drafter, "lm_head"):
-        return
-    if drafter.lm_head is runner.model.lm_head:
-        raise ValueError("the drafter shares the policy's head; give it a draft vocabulary smaller than the policy's")
+    def take(self) -> NDArray[np.float64] | None:
+        """Return the probabilities of the tokens picked since the last call, [requests, passes]; None without any."""
+        found, self._confidences = self._confidences, []
+        return torch.stack(found, dim=1).double().cpu().numpy() if found else None

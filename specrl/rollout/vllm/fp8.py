@@ -167,7 +167,12 @@ def _flaw(layer: Any) -> str | None:
     kernel = type(getattr(layer.quant_method, "fp8_linear", None)).__name__
     if "Marlin" in kernel:
         return f"computes with {kernel}: its activations are not in FP8"
-    return None if weight.dtype == torch.float8_e4m3fn else f"holds weights of {weight.dtype}, not in FP8"
+    if weight.dtype != torch.float8_e4m3fn:
+        return f"holds weights of {weight.dtype}, not in FP8"
+    scales = getattr(layer, "weight_scale_inv", None)
+    if scales is not None and scales.dtype == torch.float32 and not bool((scales > 0).all()):  # false for NaN, too
+        return "has weight scales that are not above 0"
+    return None
 
 
 def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts_activations: bool) -> None:
@@ -202,6 +207,23 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
             raise NotQuantisedError(f"{name} of the engine has quantised no activations")
     if missing := expected - layers.keys():
         raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
+
+
+def assert_kv_scales(model: nn.Module, scales: KvScales) -> None:
+    """Check that the policy's attention layers still have these scales, which loading weights resets to vLLM's own.
+
+    Raises:
+        NotQuantisedError: A layer has another scale; the error names the first.
+    """
+    for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
+        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
+        for letter, value in zip("qkv", values, strict=True):
+            stored = torch.tensor(value, dtype=torch.float32).item()
+            found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
+            if not found <= {stored, value}:
+                raise NotQuantisedError(
+                    f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
+                )
 
 
 @torch.inference_mode()

@@ -7,6 +7,8 @@ vLLM.
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,14 +22,18 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from specrl.models.light_transformers import skip_unused_parts
 from specrl.rollout.errors import RefitError
+from specrl.rollout.vllm.arguments import ENVIRONMENT
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
-from specrl.rollout.vllm.load import Weights, refit_drafter, refit_policy
+from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
 """The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
 brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
+CPU_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+"""The modules by which the others come that an engine on CPUs needs."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
@@ -124,10 +130,11 @@ class VllmEngine:
         """Load the drafter in place.
 
         Raises:
-            RefitError: There is no drafter, or a tensor is missing or unknown.
+            RefitError: There is no drafter, a tensor is missing or unknown, or the drafter's head is the policy's.
         """
         if self.drafter is None:
             raise RefitError("refit was sent a drafter, but the engine has none")
+        check_own_head(self.drafter, self.policy, names)
         refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
 
     @property
@@ -160,8 +167,26 @@ class VllmEngine:
         stop(self.llm)
 
 
+def set_environment() -> None:
+    """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    importlib.import_module("numba.core.config").reload_config()  # the trainer may have imported Numba without them
+
+
+def import_engine() -> None:
+    """Import what an engine on CPUs needs, for the processes that are forked from this one."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    set_environment()
+    for module in CPU_MODULES:
+        importlib.import_module(module)
+    for name, value in before.items():  # not every stage has an engine
+        if value is None:
+            del os.environ[name]
+
+
 def require_version() -> None:
     """Raise RuntimeError if the installed vLLM is not the one that this package was written against."""
+    skip_unused_parts()
     import vllm
 
     if vllm.__version__.split("+")[0] != VLLM_VERSION:
@@ -180,8 +205,7 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    _fix_kernel_registration()
-    _count_ranks_without_compiling()
+    fix_kernel_registration()
     _own_shared_memory()
     set_num_threads = torch.set_num_threads
     try:
@@ -210,7 +234,7 @@ def stop(llm_engine: Any) -> None:
     gc.collect()
 
 
-def _fix_kernel_registration() -> None:
+def fix_kernel_registration() -> None:
     """Let engines start after llvmlite was imported, as numba and so vLLM does, and more than one in a process.
 
     On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which
@@ -222,16 +246,6 @@ def _fix_kernel_registration() -> None:
     dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
     if dispatcher._registry:
         current_platform.register_triton_kernel_overrides = lambda: None
-
-
-def _count_ranks_without_compiling() -> None:
-    """Keep CPUs from compiling, for seconds, a function that ranks prompt tokens; scoring does not use the ranks."""
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import sampler
-
-    if current_platform.is_cpu():
-        count = sampler.batched_count_greater_than
-        sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
 
 
 def _own_shared_memory() -> None:

@@ -82,6 +82,19 @@ def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names:
     delivery.check()
 
 
+def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
+    """Check that a drafter with a head on disk has one in the engine, so that loading it leaves the policy's alone.
+
+    Raises:
+        RefitError: The engine drafts with the policy's head, as vLLM does with a drafter that it finds an equal one in.
+    """
+    if HEAD in names and getattr(drafter, "lm_head", None) is getattr(policy, "lm_head", policy):
+        raise RefitError(
+            "the engine drafts with the policy's head, because the drafter that it started with had an equal one; "
+            "set drafter.epochs to at least 1, or take a drafter with a draft vocabulary smaller than the policy's"
+        )
+
+
 class Delivery:
     """Passes weights on and notes what is wrong with them.
 
@@ -112,7 +125,8 @@ class Delivery:
         if self._first is None:
             self._first = tensor
         else:
-            self._heads_differ, self._first = not torch.equal(self._first, tensor), None
+            same = tensor is self._first or torch.equal(self._first, tensor)  # comparing takes longer than loading
+            self._heads_differ, self._first = not same, None
 
     def check(self) -> None:
         """Raise RefitError for missing or unknown tensors, PolicyParityError for a tied head that differs."""
@@ -143,7 +157,7 @@ def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, f
     wrong = differing_tensors(drafter, weights, family, drafter=True)
     own: Any = drafter.get_submodule("model.embed_tokens")
     shared: Any = policy.get_submodule("model.embed_tokens")
-    if not torch.equal(own.weight, shared.weight):
+    if own.weight is not shared.weight and not torch.equal(own.weight, shared.weight):
         wrong.append("embed_tokens.weight")
     if wrong:
         raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {', '.join(wrong)}")
@@ -270,7 +284,7 @@ def _are_equal(actual: Tensor, reference: Tensor) -> bool:
     return bool(((actual - reference).abs() <= READ_BACK_TOLERANCE * scale).all())
 
 
-def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def reload_weights(vllm_config: Any, model: nn.Module, weights: Weights) -> None:
     """Load weights with on-disk names in place. CPU engines pack linear weights and experts, and each is packed anew.
 
     A head tied to the embeddings has a packed copy of its own, which vLLM's reload leaves as it was; it is packed anew
@@ -279,14 +293,93 @@ def reload_weights(vllm_config: Any, model: nn.Module, weights: Iterable[tuple[s
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
-    pack_anew(model)
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
-        inplace.reload_weights(
-            vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
-        )
-        head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
-        if head is not None and embeddings is not None and head.weight is embeddings.weight:
-            head.quant_method.process_weights_after_loading(head)
+        if _packs_linear_layers_alone(model):
+            _load_and_pack(model, weights)
+        else:
+            pack_anew(model)
+            inplace.reload_weights(
+                vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
+            )
+            head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
+            if head is not None and embeddings is not None and head.weight is embeddings.weight:
+                head.quant_method.process_weights_after_loading(head)
+
+
+def _packs_linear_layers_alone(model: nn.Module) -> bool:
+    """Return whether linear layers and the head are all that this engine does not keep as it was loaded."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    methods = {type(getattr(layer, "quant_method", None)) for layer in model.modules()}
+    plain = {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, BaseKVCacheMethod, type(None)}
+    # On AMD's Zen platform a layer may compute with the memory of the weight itself, which must not be used again.
+    return current_platform.is_cpu() and not current_platform.is_zen_cpu() and methods <= plain
+
+
+def _load_and_pack(model: nn.Module, weights: Weights) -> None:
+    """Load weights, and pack those of a linear layer as soon as the layer is complete.
+
+    vLLM's own reload runs every loader twice, keeps all parts of a layer and allocates each layer anew. Here the parts
+    are copied once, into memory that is used again for the next layer; everything that is not packed is loaded where it
+    lies. A layer that does not become complete stays as it was.
+    """
+    buffers: dict[torch.Size, list[Tensor]] = {}
+    layers: list[Any] = [layer for layer in model.modules() if _is_packed(layer)]
+    empty = [layer.weight for layer in layers]
+    for layer in layers:
+        layer.register_parameter("weight", _unpacked(layer, buffers))
+    try:
+        model.load_weights(weights)  # type: ignore[operator]
+    finally:
+        for layer, weight in zip(layers, empty, strict=True):
+            layer.register_parameter("weight", weight)
+    head: Any = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _is_packed(layer: Any) -> bool:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return isinstance(layer, LinearBase) and isinstance(layer.weight, Tensor) and not layer.weight.numel()
+
+
+def _unpacked(layer: Any, buffers: dict[torch.Size, list[Tensor]]) -> nn.Parameter:
+    """Return a parameter without memory that stands for the layer's weight while it is loaded.
+
+    Its loader fills a buffer in place of it, and packs the layer when all of the buffer has been filled.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    stand_in: Any = restore_layer_refs(to_meta_tensor(get_layerwise_info(layer).restore_metadata[0]["weight"]), layer)
+    load_part, shape, dtype = stand_in.weight_loader, stand_in.shape, stand_in.dtype
+    attributes = stand_in.__dict__.copy()
+    filled: Any = None
+    num_loaded = 0
+
+    def load(_: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        nonlocal filled, num_loaded
+        if filled is None:
+            free = buffers.setdefault(shape, [])
+            filled = free.pop() if free else torch.empty(shape, dtype=dtype)
+            filled.__class__, filled.__dict__ = type(stand_in), attributes.copy()
+        with CopyCounter() as counter:
+            load_part(filled, tensor, *args, **kwargs)
+        num_loaded += counter.copied_numel
+        if num_loaded == shape.numel():
+            layer.register_parameter("weight", filled)
+            layer.quant_method.process_weights_after_loading(layer)
+            buffers[shape].append(filled)
+            filled, num_loaded = None, 0
+
+    stand_in.weight_loader = load
+    parameter: nn.Parameter = stand_in
+    return parameter
 
 
 def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:

@@ -93,12 +93,17 @@ class EnginePrecision:
         """Check, after a generation, that the engine has quantised activations and all weights that it was given.
 
         Raises:
-            NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
+            NotQuantisedError: A layer computes in another precision than the recipe says, or stores keys and values
+                with other scales; it names the first.
         """
         if self.recipe is not None and self.has_fp8_linears:
             from specrl.rollout.vllm import fp8
 
             fp8.assert_quantised(model, self.recipe, self.num_loads, counts_activations=not compiled)
+        if self.kv_scales is not None:
+            from specrl.rollout.vllm import fp8
+
+            fp8.assert_kv_scales(model, self.kv_scales)
 
 
 def _check_linears(config: PrecisionConfig) -> None:

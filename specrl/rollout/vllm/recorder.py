@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.drafts.estimates import DraftLengths
+from specrl.rollout.drafts.outcome_log import VerifiedDraft
 from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
 from specrl.rollout.vllm.drafting import Drafting
@@ -83,6 +84,33 @@ class Recorder:
 
 
 @dataclass
+class DraftLog:
+    """A context manager that notes every draft that is verified inside it, and changes nothing."""
+
+    sampler: InvariantSampler
+    drafts: list[VerifiedDraft] = field(default_factory=list)
+
+    def __enter__(self) -> DraftLog:
+        self._verify = self.sampler._verify
+        self.sampler._verify = self  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.sampler._verify
+
+    def __call__(
+        self, ids: list[str], starts: list[int], counts: list[int], picked: PickedRows, drafts: list[int]
+    ) -> list[list[int]]:
+        rows = self._verify(ids, starts, counts, picked, drafts)
+        for request_id, start, count, kept in zip(ids, starts, counts, self.sampler.last.rows, strict=True):
+            if count and kept:
+                params = self.sampler.runner.requests[request_id].sampling_params
+                context = self.sampler.records[request_id].prompt_length + start
+                self.drafts.append(VerifiedDraft(request_seed(params), context, count, len(kept) - 1))
+        return rows
+
+
+@dataclass
 class DraftObserver:
     """Asks the drafter for a draft of `k` tokens after every token, while the engine decodes without drafts.
 
@@ -95,6 +123,8 @@ class DraftObserver:
     k: int
     drafts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Drafts by the request's seed and by the number of response tokens before the draft."""
+    confidences: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    """The drafter's confidence in each token of these drafts, in the same order."""
 
     def __enter__(self) -> DraftObserver:
         self._fixed, self.drafting.fixed = self.drafting.fixed, DraftLengths(self.k, 0)
@@ -109,11 +139,14 @@ class DraftObserver:
         """Note the drafter's proposals and return no draft for any request."""
         proposals = self.drafting(scheduler_output, *arguments)
         iteration = self.drafting.sampler.last
-        for request_id, row, draft in zip(iteration.ids, iteration.rows, proposals, strict=True):
+        told = self.drafting.greedy.take() if self.drafting.greedy is not None else None
+        for index, (request_id, row, draft) in enumerate(zip(iteration.ids, iteration.rows, proposals, strict=True)):
             if row:
                 record = self.drafting.sampler.records[request_id]
                 seed = request_seed(self.drafting.runner.requests[request_id].sampling_params)
                 self.drafts.setdefault(seed, {})[len(record.logprobs)] = draft
+                confidences = told[index].tolist() if told is not None else []
+                self.confidences.setdefault(seed, {})[len(record.logprobs)] = confidences
         return [[] for _ in proposals]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
 from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
 from specrl.rollout.drafts.text_sources import TextCursor
-from specrl.rollout.sampling.inverse_cdf import pick, uniforms
+from specrl.rollout.sampling.inverse_cdf import logprobs_of, pick, uniforms
 from specrl.rollout.vllm.experts.routes import routes_of
 
 SEED = "specrl_seed"
@@ -41,6 +41,18 @@ def request_seed(params: Any) -> int:
     return int(params.extra_args[SEED])
 
 
+def score(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+    """Return vLLM's `LogprobsTensors` of the tokens of a prompt, given the logits before each, without their ranks.
+
+    vLLM makes FP32 log-probs of the whole vocabulary first, and passes over them twice more to sort and rank.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    assert num_logprobs == 0, "a prompt is scored by its own tokens alone"
+    ranks = torch.zeros(len(token_ids), dtype=torch.int32, device=logits.device)
+    return LogprobsTensors(token_ids[:, None].int(), logprobs_of(logits, token_ids)[:, None], ranks)
+
+
 @dataclass
 class RequestRecord:
     """What the sampler and the drafting keep of one running request."""
@@ -61,6 +73,8 @@ class RequestRecord:
     """The logarithm of the probability that top-k and top-p left at each of them; see `Picked`."""
     draft: Kind = NO_TEXT
     """The source of the draft that is verified next and, if that is text, its agreement with the response before it."""
+    confidences: tuple[float, ...] = ()
+    """The drafter's probability of each token of that draft; empty for text."""
     cursors: Mapping[str, TextCursor] = field(default_factory=dict)
     """The place of the response in the text of each source, by the source's name."""
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
@@ -73,7 +87,7 @@ class RequestRecord:
         """Count the draft that was verified, with the numbers of its tokens, and return its outcome."""
         source, agreement = self.draft
         self.by_source[source] = self.by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
-        return DraftOutcome(source, drafted, accepted, agreement)
+        return DraftOutcome(source, drafted, accepted, agreement, self.confidences[:drafted])
 
     @property
     def is_truncated(self) -> bool:
@@ -124,8 +138,10 @@ class InvariantSampler:
         self._routes = routes_of(runner)
 
     def install(self) -> None:
-        """Take the place of the runner's `_sample`."""
+        """Take the place of the runner's `_sample`, and of what scores prompts."""
         self.runner._sample = self
+        self.runner.sampler.compute_logprobs = lambda logits: logits
+        self.runner.sampler.gather_logprobs = score
 
     def __call__(self, logits: Tensor, metadata: Any) -> Any:
         """Do what `GPUModelRunner._sample` does, for logits [sum of (draft tokens + 1) over requests, vocabulary]."""

@@ -172,7 +172,7 @@ def layer_statistics(
     batches = policy.evenly_many(batches)
     for done, batch in enumerate(batches):
         on_progress(done, len(batches), "layer statistics")
-        with observing(observers.values(), batch.lengths):
+        with observing(observers.values(), batch.num_real):
             policy.logprobs([batch])
     own = merge({layer_of(name): observer.statistics} for name, observer in observers.items())
     return merge(ranks.gather(own))

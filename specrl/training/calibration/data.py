@@ -24,7 +24,7 @@ def calibration_data(
     prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
 
     Args:
-        pad_multiple: The padded length of every micro-batch is a multiple of it, see `Policy.pad_multiple`.
+        pad_multiple: The number of tokens of every micro-batch is a multiple of it, see `Policy.pad_multiple`.
     """
     shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
     chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)

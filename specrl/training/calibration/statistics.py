@@ -102,17 +102,19 @@ class LayerObserver:
 
 
 @contextmanager
-def observing(observers: Iterable[LayerObserver], lengths: Tensor) -> Iterator[None]:
-    """Let the observers see their layers' inputs inside the block, up to each sequence's length, `lengths` [batch]."""
+def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[None]:
+    """Let the observers see their layers' inputs inside the block, those of the first `num_tokens` tokens of the row.
+
+    The others only fill it up. Experts get tokens in an order of their own, and their layers see all of them.
+    """
 
     def hook(observer: LayerObserver, args: tuple[Any, ...]) -> None:
-        inputs: Tensor = args[0].detach()  # [seq, batch, in], or [tokens, in] for an expert
+        inputs: Tensor = args[0].detach()  # [tokens, 1, in], or [tokens, in] for an expert
         if inputs.dim() == 2:
             observer.observe(inputs)
             return
         first = observer.linear.first_position(inputs.shape[0])
-        positions = first + torch.arange(inputs.shape[0], device=inputs.device)
-        observer.observe(inputs[positions[:, None] < lengths.to(inputs.device)])
+        observer.observe(inputs[: max(0, num_tokens - first), 0])
 
     handles = [
         observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))

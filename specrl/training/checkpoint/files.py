@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK_BYTES = 64 * 2**20
 """The bytes that are written, and covered by a checksum, at a time."""
-TYPES = {torch.float32: "F32", torch.int64: "I64"}
+TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 """The names of the element types in a safetensors header."""
 
 
@@ -31,7 +31,7 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
     """
     entries, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
-        end = offset + prod(shape) * (8 if dtype == "I64" else 4)
+        end = offset + prod(shape) * (4 if dtype == "F32" else 8)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -37,8 +37,8 @@ class Part:
 class ChainBatch:
     """The chains of one micro-batch, packed; rows without a chain are left out.
 
-    The slots of a row are consecutive, and so are the chains of a response: the slot of chain n at step j is
-    `starts[n] + j`, and its target is the step-0 target of chain `n + j`.
+    Rows of the same prompt share its slots. The other slots of a row are consecutive, and so are the chains of a
+    response: the slot of chain n at step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`.
     """
 
     features: Features
@@ -48,12 +48,19 @@ class ChainBatch:
     """int64 `[slots]`: the column of each slot in `features`."""
     positions: Tensor
     """int64 `[slots]`: the position of each slot in its sequence, which begins before the first column of a window."""
+    own_places: Tensor
+    """int64 `[slots]`: the place of each slot in the padded `[rows, width]` layout, flattened; for one that rows share,
+    the place in the first of them."""
     slot_places: Tensor
-    """int64 `[slots]`: the place of each slot in the padded `[rows, width]` layout, flattened."""
+    """int64 `[places]`: the places in the padded `[rows, width]` layout, flattened, that have a slot."""
+    slot_of: Tensor
+    """int64 `[places]`: the slot at each of them; one that rows share is at several."""
     width: int
     """The largest number of slots in a row."""
     starts: Tensor
     """int64 `[chains]`: the index of the slot at which the chain starts."""
+    chain_rows: Tensor
+    """int64 `[chains]`: the number of the chain's row among those that have any."""
     order: Tensor
     """int64 `[chains]`: the number of the chain among those of its row, from 0."""
     alive: list[Tensor]
@@ -86,7 +93,7 @@ class ChainBatch:
 
     def _part(self, rows: slice, chains: slice, columns: int) -> Part:
         slots, order = self.starts[chains], self.order[chains]
-        places = (self.slot_places[slots] // self.width - rows.start) * columns + order - order[0]
+        places = (self.chain_rows[chains] - rows.start) * columns + order - order[0]
         start = self.columns[slots]
         width = int(start.max()) + 1
         visible = torch.zeros((rows.stop - rows.start) * columns, width, dtype=torch.bool, device=start.device)
@@ -117,8 +124,15 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     slot_mask = slots <= (starts_at * slots).amax(1, keepdim=True)
     width = int(slot_mask.sum(1).max())
     row, start = starts_at.nonzero(as_tuple=True)
-    slot_row, slot = slot_mask.nonzero(as_tuple=True)
-    slot_ids = (slot_mask.flatten().cumsum(0) - 1).view_as(slot_mask)
+    own = slot_mask.clone()
+    shared = _shared_prompts(features, rows, mask)
+    for other, (_, length) in shared.items():
+        own[other, :length] = False
+    slot_row, slot = own.nonzero(as_tuple=True)
+    slot_ids = (own.flatten().cumsum(0) - 1).view_as(own)
+    for other, (leader, length) in shared.items():
+        slot_ids[other, :length] = slot_ids[leader, :length]
+    place_row, place = slot_mask.nonzero(as_tuple=True)
     in_vocab = torch.zeros(vocab_size, dtype=torch.bool, device=mask.device)
     in_vocab[draft_tokens] = True
     top1 = features.target_top1[rows[row], start + 1]
@@ -127,9 +141,12 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         slot_rows=rows[slot_row],
         columns=slot,
         positions=slot if features.starts is None else slot + features.starts[rows[slot_row]],
-        slot_places=slot_row * width + slot,
+        own_places=slot_row * width + slot,
+        slot_places=place_row * width + place,
+        slot_of=slot_ids[slot_mask],
         width=width,
         starts=slot_ids[row, start],
+        chain_rows=row,
         order=starts_at.cumsum(1)[row, start] - 1,
         alive=_alive(mask, row, start, steps),
         target_top1=top1,
@@ -137,6 +154,29 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         truth=features.tokens[rows[row], start + 2],
         chains_per_row=starts_at.sum(1).tolist(),
     )
+
+
+def _shared_prompts(features: Features, rows: Tensor, mask: Tensor) -> dict[int, tuple[int, int]]:
+    """Return the rows whose first slots are those of a row before, with that row and their number.
+
+    The slots are those of the whole prompt but its last token, beside which the response's first token stands. The
+    hidden states are compared too: those of the same prompt differ if they come from different passes.
+
+    Args:
+        rows: int64 `[rows]`: the rows of `features` that have chains.
+        mask: Their rows of `features.mask`.
+    """
+    leaders: dict[tuple[int, ...], int] = {}
+    found: dict[int, tuple[int, int]] = {}
+    starts = [0] * len(features.mask) if features.starts is None else features.starts.tolist()
+    for row, (source, first) in enumerate(zip(rows.tolist(), mask.int().argmax(1).tolist(), strict=True)):
+        if starts[source]:
+            continue  # a window, which lacks the beginning
+        leader = leaders.setdefault(tuple(features.tokens[source, : first + 1].tolist()), row)
+        here, there = features.hidden[source, :first], features.hidden[int(rows[leader]), :first]
+        if leader != row and torch.equal(here, there):
+            found[row] = leader, first
+    return found
 
 
 def _alive(mask: Tensor, row: Tensor, start: Tensor, steps: int) -> list[Tensor]:

@@ -15,14 +15,19 @@ from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, co
 from specrl.training.megatron.policy import Policy
 
 
-def new_drafter(config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks) -> Drafter:
+def new_drafter(
+    config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks, source_dir: Path | None = None
+) -> Drafter:
     """Return the drafter that pretraining starts from (collective).
 
     Args:
         responses: This rank's responses of the policy; EAGLE-3's draft vocabulary is chosen from those of all ranks.
+        source_dir: The drafter of `drafter.source`, as `prepare` wrote it; None makes a new one.
     """
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)
+    if source_dir is not None:
+        return Drafter.load(source_dir, policy_dir, config.drafter, ranks, config.seed)
     vocab_size = AutoConfig.from_pretrained(policy_dir).vocab_size
     counts = sum_arrays(ranks, count_tokens([response.response_tokens for response in responses], vocab_size))
     draft_tokens = choose_draft_vocabulary(counts, config.drafter.draft_vocab_size)

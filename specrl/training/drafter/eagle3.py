@@ -1,17 +1,21 @@
 """The EAGLE-3 drafter as a torch module, with the parameter names of the published checkpoints.
 
-One Llama layer whose attention reads the concatenation of a token's embedding and a feature of the token before it
-(Li et al., EAGLE-3, arXiv:2503.01840).
+Llama layers, of which the first one's attention reads the concatenation of a token's embedding and a feature of the
+token before it (Li et al., EAGLE-3, arXiv:2503.01840). The published drafters have this layer alone, `midlayer`; layers
+above it, `layers.1` and so on, are plain ones, as in vLLM. Flags add norms; `fc_norm` and `norm_output` are those of
+EAGLE-3.1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specrl.models.drafters import LAYERS, NORM_FLAGS
 from specrl.training.drafter.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 
@@ -19,30 +23,82 @@ from specrl.training.drafter.layers import MLP, Attention, DraftModule, DraftSha
 class Eagle3Shape(DraftShape):
     """The shape of an EAGLE-3 drafter."""
 
+    norm_before_residual: bool = False
+    """Whether the residual stream begins behind the norm of the feature, and not before it."""
+    norm_before_fc: bool = False
+    """Whether the concatenated hidden states of the policy pass one norm before `fc`."""
+    fc_norm: bool = False
+    """Whether each of these hidden states passes a norm of its own before `fc`."""
+    norm_output: bool = False
+    """Whether the drafter goes on from its output behind the final norm, and not before it."""
+
     @classmethod
-    def from_policy(cls, hf_config: Any, draft_vocab_size: int, intermediate_size: int | None) -> Eagle3Shape:
+    def from_policy(
+        cls,
+        hf_config: Any,
+        draft_vocab_size: int,
+        intermediate_size: int | None,
+        *,
+        num_layers: int = 1,
+        chosen_layers: tuple[int, ...] | None = None,
+        sliding_window: int | None = None,
+    ) -> Eagle3Shape:
         """Return the shape of a drafter for a policy.
 
-        The drafter is a Llama whatever the policy's family is: no biases, no QK norm, plain rotary embedding.
+        The drafter is a Llama whatever the policy's family is, without biases and QK norms. Its rotary embedding is the
+        policy's.
 
         Args:
             hf_config: Transformers' configuration object of the policy.
             draft_vocab_size: The number of tokens that can be drafted.
-            intermediate_size: The width of the drafter's MLP; the policy's where it is None.
+            intermediate_size: The width of the drafter's MLPs; the policy's where it is None.
+            num_layers: The number of decoder layers.
+            chosen_layers: The policy's layers whose inputs are the features; `feature_layers` chooses where it is None.
+            sliding_window: The number of positions that attention sees; None for all.
 
         Raises:
-            ValueError: The policy has fewer than 4 layers, or no more tokens than the draft vocabulary.
+            ValueError: The policy has fewer tokens than the draft vocabulary, too few layers to choose from, or not
+                those that are chosen.
         """
-        if draft_vocab_size >= hf_config.vocab_size:
-            raise ValueError(
-                f"draft vocabulary of {draft_vocab_size} tokens must be below the policy's {hf_config.vocab_size}"
-                " (vLLM shares the policy's head with a drafter of the full vocabulary)"
-            )
+        if draft_vocab_size > hf_config.vocab_size:
+            size = hf_config.vocab_size
+            raise ValueError(f"draft vocabulary of {draft_vocab_size} tokens: the policy has only {size}")
+        if chosen_layers is not None and chosen_layers[-1] > hf_config.num_hidden_layers:
+            count = hf_config.num_hidden_layers
+            raise ValueError(f"drafter.feature_layers = {list(chosen_layers)}: the policy has only {count} layers")
         return cls.of(
             hf_config,
             draft_vocab_size=draft_vocab_size,
-            feature_layers=feature_layers(hf_config.num_hidden_layers),
+            feature_layers=chosen_layers or feature_layers(hf_config.num_hidden_layers),
             intermediate_size=intermediate_size,
+            num_layers=num_layers,
+            sliding_window=sliding_window,
+        )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:
+        """Return the shape of a drafter that exists.
+
+        Args:
+            config: What `specrl.models.drafters.suited` made of its `config.json`.
+            dtype: The policy's compute type.
+        """
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope=config["rope_parameters"],
+            max_position_embeddings=config["max_position_embeddings"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config["draft_vocab_size"],
+            feature_layers=tuple(config[LAYERS]),
+            dtype=dtype,
+            num_layers=config["num_hidden_layers"],
+            sliding_window=config["sliding_window"],
+            **{flag: config[flag] for flag in NORM_FLAGS},
         )
 
 
@@ -62,14 +118,17 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Layer(nn.Module):
-    """The drafter's one transformer layer, whose attention reads an embedding beside a feature."""
+    """A Llama layer.
 
-    def __init__(self, shape: Eagle3Shape) -> None:
+    Args:
+        width: The size of its attention's input.
+    """
+
+    def __init__(self, shape: Eagle3Shape, width: int) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden_size, bias=False)
+        self.self_attn = Attention(shape, width, bias=False)
         self.mlp = MLP(shape)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -79,6 +138,14 @@ class Layer(nn.Module):
         return output
 
 
+class FirstLayer(Layer):
+    """The layer whose attention reads an embedding beside a feature."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__(shape, 2 * shape.hidden_size)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
 class Eagle3(DraftModule):
     """The drafter, with embeddings that are a copy of the policy's."""
 
@@ -86,30 +153,46 @@ class Eagle3(DraftModule):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
-        self.fc = linear(3 * shape.hidden_size, shape.hidden_size)
-        self.midlayer = Layer(shape)
+        self.norm_before_residual, self.norm_output = shape.norm_before_residual, shape.norm_output
+        size, eps, count = shape.hidden_size, shape.rms_norm_eps, len(shape.feature_layers)
+        self.input_norm = RMSNorm(count * size, eps) if shape.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if shape.fc_norm else None
+        self.fc = linear(count * size, size)
+        self.midlayer = FirstLayer(shape)
+        above = {str(number): Layer(shape, size) for number in range(1, shape.num_layers)}
+        self.layers = nn.ModuleDict(above)
+        self._stack: list[Layer] = [self.midlayer, *above.values()]
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = linear(shape.hidden_size, shape.draft_vocab_size)
 
     @property
-    def attention(self) -> Attention:
-        return self.midlayer.self_attn
+    def attentions(self) -> list[Attention]:
+        return [layer.self_attn for layer in self._stack]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embedded: Tensor = self.midlayer.input_layernorm(self.embeddings[tokens])
         return embedded
 
     def feed(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         fed: Tensor = self.fc(features)
         return fed
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `hidden` before its norm as the residual: `norm_before_residual = false` in the config on disk."""
-        return hidden, torch.cat([embedded, self.midlayer.hidden_norm(hidden)], -1)
+    def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if layer:
+            return hidden, self._stack[layer].input_layernorm(hidden)
+        normed = self.midlayer.hidden_norm(hidden)
+        return normed if self.norm_before_residual else hidden, torch.cat([embedded, normed], -1)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        return self.midlayer.finish(residual, attended)
+    def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = self._stack[layer].finish(residual, attended)
+        is_last = layer == len(self._stack) - 1
+        return self.norm(hidden) if self.norm_output and is_last else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(hidden if self.norm_output else self.norm(hidden))
         return logits

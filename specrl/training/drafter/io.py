@@ -1,36 +1,46 @@
-"""The EAGLE-3 directory that vLLM and SGLang load: `config.json` and `model.safetensors`.
+"""The EAGLE-3 directory that vLLM loads: `config.json` and `model.safetensors`; and the layouts that others publish.
 
-`d2t` is an *offset*: target id = draft id + d2t[draft id]. Flags on whose default loaders disagree
-(`norm_before_residual`, `norm_before_fc`, biases) are written out, never left to a default.
+`d2t` is an *offset* in what is written: target id = draft id + d2t[draft id]. Flags on whose default loaders disagree
+(those of norms, biases) are written out, never left to a default. What is read may be in any layout of
+`specrl.models.drafters`. A drafter of the policy's whole vocabulary has no mappings.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from specrl.artifacts import write_json
-from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config, weight_files
+from specrl.models.drafters import ARCHITECTURES, LAYERS, NORM_FLAGS, PICKLED_FILE, read_published, suited
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.layers import DraftShape
+from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 MAPPINGS = ("d2t", "t2d")
+NEW_NAMES = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+"""Parts of names that others use, and those that are used here."""
+UPPER_NORM = re.compile(r"(layers\.\d+)\.hidden_norm\.")
+"""What SGLang calls the norm before the attention of a layer above the first one."""
+EMBEDDINGS = "embed_tokens.weight"
+NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self_attn.rotary_emb.")
+"""The beginnings of the names of tensors that belong to the policy, or follow from `config.json`."""
 
 
 def draft_to_target_offsets(draft_tokens: Tensor) -> Tensor:
     """Return the offsets that are stored as `d2t`, given the target ids, int64 `[draft_vocab]`."""
     return draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device)
-
-
-def target_ids(offsets: Tensor) -> Tensor:
-    """Return the target ids, given the offsets that are stored as `d2t`, int64 `[draft_vocab]`."""
-    return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -45,26 +55,29 @@ def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tenso
     return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
 
 
-def config_dict(shape: DraftShape, policy_config: Any, policy_version: int) -> dict[str, Any]:
+def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> dict[str, Any]:
     """Return the contents of a drafter's `config.json`.
 
     Args:
         policy_config: Transformers' configuration object of the policy.
         policy_version: The version of the policy that the drafter was trained with.
     """
+    rope = dict(shape.rope)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}  # as transformers 4 reads it
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        **({"rope_scaling": scaling} if rope["rope_type"] != "default" else {}),
         "max_position_embeddings": shape.max_position_embeddings,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.draft_vocab_size,
@@ -74,15 +87,20 @@ def config_dict(shape: DraftShape, policy_config: Any, policy_version: int) -> d
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "norm_output": False,
-        "fc_norm": False,
+        **{flag: getattr(shape, flag) for flag in NORM_FLAGS},
         "target_hidden_size": shape.hidden_size,
-        "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": list(shape.feature_layers),
+        "num_aux_hidden_states": len(shape.feature_layers),
+        LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
+        **_window(shape),
     }
+
+
+def _window(shape: Eagle3Shape) -> dict[str, Any]:
+    """Return the keys of a sliding window: vLLM reads it where the type of a layer says so."""
+    if shape.sliding_window is None:
+        return {}
+    return {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}
 
 
 def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -93,30 +111,149 @@ def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tup
     write_json(directory / CONFIG_FILE, config)
 
 
-def read_drafter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
-    """Read an EAGLE-3 directory.
+@dataclass(frozen=True)
+class StoredDrafter:
+    """An EAGLE-3 drafter as it lies on disk, in the names and with the shape that it has here."""
 
-    Returns:
-        The contents of its `config.json`, its parameters by name, and the target ids of its draft vocabulary, int64
-        `[draft_vocab]`.
+    shape: Eagle3Shape
+    tensors: dict[str, Tensor]
+    """The parameters of `Eagle3` by their names, in the types they have on disk."""
+    draft_tokens: Tensor
+    """int64 `[draft_vocab]`: the target ids of its draft vocabulary, ascending."""
+    notes: tuple[str, ...]
+    """What was found and decided, as lines for the log."""
+
+
+def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:
+    """Read an EAGLE-3 drafter of any layout, for a policy.
+
+    Its embeddings are not read: drafters here have those of the policy.
+
+    Args:
+        dtype: The policy's compute type.
 
     Raises:
-        ValueError: It is no EAGLE-3 directory, is incomplete, or has a setting that this module does not compute.
+        ValueError: It is no EAGLE-3 drafter, is incomplete, computes what specrl does not, or was made for a policy of
+            another shape.
     """
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
-    config: dict[str, Any] = json.loads(path.read_text())
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise ValueError(f"{path}: architectures is {config.get('architectures')}, expected [{ARCHITECTURE!r}]")
-    for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "attention_bias"):
-        if config.get(flag) is not False:
-            raise ValueError(f"{path}: {flag} must be false, written out; found {config.get(flag)}")
-    tensors = dict(TensorReader(directory).items())
-    missing = [name for name in MAPPINGS if name not in tensors]
-    if missing:
-        raise ValueError(f"{directory / WEIGHTS_FILE} lacks {', '.join(missing)}: drafts could not be mapped to tokens")
-    draft_tokens = target_ids(tensors.pop("d2t"))
-    if not torch.equal(tensors.pop("t2d").nonzero()[:, 0], draft_tokens):
-        raise ValueError(f"{directory / WEIGHTS_FILE}: d2t and t2d disagree; d2t must hold offsets, not ids")
-    return config, tensors, draft_tokens
+    published = suited(read_published(directory), read_model_config(policy_dir), directory)
+    tensors = _norms_renamed(dict(_tensors(directory)))
+    notes = [f"{directory}: an EAGLE-3 drafter in the {published.layout} layout", *published.notes]
+    if EMBEDDINGS in tensors:
+        notes.append(_about_embeddings(tensors.pop(EMBEDDINGS), policy_dir))
+    d2t, t2d = (tensors.pop(name, None) for name in MAPPINGS)
+    shape = Eagle3Shape.from_config(published.config, dtype)
+    draft_tokens, how = draft_vocabulary(d2t, t2d, shape, directory)
+    _check_tensors(tensors, shape, directory)
+    ascending = draft_tokens.argsort()
+    if not torch.equal(draft_tokens[ascending], draft_tokens):
+        draft_tokens = draft_tokens[ascending]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][ascending]
+    return StoredDrafter(shape, tensors, draft_tokens, (*notes, how))
+
+
+def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape, directory: Path) -> tuple[Tensor, str]:
+    """Return the target ids of a draft vocabulary, int64 `[draft_vocab]`, and how they were stored.
+
+    `d2t` holds offsets or the ids themselves. `t2d` says which; without it, only one of the two can be a vocabulary
+    of distinct tokens, because many neighbouring tokens are drafted, whose offsets are equal.
+
+    Args:
+        d2t: `[draft_vocab]`, or None.
+        t2d: `[vocab]`: whether each token of the policy is drafted; or None.
+
+    Raises:
+        ValueError: There is no vocabulary, or `d2t` fits neither, or both.
+    """
+    if d2t is None and shape.draft_vocab_size == shape.vocab_size:
+        return torch.arange(shape.vocab_size), "it drafts over the whole vocabulary"
+    if d2t is None:
+        raise ValueError(f"{directory} lacks d2t: its drafts could not be mapped to tokens")
+    if len(d2t) != shape.draft_vocab_size or (t2d is not None and len(t2d) != shape.vocab_size):
+        raise ValueError(
+            f"{directory}: d2t and t2d must have {shape.draft_vocab_size} and {shape.vocab_size} elements, as its "
+            f"{CONFIG_FILE} says"
+        )
+    ids = d2t.long()
+    readings = {"offsets": ids + torch.arange(len(ids)), "token ids": ids}
+    drafted = None if t2d is None else t2d.bool().nonzero()[:, 0]
+    fitting = [name for name, tokens in readings.items() if _is_vocabulary(tokens, drafted, shape.vocab_size)]
+    if not fitting:
+        reason = "a vocabulary of distinct tokens" if drafted is None else "the tokens of t2d: d2t and t2d disagree"
+        raise ValueError(f"{directory}: neither as offsets nor as token ids is d2t {reason}")
+    if len(fitting) == 2 and not torch.equal(*readings.values()):
+        raise ValueError(
+            f"{directory}: d2t can be read as offsets and as token ids, and there is no t2d to tell which; add t2d, "
+            "bool [vocab_size], True for each token that is drafted"
+        )
+    return readings[fitting[0]], f"its d2t holds {fitting[0]}, of {len(ids)} tokens"
+
+
+def _is_vocabulary(tokens: Tensor, drafted: Tensor | None, vocab_size: int) -> bool:
+    found = tokens.sort().values
+    if drafted is not None:
+        return torch.equal(found, drafted)
+    return bool(found[0] >= 0 and found[-1] < vocab_size and (found.diff() > 0).all())
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a drafter by the names that they have here."""
+    pickled = directory / PICKLED_FILE
+    stored: Iterable[tuple[str, Tensor]]
+    if pickled.is_file() and not any((directory / name).is_file() for name in weight_files(directory)):
+        stored = torch.load(pickled, map_location="cpu", weights_only=True).items()
+    else:
+        stored = TensorReader(directory).items()
+    for stored_name, tensor in stored:
+        name = stored_name.removeprefix("model.")
+        for old, new in NEW_NAMES.items():
+            name = name.replace(old, new)
+        if not name.startswith(NOT_READ):
+            yield name, tensor
+
+
+def _norms_renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the name that the norm before the attention has here.
+
+    With tensors of both names there is no telling which of them is computed with; the one too many keeps its own name,
+    so that it is refused.
+    """
+    names = {name: UPPER_NORM.sub(r"\1.input_layernorm.", name) for name in tensors}
+    return {name if names[name] in tensors else names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _about_embeddings(embeddings: Tensor, policy_dir: Path) -> str:
+    own = TensorReader(policy_dir).read(f"model.{EMBEDDINGS}")
+    if own.shape == embeddings.shape and torch.equal(own.to(embeddings.dtype), embeddings):
+        return "its embeddings are the policy's"
+    return "its embeddings are not the policy's, which take their place"
+
+
+def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Path) -> None:
+    """Raise ValueError unless the tensors are the parameters of a drafter of this shape."""
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(shape).state_dict().items()}
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise ValueError(f"{directory} lacks {', '.join(missing)}")
+    if unknown := sorted(tensors.keys() - wanted.keys()):
+        raise ValueError(
+            f"{directory} has {', '.join(unknown)}, which a drafter with its {CONFIG_FILE} does not compute with"
+        )
+    for name, size in wanted.items():
+        if tuple(tensors[name].shape) != size:
+            raise ValueError(f"{directory}: {name} is {list(tensors[name].shape)}, its {CONFIG_FILE} says {list(size)}")
+
+
+def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str, ...]:
+    """Write a drafter of any layout as specrl's own, and return what is to be said about it.
+
+    Raises:
+        ValueError: See `read_drafter`.
+    """
+    policy = AutoConfig.from_pretrained(policy_dir)
+    stored = read_drafter(source, policy_dir, policy.dtype or torch.bfloat16)
+    weights = {name: tensor.to(stored.shape.dtype) for name, tensor in stored.tensors.items()}
+    if len(stored.draft_tokens) < stored.shape.vocab_size:
+        weights |= vocabulary_tensors(stored.draft_tokens, stored.shape.vocab_size)
+    write_drafter(directory, config_dict(stored.shape, policy, 0), weights.items())
+    return stored.notes

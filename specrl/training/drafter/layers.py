@@ -1,15 +1,15 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `ttt.py` drives.
 
 There are two drafters: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`).
-Both run one decoder layer per drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at
-rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the
-positions).
+Both run their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's
+hidden state of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts
+the ids, not the positions).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from specrl.models.drafters import rope_of
 from specrl.models.families import head_dim
+from specrl.models.rope import rope_frequencies
 
 MAX_SCORES = 1 << 26
 """The number of attention scores kept at once; with more, queries go in chunks that the backward pass recomputes."""
@@ -35,7 +37,8 @@ class DraftShape:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Mapping[str, Any]
+    """The rotary embedding, as `rope_of` returns it."""
     max_position_embeddings: int
     vocab_size: int
     draft_vocab_size: int
@@ -43,10 +46,21 @@ class DraftShape:
     """The indices of `FeatureSpec.layers`."""
     dtype: torch.dtype
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
+    num_layers: int = 1
+    """The number of decoder layers."""
+    sliding_window: int | None = None
+    """The number of positions that attention sees, its own among them; None for all."""
 
     @classmethod
     def of(
-        cls, hf_config: Any, *, draft_vocab_size: int, feature_layers: tuple[int, ...], intermediate_size: int | None
+        cls,
+        hf_config: Any,
+        *,
+        draft_vocab_size: int,
+        feature_layers: tuple[int, ...],
+        intermediate_size: int | None,
+        num_layers: int = 1,
+        sliding_window: int | None = None,
     ) -> Self:
         """Return the shape of a drafter with the sizes of the policy's own layers.
 
@@ -54,7 +68,9 @@ class DraftShape:
             hf_config: Transformers' configuration object of the policy.
             draft_vocab_size: The number of tokens that can be drafted.
             feature_layers: See `FeatureSpec.layers`.
-            intermediate_size: The width of the drafter's MLP; the policy's where it is None.
+            intermediate_size: The width of the drafter's MLPs; the policy's where it is None.
+            num_layers: The number of decoder layers.
+            sliding_window: The number of positions that attention sees; None for all.
         """
         return cls(
             hidden_size=hf_config.hidden_size,
@@ -63,12 +79,14 @@ class DraftShape:
             num_kv_heads=hf_config.num_key_value_heads,
             head_dim=head_dim(hf_config),
             rms_norm_eps=hf_config.rms_norm_eps,
-            rope_theta=float(hf_config.rope_parameters["rope_theta"]),
+            rope=rope_of(hf_config.to_dict()),
             max_position_embeddings=hf_config.max_position_embeddings,
             vocab_size=hf_config.vocab_size,
             draft_vocab_size=draft_vocab_size,
             feature_layers=feature_layers,
             dtype=hf_config.dtype or torch.bfloat16,
+            num_layers=num_layers,
+            sliding_window=sliding_window,
         )
 
 
@@ -109,8 +127,8 @@ class DraftModule(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def attention(self) -> Attention:
-        """The attention of the drafter's one decoder layer."""
+    def attentions(self) -> Sequence[Attention]:
+        """The attention of each decoder layer."""
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -121,21 +139,23 @@ class DraftModule(nn.Module, ABC):
         """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
     @abstractmethod
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream `[n, hidden]` and the input of the attention `[n, width]`.
+    def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
         Args:
-            embedded: The result of `embed`.
-            hidden: The result of `feed` in the first step, of `finish` in later ones.
+            layer: The number of the layer, from 0.
+            embedded: The result of `embed`, which the first layer alone reads.
+            hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
+                step, and the last layer's in later ones.
         """
 
     @abstractmethod
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Return the module's output `[n, hidden]`, given the attention's result `[n, heads, head_dim]`."""
+    def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return a layer's output `[n, hidden]`, given its attention's result `[n, heads, head_dim]`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[n, draft_vocab]`, given the module's output `[n, hidden]`."""
+        """Return the logits `[n, draft_vocab]`, given the last layer's output `[n, hidden]`."""
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
@@ -169,6 +189,8 @@ class Attention(nn.Module):
         bias: Whether queries, keys and values have a bias, as in Qwen2.
     """
 
+    frequencies: Tensor
+
     def __init__(self, shape: DraftShape, width: int, *, bias: bool) -> None:
         super().__init__()
         self.shape = shape
@@ -177,17 +199,26 @@ class Attention(nn.Module):
         self.k_proj = linear(width, kv_size, bias=bias)
         self.v_proj = linear(width, kv_size, bias=bias)
         self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size)
+        frequencies, self.rope_scale = rope_frequencies(shape.rope, shape.head_dim, shape.max_position_embeddings)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
         q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
-        return rotate(q * self.shape.head_dim**-0.5, positions, self.shape.rope_theta)
+        return self._rotate(q * self.shape.head_dim**-0.5, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        keys = rotate(self.k_proj(x).unflatten(-1, heads), positions, self.shape.rope_theta)
+        keys = self._rotate(self.k_proj(x).unflatten(-1, heads), positions)
         return keys, self.v_proj(x).unflatten(-1, heads)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return `x` `[n, heads, head_dim]` rotated by its positions `[n]`, halves against each other as in Llama."""
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = (self.rope_scale * part[:, None] for part in (angles.cos(), angles.sin()))
+        low, high = x.float().chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -204,14 +235,28 @@ class MLP(nn.Module):
         return result
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Return `x` `[n, heads, head_dim]` rotated by its positions `[n]`, halves against each other as in Llama."""
-    size = x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
-    angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    low, high = x.float().chunk(2, -1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Return the attention of whole rows, in which each place sees itself and those before it.
+
+    Args:
+        queries: `[rows, width, heads, head_dim]`, scaled.
+        keys: `[rows, width, kv_heads, head_dim]`.
+        values: As the keys.
+        window: The number of places that each sees, itself among them; None for all.
+
+    Returns:
+        `[rows, width, heads, head_dim]`
+    """
+    shared, width = queries.shape[2] // keys.shape[2], queries.shape[1]
+    mask = None
+    if window is not None and window < width:
+        place = torch.arange(width, device=queries.device)
+        behind = place[:, None] - place
+        mask = (behind >= 0) & (behind < window)
+    q = queries.transpose(1, 2)
+    k, v = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (keys, values))
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+    return attended.transpose(1, 2)
 
 
 def chain_attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ class Mtp(DraftModule):
         return self._policy_logits
 
     @property
-    def attention(self) -> Attention:
-        return self.self_attn
+    def attentions(self) -> tuple[Attention]:
+        return (self.self_attn,)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embedded: Tensor = self.token_layernorm(self.embeddings[tokens].masked_fill(positions[:, None] == 0, 0))
@@ -72,11 +72,11 @@ class Mtp(DraftModule):
     def feed(self, features: Tensor) -> Tensor:
         return features
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         residual: Tensor = self.input_proj(torch.cat([self.hidden_layernorm(hidden), embedded], -1))
         return residual, self.input_layernorm(residual)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
         output: Tensor = self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
         return output

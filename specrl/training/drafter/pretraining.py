@@ -11,7 +11,7 @@ from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
-from specrl.training.sample import whole_sample
+from specrl.training.sample import feature_area, whole_sample
 
 
 def pretrain(
@@ -22,7 +22,7 @@ def pretrain(
     on_progress: Callable[[int, int], None] | None = None,
     checkpoints: TrainingCheckpoints | None = None,
 ) -> dict[str, float]:
-    """Train the drafter for `config.epochs` on this rank's micro-batches (collective).
+    """Train the drafter for `config.epochs` on this rank's micro-batches, or measure it with 0 epochs (collective).
 
     The metrics are those of `Drafter.update`.
 
@@ -37,6 +37,7 @@ def pretrain(
     Raises:
         LeftJobError: The ranks have left the training between two steps, with a checkpoint.
     """
+    lr = config.lr if config.epochs else 0.0
     spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
     windows_of = sample.windows if sample.is_divided else None
 
@@ -44,11 +45,11 @@ def pretrain(
         return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
 
     progress = checkpoints.restore(drafter) if checkpoints is not None else None
-    if max(policy.ranks.gather(sum(batch.area for batch in batches))) <= config.max_tokens_per_window:
+    if max(policy.ranks.gather(sum(feature_area(batch) for batch in batches))) <= config.max_tokens_per_window:
         features = features_of(batches)
         return drafter.update(
             features,
-            lr=config.lr,
+            lr=lr,
             epochs=config.epochs,
             on_progress=on_progress,
             boundaries=checkpoints,
@@ -57,7 +58,7 @@ def pretrain(
 
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]
-        everyone = policy.ranks.gather([batch.area for batch in ordered])
+        everyone = policy.ranks.gather([feature_area(batch) for batch in ordered])
         for window in windows(everyone, config.max_tokens_per_window):
             part = ordered[window.start : window.stop]
             yield from features_of(part)  # not kept by name: it goes before the next window comes
@@ -66,7 +67,7 @@ def pretrain(
     return drafter.update_streaming(
         stream,
         len(batches),
-        lr=config.lr,
+        lr=lr,
         epochs=config.epochs,
         on_progress=on_progress,
         boundaries=checkpoints,

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
+from specrl.algorithms.draft_positions import PositionWeights, unrolled_positions
 from specrl.config import DrafterConfig
+from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
+from specrl.models.drafters import LOSS_KEY
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader
 from specrl.training.drafter.chains import ChainBatch, pack_chains
@@ -28,7 +31,7 @@ from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_ten
 from specrl.training.drafter.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.mtp import HEAD, Mtp, mtp_shape
 from specrl.training.drafter.progress import Boundaries, TrainingProgress
-from specrl.training.drafter.ttt import Tally, metrics_from_sums, train_chains
+from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.schedules import lr_factor
 
@@ -53,46 +56,47 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArr
 def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
     """Choose the most frequent tokens of the task's responses, filled up with the lowest ids that never occur.
 
-    They are at most one token less than the vocabulary: with all of it, vLLM would take the drafter's head for the
-    policy's own.
-
     Args:
         counts: [vocab_size]: how often each token occurs.
 
     Returns:
-        The target ids, int64 `[min(size, vocab_size - 1)]`, sorted.
+        The target ids, int64 `[min(size, vocab_size)]`, sorted.
     """
     by_frequency = np.argsort(-counts, kind="stable")  # the lowest of equally frequent ids first
-    return torch.from_numpy(np.sort(by_frequency[: min(size, len(counts) - 1)]))
+    return torch.from_numpy(np.sort(by_frequency[:size]))
 
 
 @torch.no_grad()
 def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor) -> None:
-    """Start from the policy's last layer, final norm and head rows instead of noise.
+    """Start from the policy's last layers, final norm and head rows instead of noise.
 
-    Attention takes the layer's projections for the half of its input that is a hidden state; the embedding half and
-    `fc` stay random. The MLP is taken only when it has the policy's width. A policy's biases and QK norms have no place
-    in a drafter, and without QK norm only the value projection is taken of a policy that has it.
+    Attention takes a layer's projections, in the drafter's first layer for the half of its input that is a hidden
+    state; the embedding half and `fc` stay random. The MLPs are taken only when they have the policy's width. A
+    policy's biases and QK norms have no place in a drafter, and without QK norm only the value projection is taken of a
+    policy that has it.
 
     On SmolLM2 three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
     """
     policy_config = AutoConfig.from_pretrained(policy_dir)
-    attention, last = model.midlayer.self_attn, f"model.layers.{policy_config.num_hidden_layers - 1}."
+    family, hidden = family_of_model(policy_config), model.shape.hidden_size
     # Projections made for QK norm would saturate attention without it.
-    with_qk_norm = family_of_model(policy_config).qk_norm
+    projections = ("v_proj",) if family.qk_norm else ("q_proj", "k_proj", "v_proj")
     policy = TensorReader(policy_dir)
-    for name in ("v_proj",) if with_qk_norm else ("q_proj", "k_proj", "v_proj"):
-        weight = policy.read(f"{last}self_attn.{name}.weight")
-        attention.get_parameter(f"{name}.weight")[:, model.shape.hidden_size :] = weight
-    sources = {
-        "midlayer.self_attn.o_proj": f"{last}self_attn.o_proj",
-        "midlayer.hidden_norm": f"{last}input_layernorm",
-        "midlayer.post_attention_layernorm": f"{last}post_attention_layernorm",
-        "norm": "model.norm",
-    }
-    has_mlp = family_of_model(policy_config).router is None
-    if has_mlp and model.shape.intermediate_size == policy_config.intermediate_size:
-        sources |= {f"midlayer.mlp.{name}_proj": f"{last}mlp.{name}_proj" for name in ("gate", "up", "down")}
+    sources = {"norm": "model.norm"}
+    with_mlp = family.router is None and model.shape.intermediate_size == policy_config.intermediate_size
+    for number in range(model.shape.num_layers):
+        own = f"layers.{number}" if number else "midlayer"
+        other = f"model.layers.{policy_config.num_hidden_layers - model.shape.num_layers + number}"
+        for name in projections:
+            weight = model.get_parameter(f"{own}.self_attn.{name}.weight")
+            weight[:, -hidden:] = policy.read(f"{other}.self_attn.{name}.weight")
+        sources |= {
+            f"{own}.self_attn.o_proj": f"{other}.self_attn.o_proj",
+            f"{own}.{'input_layernorm' if number else 'hidden_norm'}": f"{other}.input_layernorm",
+            f"{own}.post_attention_layernorm": f"{other}.post_attention_layernorm",
+        }
+        if with_mlp:
+            sources |= {f"{own}.mlp.{name}_proj": f"{other}.mlp.{name}_proj" for name in ("gate", "up", "down")}
     for name, source in sources.items():
         model.get_parameter(f"{name}.weight").copy_(policy.read(f"{source}.weight"))
     head = HEAD if HEAD in policy.names else EMBEDDINGS
@@ -143,9 +147,13 @@ class Drafter:
         for name in model.SHARED:
             model.share(name, policy.read(name))
         self._parameters = list(self.model.parameters())
+        self._loss = DRAFT_LOSSES.function(config.loss)
+        self._positions = PositionWeights(config.position_decay, config.ttt_steps)
         # One flat buffer: gradients are views of it, so that the all-reduce, the clip and the reset are one call each.
-        self._gradient = torch.zeros(sum(p.numel() for p in self._parameters), device=ranks.device)
+        # Behind them stands how far a step's drafts came, which the ranks then add up in the same call.
         sizes = [p.numel() for p in self._parameters]
+        self._summed = torch.zeros(sum(sizes) + 2 * config.ttt_steps, device=ranks.device)
+        self._gradient, self._reached = torch.split(self._summed, [sum(sizes), 2 * config.ttt_steps])
         for parameter, view in zip(self._parameters, torch.split(self._gradient, sizes), strict=True):
             parameter.grad = view.view_as(parameter)
         self.optimizer = torch.optim.AdamW(
@@ -159,11 +167,16 @@ class Drafter:
         """Return a new EAGLE-3 drafter for the policy in `policy_dir`; every rank has the same.
 
         Args:
-            draft_tokens: int64 `[draft_vocab]`: sorted target ids, fewer than the policy has tokens.
+            draft_tokens: int64 `[draft_vocab]`: sorted target ids.
             seed: The seed of the parameters that stay random, and of the order of micro-batches.
         """
         shape = Eagle3Shape.from_policy(
-            AutoConfig.from_pretrained(policy_dir), len(draft_tokens), config.intermediate_size
+            AutoConfig.from_pretrained(policy_dir),
+            len(draft_tokens),
+            config.intermediate_size,
+            num_layers=config.num_layers,
+            chosen_layers=config.feature_layers,
+            sliding_window=config.sliding_window,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -173,25 +186,27 @@ class Drafter:
 
     @classmethod
     def load(cls, directory: Path, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
-        """Return the drafter in an EAGLE-3 directory, with a fresh optimizer.
+        """Return the drafter in an EAGLE-3 directory of any layout, with a fresh optimizer.
+
+        Its sizes are what the directory says, whatever `config` has.
 
         Raises:
             ValueError: The directory is incomplete, or was made for a policy of another shape.
         """
-        on_disk, tensors, draft_tokens = read_drafter(directory)
-        shape = Eagle3Shape.from_policy(
-            AutoConfig.from_pretrained(policy_dir), len(draft_tokens), on_disk["intermediate_size"]
-        )
-        expected = config_dict(shape, AutoConfig.from_pretrained(policy_dir), 0)
-        for key in ("hidden_size", "vocab_size", "head_dim", "num_attention_heads", "eagle_aux_hidden_state_layer_ids"):
-            if on_disk[key] != expected[key]:
-                raise ValueError(
-                    f"drafter in {directory} has {key} = {on_disk[key]}, "
-                    f"the policy in {policy_dir} needs {expected[key]}"
-                )
-        model = Eagle3(shape)
-        model.load_state_dict(tensors)
-        return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
+        dtype = AutoConfig.from_pretrained(policy_dir).dtype or torch.bfloat16
+        stored = read_drafter(directory, policy_dir, dtype)
+        model = Eagle3(stored.shape)
+        model.load_state_dict(stored.tensors)
+        shape = stored.shape
+        sizes = {
+            "draft_vocab_size": shape.draft_vocab_size,
+            "num_layers": shape.num_layers,
+            "feature_layers": shape.feature_layers,
+            "intermediate_size": shape.intermediate_size,
+            "sliding_window": shape.sliding_window,
+        }
+        config = config.model_copy(update=sizes)
+        return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
 
     @classmethod
     def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
@@ -245,17 +260,23 @@ class Drafter:
             progress: What a training that was left between two steps goes on from; the drafter has to be as it was.
 
         Returns:
-            `loss` (mean over the steps, nats, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics
+            `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics
             of `metrics_from_sums`. All are of the last epoch, and each batch is measured before it is trained on.
         """
 
-        def batches(order: list[int]) -> Iterator[ChainBatch | None]:
-            for index in order:
-                chosen = features[index]
-                yield None if chosen is None else self._pack(chosen)
+        def stream(order: list[int]) -> Iterator[Features | None]:
+            yield from (features[index] for index in order)
             yield from repeat(None)
 
-        return self._train(batches, len(features), lr, epochs, on_progress, boundaries, progress)
+        return self.update_streaming(
+            stream,
+            len(features),
+            lr=lr,
+            epochs=epochs,
+            on_progress=on_progress,
+            boundaries=boundaries,
+            progress=progress,
+        )
 
     def update_streaming(
         self,
@@ -275,34 +296,19 @@ class Drafter:
                 order, then None for every step that other ranks take alone.
             size: The number of this rank's micro-batches.
         """
-
-        def batches(order: list[int]) -> Iterator[ChainBatch | None]:
-            for features in stream(order):
-                yield None if features is None else self._pack(features)
-
-        return self._train(batches, size, lr, epochs, on_progress, boundaries, progress)
-
-    def _train(
-        self,
-        batches: Callable[[list[int]], Iterator[ChainBatch | None]],
-        size: int,
-        lr: float,
-        epochs: int,
-        on_progress: Callable[[int, int], None] | None,
-        boundaries: Boundaries | None,
-        progress: TrainingProgress | None,
-    ) -> dict[str, float]:
-        """Do what `update` does on what `batches` yields for an order of this rank's micro-batches (collective)."""
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(size))
         so_far = progress or self._no_progress()
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
             order = self._order(size, epoch) if train else list(range(size))
-            for batch in islice(batches(order[first:]), num_steps - first):
+            for features in islice(stream(order[first:]), num_steps - first):
                 rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
+                depth = unrolled_positions(
+                    so_far.done, (epochs - 1) * num_steps, self.config.ttt_steps, self.config.ttt_growth
+                )
                 wanted = boundaries is not None and boundaries.wanted()
-                result = self._step(batch, rate, measure=last, flag=wanted)
+                result = self._step(self._pack(features, depth), rate, measure=last, flag=wanted)
                 so_far.done += 1
                 if last:
                     so_far.loss, so_far.sums = so_far.loss + result.loss, so_far.sums + result.sums
@@ -324,8 +330,11 @@ class Drafter:
         sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=device)
         return TrainingProgress(0, torch.zeros((), dtype=torch.float64, device=device), sums, [])
 
-    def _pack(self, features: Features) -> ChainBatch | None:
-        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
+    def _pack(self, features: Features | None, depth: int | None = None) -> ChainBatch | None:
+        """Return the chains of a micro-batch, unrolled for `depth` steps, by default for all; None without any."""
+        if features is None:
+            return None
+        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, depth or self.config.ttt_steps)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
@@ -376,17 +385,21 @@ class Drafter:
         shared = torch.zeros(steps + 1, dtype=torch.float64, device=device)
         shared[steps] = flag
         if batch is not None:
-            shared[:steps] = batch.loss_counts()
+            shared[: len(batch.alive)] = batch.loss_counts()
         if not alone:
             self._all_reduce(shared)
         counts = shared[:steps]
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
-        self._gradient.zero_()
+        self._summed.zero_()
         if batch is not None:
-            tally = Tally(batch, self.draft_tokens) if measure else None
-            loss = train_chains(self.model, batch, counts, learn=lr > 0, tally=tally)
-            if tally is not None:
+            follow = self._positions.measured and lr > 0 and not alone
+            tally = Tally(batch, self.draft_tokens) if measure or follow else None
+            objective = Objective(self._loss, self._positions.shares)
+            loss = train_chains(self.model, batch, objective, counts, learn=lr > 0, tally=tally)
+            if tally is not None and follow:
+                self._reached.view(2, steps)[:, : len(batch.alive)] = tally.reached()
+            if tally is not None and measure:
                 sums = tally.sums()
         norm = self._descend(lr, alone) if lr > 0 else 0.0
         return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
@@ -394,7 +407,9 @@ class Drafter:
     def _descend(self, lr: float, alone: bool) -> float:
         """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""
         if not alone:
-            self._all_reduce(self._gradient)
+            self._all_reduce(self._summed)
+            if self._positions.measured:
+                self._positions.follow(*self._reached.view(2, -1).tolist())
         norm = float(self._gradient.norm())
         if norm > self.config.clip_grad:
             self._gradient.mul_(self.config.clip_grad / norm)
@@ -415,7 +430,7 @@ class Drafter:
         """
         for name, parameter in self.model.state_dict().items():
             yield self.model.PREFIX + name, parameter.to(self.shape.dtype)
-        if self.model.policy_head is None:
+        if self.shape.draft_vocab_size < self.shape.vocab_size:
             yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
 
     def save(self, directory: Path, policy_version: int) -> None:
@@ -423,14 +438,16 @@ class Drafter:
 
         A multi-token-prediction layer has no such directory: `Policy.save_pretrained` writes it with the policy.
         """
-        assert isinstance(self.model, Eagle3)
-        write_drafter(directory, config_dict(self.shape, self._policy_config, policy_version), self.named_weights())
+        assert isinstance(self.shape, Eagle3Shape)
+        config = config_dict(self.shape, self._policy_config, policy_version) | {LOSS_KEY: str(self.config.loss)}
+        write_drafter(directory, config, self.named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what an exact resume needs beside `SHARED`; the tensors are not copies.
 
         It is the float32 parameters and Adam's moments under `model/...`, `exp_avg/...` and `exp_avg_sq/...`, the draft
-        vocabulary, and as int64 numbers the steps of Adam (`adam_steps`) and the updates of the drafter (`updates`).
+        vocabulary, as float64 the weights of draft positions (`positions`), and as int64 numbers the steps of Adam
+        (`adam_steps`) and the updates of the drafter (`updates`).
         """
         state: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         steps = 0
@@ -439,7 +456,8 @@ class Drafter:
                 steps = int(moments["step"])
                 state |= {f"{key}/{name}": moments[key] for key in MOMENTS}
         counters = {"adam_steps": torch.tensor(steps), "updates": torch.tensor(self._updates)}
-        return {**state, **counters, "draft_tokens": self.draft_tokens}
+        positions = torch.tensor(self._positions.shares, dtype=torch.float64)
+        return {**state, **counters, "positions": positions, "draft_tokens": self.draft_tokens}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -452,6 +470,8 @@ class Drafter:
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
         self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
         self.optimizer.state.clear()
+        if self._positions.measured:
+            self._positions.shares = state["positions"].tolist()
         self.changes += 1
         steps, self._updates = int(state["adam_steps"]), int(state["updates"])
         for name, parameter in self.model.named_parameters():

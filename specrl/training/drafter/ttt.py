@@ -3,8 +3,9 @@
 A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
 token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
 query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
-that. Only chains are computed step by step: prompt slots contribute keys and values alone, padding contributes nothing,
-and a chain ends where its response does.
+that. Only chains are computed step by step: prompt slots contribute keys and values alone, once for all responses to a
+prompt, padding contributes nothing, and a chain ends where its response does. A drafter of several layers computes all
+but the last one for every slot, because the keys of a layer are made of what the layer before it returns.
 
 Chains do not see each other. A micro-batch with many of them is trained in parts, each forward and backward through all
 of its steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
@@ -12,19 +13,30 @@ of its steps before the next, so that memory grows with the slots alone, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specrl.training.drafter.chains import ChainBatch, Part
-from specrl.training.drafter.layers import DraftModule, chain_attention
+from specrl.training.drafter.layers import DraftModule, causal_attention, chain_attention
+from specrl.training.gather import rows_of
 
-STEP_DECAY = 0.8
-"""The weight of step j in the loss is STEP_DECAY ** j."""
+LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits, target) -> (loss, gradient), see `specrl/algorithms/draft_losses.py`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the drafter is trained for."""
+
+    loss: LossFunction
+    """The loss of a token."""
+    weights: Sequence[float]
+    """The weight of each step in the loss; steps beyond those of a batch are not used."""
 
 
 class Context(NamedTuple):
@@ -33,25 +45,46 @@ class Context(NamedTuple):
     embedded: Tensor
     """The results of `DraftModule.embed`, `[slots, hidden]`."""
     residual: Tensor
-    """The residual stream, `[slots, hidden]`."""
+    """The residual stream of the last layer, `[slots, hidden]`."""
     x: Tensor
-    """The attention's input, `[slots, width of the input]`."""
-    keys: Tensor
-    """The rotated keys, `[rows, width, kv_heads, head_dim]`."""
-    values: Tensor
-    """The values, `[rows, width, kv_heads, head_dim]`."""
+    """The input of the last layer's attention, `[slots, width of the input]`."""
+    keys: list[Tensor]
+    """The rotated keys of each layer, `[rows, width, kv_heads, head_dim]`."""
+    values: list[Tensor]
+    """The values of each layer, `[rows, width, kv_heads, head_dim]`."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order in which `of` takes them."""
+        return [self.embedded, self.residual, self.x, *self.keys, *self.values]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Context:
+        """Return the context of these tensors."""
+        embedded, residual, x, *rest = tensors
+        return cls(embedded, residual, x, rest[: len(rest) // 2], rest[len(rest) // 2 :])
 
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
-    """Compute step 0 of all slots, up to the attention."""
+    """Compute step 0 of all slots, up to the attention of the last layer."""
     rows, columns = batch.slot_rows, batch.columns
     embedded = model.embed(batch.features.tokens[rows, columns + 1], batch.positions)
-    residual, x = model.enter(embedded, model.feed(batch.features.hidden[rows, columns]))
-    keys, values = (
-        _spread(part, batch.slot_places, len(batch.chains_per_row), batch.width)
-        for part in model.attention.keys_values(x, batch.positions)
-    )
-    return Context(embedded, residual, x, keys, values)
+    hidden = model.feed(batch.features.hidden[rows, columns])
+    all_keys, all_values = [], []
+    for layer, attention in enumerate(model.attentions):
+        residual, x = model.enter(layer, embedded, hidden)
+        keys, values = (_lay_out(part, batch) for part in attention.keys_values(x, batch.positions))
+        all_keys.append(keys)
+        all_values.append(values)
+        if layer + 1 < len(model.attentions):
+            queries = _lay_out(attention.queries(x, batch.positions), batch)
+            attended = causal_attention(queries, keys, values, model.shape.sliding_window).flatten(0, 1)
+            hidden = model.finish(layer, residual, attended.index_select(0, batch.own_places))
+    return Context(embedded, residual, x, all_keys, all_values)
+
+
+def _lay_out(x: Tensor, batch: ChainBatch) -> Tensor:
+    """Return `x` `[slots, ...]` in the padded layout `[rows, width, ...]`; slots that rows share stand in each."""
+    return _spread(rows_of(x, batch.slot_of), batch.slot_places, len(batch.chains_per_row), batch.width)
 
 
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
@@ -60,25 +93,39 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
     Yields:
         For each step, the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
     """
-    attention = model.attention
     rows_count, columns, width = part.visible.shape
-    all_keys, all_values = [context.keys[part.rows, :width]], [context.values[part.rows, :width]]
-    starts = batch.starts[part.chains]
+    all_keys, all_values = ([[x[part.rows, :width]] for x in kind] for kind in (context.keys, context.values))
+    starts, last = batch.starts[part.chains], len(model.attentions) - 1
     residual, x = context.residual.index_select(0, starts), context.x.index_select(0, starts)
     hidden = residual
     for step, alive in enumerate(part.alive):
         slots, places = batch.starts[alive] + step, part.places[alive - part.chains.start]
+        positions, visible = batch.positions[slots], _in_window(part.visible, step, model.shape.sliding_window)
         if step:
             hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
-            residual, x = model.enter(context.embedded.index_select(0, slots), hidden)
-            own = attention.keys_values(x, batch.positions[slots])
-            all_keys.append(_spread(own[0], places, rows_count, columns))
-            all_values.append(_spread(own[1], places, rows_count, columns))
-        queries = attention.queries(x, batch.positions[slots])
-        queries = _spread(queries, places, rows_count, columns)
-        attended = chain_attention(queries, all_keys, all_values, part.visible)
-        hidden = model.finish(residual, attended.flatten(0, 1).index_select(0, places))
+            embedded = context.embedded.index_select(0, slots)
+        for layer in range(0 if step else last, last + 1):
+            attention, keys, values = model.attentions[layer], all_keys[layer], all_values[layer]
+            if step:
+                residual, x = model.enter(layer, embedded, hidden)
+                own = attention.keys_values(x, positions)
+                keys.append(_spread(own[0], places, rows_count, columns))
+                values.append(_spread(own[1], places, rows_count, columns))
+            queries = _spread(attention.queries(x, positions), places, rows_count, columns)
+            attended = chain_attention(queries, keys, values, visible)
+            hidden = model.finish(layer, residual, attended.flatten(0, 1).index_select(0, places))
         yield model.logits(hidden)
+
+
+def _in_window(visible: Tensor, step: int, window: int | None) -> Tensor:
+    """Return which slots the chains see at a step, bool `[rows, columns, width]`, given those up to their starts.
+
+    A window is longer than a chain, so that chains always see all of themselves.
+    """
+    if window is None or window >= visible.shape[-1] + step:
+        return visible
+    slots = torch.arange(visible.shape[-1], device=visible.device)
+    return visible & (slots >= visible.sum(-1, keepdim=True) + step - window)
 
 
 def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
@@ -112,12 +159,17 @@ def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], 
 
 
 def train_chains(
-    model: DraftModule, batch: ChainBatch, counts: Tensor, *, learn: bool, tally: Tally | None = None
+    model: DraftModule,
+    batch: ChainBatch,
+    objective: Objective,
+    counts: Tensor,
+    *,
+    learn: bool,
+    tally: Tally | None = None,
 ) -> Tensor:
-    """Return the loss of a micro-batch, in nats, and with `learn` add its gradient to the parameters'.
+    """Return the loss of a micro-batch, and with `learn` add its gradient to the parameters'.
 
-    The loss is the soft cross-entropy to the policy's distribution, divided at each step by `counts[step]`, weighted by
-    STEP_DECAY and summed over the steps.
+    It is the sum of the tokens' losses at each step, divided by `counts[step]` and weighted, and summed over the steps.
 
     Args:
         counts: float64 `[steps]`: the number of terms at each step over all ranks, so that gradients summed over ranks
@@ -127,16 +179,17 @@ def train_chains(
     with _computing(model, learn):
         fed = feed_context(model, batch)
     # Cut here: the gradients of all parts come together at the context, and go through it once.
-    context = Context(*(tensor.detach().requires_grad_(learn) for tensor in fed))
+    context = Context.of([tensor.detach().requires_grad_(learn) for tensor in fed.tensors()])
     total = torch.zeros((), device=batch.starts.device)
     for part in batch.parts():
         with _computing(model, learn):
-            loss = _part_loss(model, batch, context, part, counts, tally)
+            loss = _part_loss(model, batch, context, part, objective, counts, tally)
         if learn:
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     if learn:
-        reached = [(tensor, leaf.grad) for tensor, leaf in zip(fed, context, strict=True) if leaf.grad is not None]
+        pairs = zip(fed.tensors(), context.tensors(), strict=True)
+        reached = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
         torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
     return total
 
@@ -152,19 +205,42 @@ def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
 
 
 def _part_loss(
-    model: DraftModule, batch: ChainBatch, context: Context, part: Part, counts: Tensor, tally: Tally | None
+    model: DraftModule,
+    batch: ChainBatch,
+    context: Context,
+    part: Part,
+    objective: Objective,
+    counts: Tensor,
+    tally: Tally | None,
 ) -> Tensor:
     probs = target_probs(batch, part, model.policy_head)
     total = probs.new_zeros(())
     for step, (logits, alive) in enumerate(zip(unroll(model, batch, context, part), part.alive, strict=True)):
         target = alive + step
         p = probs[target - part.chains.start]
-        terms = F.cross_entropy(logits.float(), p, reduction="none")
-        weight = STEP_DECAY**step / counts[step].clamp(min=1).float()
-        total = total + weight * (terms * batch.target_in_vocab[target]).sum()
+        weight = objective.weights[step] / counts[step].clamp(min=1).float()
+        weights = weight * batch.target_in_vocab[target]
+        total = total + _StepLoss.apply(logits, p, weights, objective.loss)  # type: ignore[no-untyped-call]
         if tally is not None:
             tally.add(step, alive, logits.detach(), p)
     return total
+
+
+class _StepLoss(torch.autograd.Function):
+    """Computes the weighted sum of the tokens' losses in float32, and keeps its gradient alone, in the logits' type."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
+        """Return the sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
+        with torch.autocast(logits.device.type, enabled=False):
+            terms, gradient = loss(logits.float(), target)
+        ctx.save_for_backward(gradient.mul_(weights[:, None]).to(logits.dtype))
+        return (terms * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad, None, None, None
 
 
 class Tally:
@@ -192,6 +268,17 @@ class Tally:
         self._sums[step, 0] += len(alive)
         self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
+
+    def reached(self) -> Tensor:
+        """Return how far drafts come: float64 `[2, steps]`, which adds up over batches and ranks.
+
+        For each step it holds the number of chains that have a token there, and the number of those whose tokens before
+        it are all the response's own.
+        """
+        right = self._matches.cumprod(1)
+        before = [right[alive, step - 1].sum() if step else len(alive) for step, alive in enumerate(self._batch.alive)]
+        chains = [len(alive) for alive in self._batch.alive]
+        return torch.tensor([chains, before], dtype=torch.float64, device=right.device)
 
     def sums(self) -> Tensor:
         """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.

@@ -17,72 +17,67 @@ from torch import Tensor
 
 from specrl.training.batches import MicroBatch
 from specrl.training.features import Features, FeatureSpec, Window
+from specrl.training.megatron.cpu.last_layer import LastLayer
 from specrl.training.megatron.model import HeadOutput, PolicyModel
 from specrl.training.megatron.parallel import from_stage
 
 
 class KeptRows:
-    """The rows of a micro-batch whose features are kept, whole or cut to windows."""
+    """The sequences of a micro-batch whose features are kept, whole or cut to windows, as padded rows."""
 
     def __init__(
         self, batch: MicroBatch, windows: Mapping[int, Window] | None = None, owners: Container[int] = ()
     ) -> None:
-        """Choose the rows.
+        """Choose the sequences.
 
         Args:
             windows: What is kept of each sequence, by its index; with None everything is kept on every rank.
-            owners: The ranks whose rows are chosen.
+            owners: The ranks whose sequences are chosen.
         """
-        self._batch = batch
         self.owners: list[int] | None = None
         """The rank that keeps each row; None where every rank keeps all of them, whole."""
+        lengths = batch.lengths.tolist()
         if windows is None:
-            return
-        named = ((row, windows.get(index)) for row, index in enumerate(batch.indices))
-        chosen = [(row, window) for row, window in named if window is not None and window.owner in owners]
-        self.owners = [window.owner for _, window in chosen]
-        device = batch.tokens.device
+            chosen = [(row, Window(0, length)) for row, length in enumerate(lengths)]
+        else:
+            named = ((row, windows.get(index)) for row, index in enumerate(batch.indices))
+            chosen = [(row, window) for row, window in named if window is not None and window.owner in owners]
+            self.owners = [window.owner for _, window in chosen]
+        rows = torch.tensor([row for row, _ in chosen], dtype=torch.int64)[:, None]
+        starts = torch.tensor([window.start for _, window in chosen], dtype=torch.int64)
+        stops = torch.tensor([window.stop for _, window in chosen], dtype=torch.int64)[:, None]
         width = max((window.stop - window.start for _, window in chosen), default=0)
-        self._rows = torch.tensor([row for row, _ in chosen], dtype=torch.int64, device=device)[:, None]
-        self._starts = torch.tensor([window.start for _, window in chosen], dtype=torch.int64, device=device)
-        stops = torch.tensor([window.stop for _, window in chosen], dtype=torch.int64, device=device)[:, None]
-        columns = self._starts[:, None] + torch.arange(width, device=device)
-        self._inside = columns < stops
-        self._columns = columns.clamp(max=batch.tokens.shape[1] - 1)
-        # The token behind the last column is outside of the window.
-        self._mask = batch.mask[self._rows, self._columns] & (columns + 1 < stops)
+        columns = starts[:, None] + torch.arange(width)
+        inside = columns < stops
+        places = batch.places()
+        # The output at a column predicts the next token, which must be in the response and in the window.
+        response = columns - batch.prompt_lengths[rows] + 1
+        mask = (response >= 0) & (columns + 1 < stops)
+        firsts = batch.spans[:, 3].cumsum(0) - batch.spans[:, 3]
+        self._num_outputs = batch.num_tokens
+        self._outputs = (firsts[rows] + response)[mask]
+        device = batch.tokens.device
+        self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
+        self.mask = mask.to(device)
+        """The places of these rows that have targets, bool [rows, width]."""
+        self.tokens = batch.tokens[self._places] * inside.to(device)
+        """The token ids, int64 [rows, width], 0 where a row is padded."""
+        self.starts = None if windows is None else starts.to(device)
+        """The position of each row's first token, int64 [rows]; None where all are 0."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._batch.tokens.shape[0] if self.owners is None else len(self.owners)
-
-    @property
-    def mask(self) -> Tensor:
-        """The places of these rows that have targets, bool [rows, width]."""
-        return self._batch.mask if self.owners is None else self._mask
-
-    @property
-    def tokens(self) -> Tensor:
-        """The token ids, int64 [rows, width], 0 where a row is padded."""
-        return self._batch.tokens if self.owners is None else self.cut(self._batch.tokens) * self._inside
-
-    @property
-    def starts(self) -> Tensor | None:
-        """The position of each row's first token, int64 [rows]; None where all are 0."""
-        return None if self.owners is None else self._starts
+        return len(self.mask)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a [batch, seq, ...] tensor, [rows, width, ...], copied unless they are all."""
-        return tensor if self.owners is None else tensor[self._rows, self._columns]
+        """Return the rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
+        return tensor[self._places]
 
-    def places(self) -> Tensor:
-        """Return where the targets are in the micro-batch, bool [batch, seq]."""
-        if self.owners is None:
-            return self._batch.mask
-        places = torch.zeros_like(self._batch.mask)
-        rows = self._rows.expand_as(self._mask)
-        places[rows[self._mask], self._columns[self._mask]] = True
-        return places
+    def outputs(self) -> Tensor:
+        """Return which of `MicroBatch.predictors` have targets in these rows, bool [n]."""
+        found = torch.zeros(self._num_outputs, dtype=torch.bool)
+        found[self._outputs] = True
+        return found.to(self.mask.device)
 
 
 class LayerInputs:
@@ -98,6 +93,10 @@ class LayerInputs:
         self._current: dict[int, Tensor] | None = None
         self._kept: KeptRows | None = None
         self._sequence_parallel: bool = model.config.sequence_parallel
+        last = model.decoder.layers[-1]
+        self._last = last if model.config.num_layers in layers and isinstance(last, LastLayer) else None
+        if self._last is not None:
+            self._last.keeps_whole = True
         readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         if model.post_process:
             readers[model.config.num_layers] = model.decoder.final_layernorm
@@ -109,10 +108,12 @@ class LayerInputs:
 
     def _record(self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._current is not None and self._kept is not None:
-            hidden: Tensor = (args[0] if args else kwargs["hidden_states"]).detach()  # [seq, batch, hidden]
-            if self._sequence_parallel:  # a part of the sequence on each tensor-parallel rank
+            hidden: Tensor = (args[0] if args else kwargs["hidden_states"]).detach()  # [tokens, 1, hidden]
+            if self._last is not None and self._last.whole is not None:  # has run, so it is its output
+                hidden = self._last.whole
+            if self._sequence_parallel:  # a part of the row on each tensor-parallel rank
                 hidden = gather_from_sequence_parallel_region(hidden)
-            self._current[index] = self._kept.cut(hidden.transpose(0, 1))
+            self._current[index] = self._kept.cut(hidden[:, 0])
 
     @contextmanager
     def micro_batch(self, kept: KeptRows) -> Iterator[None]:
@@ -130,6 +131,8 @@ class LayerInputs:
         """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
+        if self._last is not None:
+            self._last.keeps_whole = False
 
 
 @torch.no_grad()

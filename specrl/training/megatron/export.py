@@ -157,5 +157,6 @@ def _gather(flat: Tensor, part: Part) -> Tensor:
     if not len(flat):
         return flat[None]
     gathered = flat.new_empty(part.copies * len(flat))
-    dist.all_gather_single(gathered, flat, group=part.parameter.sharers)
+    # Newer versions of torch have another name for it, which older ones, such as 2.11, lack.
+    dist.all_gather_into_tensor(gathered, flat, group=part.parameter.sharers)
     return gathered.view(part.copies, -1)

@@ -6,7 +6,7 @@ products. The choice is made once, by the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
-from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, RotaryCausalAttention, SwiGLU
+from specrl.training.gather import rows_of
+from specrl.training.megatron.attention.kernel import PackedAttention
+from specrl.training.megatron.attention.layout import row_layout
+from specrl.training.megatron.attention.local import RotaryAttention
+from specrl.training.megatron.cpu.last_layer import LastLayer
+from specrl.training.megatron.cpu.weights import add_weight_gradients
+from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, SwiGLU
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,12 +57,12 @@ class TargetInput:
 
 @dataclass(frozen=True)
 class HeadInput:
-    """The positions at which the output layer is evaluated; most (prompts, padding) need no logits."""
+    """The positions at which the output layer is evaluated; most (those of prompts) need no logits."""
 
-    mask: Tensor
-    """[batch, seq] bool: True where the output layer is evaluated."""
+    places: Tensor
+    """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
     targets: Tensor
-    """[n] int64: the next token at each True of `mask`, row by row."""
+    """[n] int64: the token to score at each of them."""
     temperature: float
     wanted: TargetInput | None = None
     """The positions of which the drafter's targets are returned too."""
@@ -64,7 +70,7 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The scores of the positions where `HeadInput.mask` is True, row by row."""
+    """The scores at each of `HeadInput.places`."""
 
     logprobs: Tensor
     """[n] float32, differentiable."""
@@ -89,17 +95,27 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             # summed over the ranks as without sequence parallelism.
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
-    def forward(self, tokens: Tensor, head: HeadInput) -> Tensor | HeadOutput:
-        """Return this stage's hidden states [seq, batch, hidden], and on the last stage the scores.
+    def forward(self, tokens: Tensor, segments: Tensor, head: HeadInput) -> Tensor | HeadOutput:
+        """Return this stage's hidden states [tokens, 1, hidden], and on the last stage the scores.
 
         Args:
-            tokens: [batch, seq] int64.
+            tokens: `MicroBatch.tokens`.
+            segments: `MicroBatch.segments`, which the layers get as their attention mask.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden: Tensor = super().forward(tokens, positions, None)
+        inputs = tokens[None], row_layout(segments, tokens.device).positions[None], segments
         if not self.post_process:
+            hidden: Tensor = super().forward(*inputs)
             return hidden
-        return self._score(hidden, head)
+        if not isinstance(last := self.decoder.layers[-1], LastLayer):
+            return self._score(super().forward(*inputs), head)
+        rows, places = head.places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        with last.only(rows):
+            return self._score(super().forward(*inputs), replace(head, places=places))
+
+    def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
+        first, rotary, *others = super()._preprocess(position_ids=position_ids, **inputs)
+        # The table is by position; the layers rotate the tokens of a row by its own rows.
+        return first, None if rotary is None else rotary[position_ids[0]], *others
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # without the output layer, which `_score` applies to the positions that need it
@@ -124,9 +140,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _score(self, hidden: Tensor, head: HeadInput) -> HeadOutput:
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        batch = hidden.shape[1]
-        row, column = head.mask.nonzero(as_tuple=True)
-        chosen = hidden.flatten(0, 1).index_select(0, column * batch + row)
+        chosen = rows_of(hidden[:, 0], head.places)
         logits, first = self.logits(chosen)
         group = parallel_state.get_tensor_model_parallel_group()
         targets = top1 = None
@@ -316,7 +330,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         "rope_scaling_factor": scaling or 1.0,
     }
     tensor = config.tensor_model_parallel_size
-    return PolicyModel(
+    model = PolicyModel(
         config,
         _cuda_layers(config) if cuda else _cpu_layers(config, rope),
         family=family_of_model(hf),
@@ -329,14 +343,20 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
         **rope,
     )
+    if not cuda:
+        add_weight_gradients(model)
+    return model
 
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
+    """Return Transformer Engine's layers, with an attention over flat rows."""
+    spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
 
 
 def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
@@ -350,8 +370,10 @@ def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerB
     mlp = layer.mlp.submodules if config.num_moe_experts is None else layer.mlp.submodules.experts.submodules
     mlp.activation_func = SwiGLU
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(RotaryCausalAttention, rotary=Rotary(frequencies))
+    attention.core_attention = partial(RotaryAttention, rotary=Rotary(frequencies))
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)
+    if parallel_state.is_pipeline_last_stage() and config.num_moe_experts is None and not config.recompute_granularity:
+        layers[-1] = replace(spec, module=LastLayer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -10,13 +10,18 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    param_and_grad_buffer,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
 from specrl.training.checkpoint.manifest import KINDS, MASTER
+from specrl.training.megatron.cpu import exchange
 from specrl.training.schedules import lr_factor
 
 
@@ -25,6 +30,9 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
+    if not torch.cuda.is_available():
+        param_and_grad_buffer.dist_reduce_scatter_func = exchange.reduce_scatter
+        param_and_grad_buffer.dist_all_gather_func = exchange.all_gather
     return DistributedDataParallel(config, ddp, model)
 
 
@@ -88,9 +96,21 @@ class PolicyOptimizer:
         """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective)."""
         for group in self._megatron.param_groups:
             group["lr"] = lr
-        _, norm, _ = self._megatron.step()
+        norm = self._fused_step() if self._is_fused else self._megatron.step()[1]
         self.num_updates += 1
         return float(norm)
+
+    @torch.no_grad()
+    def _fused_step(self) -> float:
+        """Do what Megatron's `step` does, but let Adam scale the gradients while it reads them (collective)."""
+        self._megatron.prepare_grads()
+        norm = float(self._megatron.get_grad_norm())
+        factor = (norm + 1e-6) / self._config.clip_grad
+        for part in self._parts:
+            # What PyTorch's fused Adam divides gradients by.
+            part.optimizer.grad_scale = torch.tensor(factor) if factor > 1.0 else None
+        self._megatron.step_with_ready_grads()
+        return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
         """Return which elements of a parameter this rank updates, and their state; None if it updates none of them.

@@ -33,6 +33,7 @@ from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader, write_model
 from specrl.precision.kv_scales import KvObserver
+from specrl.training import heap
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.checkpoint.pieces import Shard
 from specrl.training.features import Features, FeatureSpec, Window
@@ -56,10 +57,10 @@ from specrl.training.megatron.shards import policy_shards, tensor_shapes
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
 
-Log-probs (differentiable) and entropy (detached, in nats) are [batch, seq] float32: column i is about
-`tokens[:, i + 1]`, and zero where the micro-batch's mask is False. The loss is a sum, already divided by the token
-count of the global batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it again. The
-same is true of the metrics.
+Log-probs (differentiable) and entropy (detached, in nats) are [sequences, longest response] float32: one for each
+response token, as in the micro-batch's mask, and zero where that is False. The loss is a sum, already divided by the
+token count of the global batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it
+again. The same is true of the metrics.
 """
 FP8_TOKENS = 16
 """Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
@@ -89,7 +90,7 @@ class _Outcome:
     """The results of one micro-batch on the last pipeline stage."""
 
     logprobs: Tensor
-    """[batch, seq] float32, detached."""
+    """[sequences, longest response] float32, detached."""
     head: HeadOutput
     loss: float
     metrics: dict[str, float]
@@ -219,7 +220,7 @@ class Policy:
 
     @property
     def pad_multiple(self) -> int:
-        """The number of which a micro-batch's padded length must be a multiple: pass it to `batches.pack`."""
+        """The number of which a micro-batch's number of tokens must be a multiple: pass it to `batches.pack`."""
         tokens = FP8_TOKENS if self.model.config.fp8 else 1
         # With sequence parallelism the number holds for each rank's part, before it is gathered.
         return tokens * (self.config.tensor_parallel if self.model.config.sequence_parallel else 1)
@@ -292,7 +293,7 @@ class Policy:
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
         """Return log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective).
 
-        They are [batch, seq] float32 and zero where the mask is False.
+        They are [sequences, longest response] float32 and zero where the mask is False.
 
         Args:
             temperature: What logits are divided by.
@@ -301,7 +302,7 @@ class Policy:
         last = self.pp_size - 1
         found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
         return [
-            parallel.from_stage(last, logprobs, tuple(batch.tokens.shape), torch.float32)
+            parallel.from_stage(last, logprobs, tuple(batch.mask.shape), torch.float32)
             for logprobs, batch in zip(found, micro_batches, strict=False)
         ]
 
@@ -390,16 +391,15 @@ class Policy:
             iterator: Iterator[tuple[MicroBatch, _Kept | None]], model: Any
         ) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch, part = next(iterator)
-            targets = batch.tokens[:, 1:][batch.mask[:, :-1]]
-            head = HeadInput(batch.mask, targets, temperature, part.wanted if part else None)
+            head = HeadInput(batch.predictors, batch.targets, temperature, part.wanted if part else None)
             recording = inputs.micro_batch(part.rows) if part else nullcontext()
             trains = loss is not None
             with self._observed(batch, trains=trains), recording, self._routed(batch, trains=trains):
-                output = model(batch.tokens, head)
+                output = model(batch.tokens, batch.segments, head)
             return output, partial(_outcome, batch, loss)
 
         try:
-            with torch.set_grad_enabled(loss is not None):
+            with torch.set_grad_enabled(loss is not None), heap.kept(until_the_next=self._optimizer is not None):
                 outcomes = get_forward_backward_func()(
                     forward_step_func=forward_step,
                     data_iterator=iter(items),
@@ -426,8 +426,8 @@ class Policy:
         if not len(everyone):
             return None
         own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.tp_size))
-        places = everyone.places()[batch.mask]
-        wanted = TargetInput(draft_tokens, spec.as_hidden, places, own.places()[batch.mask][places])
+        outputs = everyone.outputs()
+        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs, own.outputs()[outputs])
         return _Kept(own, wanted)
 
     def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
@@ -435,7 +435,7 @@ class Policy:
         observer = self.kv_observer
         if observer is None or (observer.training_only and not trains):
             return nullcontext()
-        return observer.forward_pass(batch.lengths)
+        return observer.forward_pass(batch.num_real)
 
     def _routed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward pass of a micro-batch, in which `routing` chooses the experts."""
@@ -517,7 +517,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a [batch, seq] tensor with `values` [n] where `mask` is True and zero elsewhere."""
+    """Return a tensor in the shape of `mask` with `values` [n] where `mask` is True and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 

@@ -34,9 +34,9 @@ class _Compared:
     """The tokens of one micro-batch that the engine chose experts for, and where this stage would choose others."""
 
     known: Tensor
-    """[seq, batch] bool: whether the engine computed the token. It never computes the last one of a sequence."""
+    """[tokens] bool: whether the engine computed the token. It never computes the last one of a sequence."""
     differs: Tensor
-    """[seq, batch] uint8: 1 where a layer of this stage would send the token to other experts."""
+    """[tokens] uint8: 1 where a layer of this stage would send the token to other experts."""
     num_pairs: Tensor
     """The number of pairs of such a token and such a layer, float64."""
 
@@ -45,13 +45,13 @@ class _Compared:
 class _Recorded:
     """What the engine chose for the tokens of one micro-batch.
 
-    With sequence parallelism the routers of a rank see a part of each sequence.
+    With sequence parallelism the routers of a rank see a part of the row.
     """
 
     experts: Tensor
-    """[seq of this rank, batch, layers of this stage, experts per token] uint8 or int16."""
+    """[tokens of this rank, layers of this stage, experts per token] uint8 or int16."""
     own: slice
-    """The part of each sequence that this rank's routers see."""
+    """The part of the row that this rank's routers see."""
     compared: _Compared
 
 
@@ -136,18 +136,22 @@ class RoutingReplay:
         """Bring the routes of a micro-batch into the order of the routers' tokens; None where it has none."""
         if batch.routes is None:
             return None
-        (rows, width), device = batch.tokens.shape, batch.tokens.device
+        width, device = len(batch.tokens), batch.tokens.device
         like = batch.routes[0]
-        experts = np.zeros((width, rows, len(self._layers), like.shape[-1]), like.dtype)
-        for row, routes in enumerate(batch.routes):
-            experts[: len(routes), row] = routes[:, self._layers[0] : self._layers[-1] + 1]
+        experts = np.zeros((width, len(self._layers), like.shape[-1]), like.dtype)
+        known = torch.zeros(width, dtype=torch.bool)
+        places, layers = batch.places(), slice(self._layers[0], self._layers[-1] + 1)
+        # Of a shared prompt the routes of its first response count, which is written last.
+        for row, routes in reversed(list(zip(places, batch.routes, strict=True))):
+            place = row[: len(routes)]
+            experts[place.numpy()] = routes[:, layers]
+            known[place] = True
         part = width // self._parts
         first = parallel_state.get_tensor_model_parallel_rank() * part if self._parts > 1 else 0
         own = slice(first, first + part)
-        positions = torch.arange(width, device=device)
         compared = _Compared(
-            known=positions[:, None] < batch.lengths - 1,
-            differs=torch.zeros(width, rows, dtype=torch.uint8, device=device),
+            known=known.to(device),
+            differs=torch.zeros(width, dtype=torch.uint8, device=device),
             num_pairs=torch.zeros((), dtype=torch.float64, device=device),
         )
         return _Recorded(torch.from_numpy(experts[own]).to(device), own, compared)
@@ -169,7 +173,7 @@ class RoutingReplay:
         chosen, differs = self._merged(self._current, place, own)
         compared = self._current.compared
         part = compared.differs[self._current.own]
-        part |= differs.view(part.shape).to(part.dtype)
+        part |= differs.to(part.dtype)
         compared.num_pairs += differs.sum()
         return chosen
 
@@ -179,9 +183,9 @@ class RoutingReplay:
 
         Where both are the same ones, they keep the router's order: its weights add up in the order without the replay.
         """
-        engine = recorded.experts[:, :, place].flatten(0, 1).long()
+        engine = recorded.experts[:, place].long()
         assert engine.shape == own.shape, (engine.shape, own.shape)
-        known = recorded.compared.known[recorded.own].flatten()
+        known = recorded.compared.known[recorded.own]
         differs = (engine.sort(-1).values != own.sort(-1).values).any(-1) & known
         return (torch.where(differs[:, None], engine, own) if self._replays else own), differs
 

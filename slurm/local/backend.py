@@ -1,4 +1,4 @@
-"""Jobs on this machine, started by submitit's LocalExecutor in such a way that they outlive the flow."""
+"""Jobs on this machine, described by submitit's LocalExecutor, and started in such a way that they outlive the flow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from slurm import submitit_jobs
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
 from slurm.environment import LOOPBACK
 from slurm.failures import first_error
-from slurm.local_controller import END_AT, lock_path, outcome_path
+from slurm.local.controller import END_AT, lock_path, outcome_path
+from slurm.local.fork_server import ForkServer, Order, ServerKilledError
+from slurm.ranks.preflight import STAGES_PACKAGE
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.lifetime.segments import Reason, Segment
-from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
+from specrl.processes import end_with_parent, is_locked, start_ticks
 
-START_SECONDS = 60
-"""The longest time that a controller may take to start Python and write its record."""
+RECORD_SECONDS = 60
+"""The longest time that a controller may take to write its record."""
+CONTROLLER_LOG = "controller.log"
+"""The file in a job's folder to which its controller prints."""
 CANCEL_SECONDS = 8
 """How long a job that was interrupted may take to end before it is killed."""
 
@@ -116,7 +120,7 @@ class LocalBackend:
         Raises:
             JobError: The job runs on another host that shares the file system, or its controller cannot be found.
         """
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + RECORD_SECONDS
         while is_locked(lock_path(key.record_path)):
             record = Record.read(key.record_path)
             if record is not None and record.host != os.uname().nodename:
@@ -134,21 +138,21 @@ class LocalBackend:
         Raises:
             JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
         """
-        executor = _DetachedExecutor(request, environment)
         try:
+            executor = _Executor(request)
             executor.update_parameters(**_parameters(request.resources))
         except ValueError as error:  # fewer GPUs are visible than asked for
             raise JobError(str(error)) from error
-        known = False
+        known, pid = False, None
         try:
-            with interrupts_held(), submitit.helpers.clean_env():
-                executor.start()
-            assert executor.process is not None
-            job = self._wait_for(executor.process, request)
+            with submitit.helpers.clean_env():
+                pid = _forked(request, {**os.environ, **environment}, executor.order())
+            job = self._wait_for(pid, request)
             known = True
         finally:
-            if not known:  # interrupted or too slow; without a record, nobody who cancels the run would find it
-                executor.kill()
+            if pid is not None and not known:  # without a record, nobody who cancels the run would find it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -172,31 +176,59 @@ class LocalBackend:
     def why_ended(self, segment: Segment) -> Reason:
         return "killed"  # with its controller, which would have said anything else
 
-    def _wait_for(self, process: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
+    def _wait_for(self, pid: int, request: StageRequest) -> LocalJob | None:
         """Return the job of the controller that was just started, or of one that another flow started before it.
 
         Returns:
             The job, or None when the stage turned out to be finished.
 
         Raises:
-            JobError: The controller ended at once, or did not start within `START_SECONDS`.
+            JobError: The controller ended at once, or did not write its record within `RECORD_SECONDS`.
         """
         key = request.key
-        log = key.folder / "controller.log"
-        deadline = time.monotonic() + START_SECONDS
+        log = key.folder / CONTROLLER_LOG
+        deadline = time.monotonic() + RECORD_SECONDS
         while time.monotonic() < deadline:
             if (job := self.find(key)) is not None:
-                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(process.pid))
-            if process.poll() is not None:
+                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(pid))
+            if start_ticks(pid) is None:
                 # The job was so short that its lock was not seen; its record tells.
                 record = Record.read(key.record_path)
-                if record is not None and record.job_id == str(process.pid):
+                if record is not None and record.job_id == str(pid):
                     return LocalJob(record, key.folder, attached=False)
                 if request.result_path.exists():
                     return None
                 raise JobError(f"the job's controller ended at once; see {log}")
             time.sleep(0.05)
-        raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
+        raise JobError(f"the job's controller did not start within {RECORD_SECONDS} s; see {log}")
+
+
+_servers: list[ForkServer] = []
+"""The process from which this flow's jobs are forked, if there is one."""
+_servers_lock = threading.Lock()
+
+
+def _forked(request: StageRequest, environment: dict[str, str], order: Order) -> int:
+    """Have a controller forked and return its process id; a server that was killed is replaced once.
+
+    Raises:
+        JobError: The server has ended, or takes too long.
+    """
+    try:
+        return _fork_server(request, environment).fork(order)
+    except ServerKilledError:
+        return _fork_server(request, environment).fork(order)
+
+
+def _fork_server(request: StageRequest, environment: dict[str, str]) -> ForkServer:
+    """Return the process for jobs with this environment and these set-up lines; one that has others ends."""
+    setup = request.context.config.cluster.setup
+    with _servers_lock:
+        if _servers and not _servers[0].serves(setup, environment):
+            _servers.pop().close()
+        if not _servers:
+            _servers.append(ForkServer(setup, environment, request.key.folder / CONTROLLER_LOG))
+        return _servers[0]
 
 
 def _parameters(resources: Resources) -> dict[str, Any]:
@@ -213,47 +245,32 @@ def _parameters(resources: Resources) -> dict[str, Any]:
     }
 
 
-class _DetachedExecutor(LocalExecutor):
-    """Starts `slurm.local_controller` in a session of its own, which Ctrl-C, a hang-up and the end of the flow do not
-    reach."""
+class _Executor(LocalExecutor):
+    """Says what submitit's controller is to start."""
 
-    def __init__(self, request: StageRequest, environment: dict[str, str]) -> None:
+    def __init__(self, request: StageRequest) -> None:
         super().__init__(request.key.folder)
-        self.request, self.environment = request, environment
-        self.process: subprocess.Popen[bytes] | None = None
+        self.request = request
 
-    def start(self) -> None:
-        """Start the controller, without the pickle that submitit would write for it."""
-        self._submit_command(self._submitit_command_str)
-
-    @property
-    def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, *self.request.arguments])
-
-    def _submit_command(self, command: str) -> Any:
+    def order(self) -> Order:
+        """Return what the fork server is told, in place of the pickle that submitit would write."""
         request = self.request
-        controller = [sys.executable, "-m", "slurm.local_controller"]
-        controller += [str(self.folder), str(request.key.record_path), str(request.result_path)]
-        script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
-        with (self.folder / "controller.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                ["bash", "-c", script, "bash", *controller],
-                env={**os.environ, **self.environment, **self._controller_environment(command)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return submitit.LocalJob(self.folder, str(self.process.pid), list(range(self._num_tasks())), self.process)
+        forked = request.entry.startswith(STAGES_PACKAGE) and not request.resources.gpus_per_rank
+        return Order(
+            arguments=[str(self.folder), str(request.key.record_path), str(request.result_path)],
+            environment=self._controller_environment(),
+            log=str(self.folder / CONTROLLER_LOG),
+            stage=request.context.stage if forked else None,
+        )
 
-    def _controller_environment(self, command: str) -> dict[str, str]:
+    def _controller_environment(self) -> dict[str, str]:
         """Return the variables that tell submitit's controller what to start."""
         gpus = self.parameters["gpus_per_node"]
         devices = self.parameters["visible_gpus"] or range(gpus)
         return {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": str(self.parameters["tasks_per_node"]),
-            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_COMMAND": shlex.join([sys.executable, *self.request.arguments]),
             "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters["signal_delay_s"]),
             "SUBMITIT_LOCAL_NODEID": "0",
@@ -262,9 +279,3 @@ class _DetachedExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1" if self.parameters["stderr_to_stdout"] else "",
             "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices[:gpus]),
         }
-
-    def kill(self) -> None:
-        """Kill the controller and everything that it started."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)

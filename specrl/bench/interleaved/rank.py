@@ -1,11 +1,14 @@
-"""The process of one rank in `specrl bench bubbles`: `python -m specrl.bench.bubbles.one_rank CONTEXT.json PARENT`."""
+"""One rank of specrl's train stage, a step at a time: `python -m specrl.bench.interleaved.rank CONTEXT.json PARENT`."""
 
 from __future__ import annotations
 
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
 from specrl.artifacts import PretrainResult
+from specrl.bench.interleaved.turns import Turns
 from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.processes import end_with_parent
@@ -15,20 +18,29 @@ from specrl.tracking import Silent
 
 
 def run_rank(path: Path, parent: int) -> None:
-    """Run the train stage without MLflow as one rank, and end with the parent process.
+    """Build the train stage without MLflow and take the loop's own steps, each when the parent says so.
 
     Args:
         path: The file with the stage's context.
         parent: The process id of the parent.
     """
     end_with_parent(parent)
+    turns = Turns()
     context = StageContext.load(path)
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Silent())
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
-        trainer.run(first_step, progress)
-        trainer.engine.shutdown()
+        trainer.refit_engine(version=first_step)
+        turns.done()
+        for step in count(first_step):
+            if not turns.wait():
+                break
+            began = time.process_time()
+            trainer.step(step, progress)
+            trainer.checkpoints.wait()  # or it would be written while another side takes its step
+            turns.done(cpu_s=time.process_time() - began)
+        trainer.shutdown()
     leave()
 
 

@@ -6,11 +6,8 @@ that all benchmarks share.
 
 from __future__ import annotations
 
-import os
+import json
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -21,13 +18,13 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from flows.commands.options import RunsDir
+from flows.commands.bench.jobs import BenchRequest, clear, submit
+from flows.commands.options import Overrides, RunsDir
 from flows.folder import find_run
-from slurm.backend import JobError
-from slurm.environment import THREAD_VARIABLES
-from slurm.failures import last_error
+from slurm.bench import bench_environment, run_bench
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import default_page
+from specrl.bench.run.settings import RunSettings, SweepSettings
 from specrl.bench.settings import (
     AgreementSettings,
     BenchSettings,
@@ -36,30 +33,42 @@ from specrl.bench.settings import (
     ControlBenchSettings,
     DrafterSettings,
     ExchangeSettings,
+    FaultSettings,
     GpuSettings,
+    GrowthSettings,
+    LossSettings,
     PlanSettings,
     PrecisionSettings,
+    ProjectionSettings,
     RolloutSettings,
+    StepSettings,
 )
 from specrl.bench.subject import find_subject
-from specrl.config import ConfigError, Resources
+from specrl.config import Config, ConfigError, Resources, parse_config
 from specrl.config.errors import explain
 from specrl.report.results import CONFIG_FILE
-from specrl.tracking import log_files
+from specrl.tracking import log_files, log_speedups
 
 BENCHMARKS: Mapping[str, type[BenchSettings]] = {
+    "run": RunSettings,
+    "sweep": SweepSettings,
     "rollouts": RolloutSettings,
+    "step": StepSettings,
+    "growth": GrowthSettings,
     "drafter": DrafterSettings,
+    "losses": LossSettings,
     "bubbles": BubbleSettings,
     "agreement": AgreementSettings,
     "precision": PrecisionSettings,
     "control": ControlBenchSettings,
     "checkpoints": CheckpointSettings,
+    "faults": FaultSettings,
     "exchange": ExchangeSettings,
     "plan": PlanSettings,
+    "projection": ProjectionSettings,
     "gpu": GpuSettings,
 }
-"""The settings of each benchmark; its code is `specrl.bench.NAME.main`."""
+"""The settings of each benchmark; its code is `specrl.bench.NAME.main`, but that of a sweep is that of its cells."""
 THREADS = Annotated[
     int | None,
     typer.Option(
@@ -80,8 +89,31 @@ SHARED = {
         typer.Option("--page", metavar="FILE", help="The Markdown page to write; benchmarks/DATE-NAME.md by default."),
     ],
     "runs_dir": RunsDir,
+    "cluster": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run it as a job that outlives this command: on slurm, from a login node, on local (this machine), or "
+            "on a class as module:Class. What has been measured with the same settings and code is taken as it is.",
+        ),
+    ],
+    "overrides": Overrides,
+    "at_once": Annotated[
+        int | None,
+        typer.Option(
+            "--at-once",
+            metavar="NUMBER",
+            min=1,
+            help="The largest number of jobs that wait or run at the same time; by default 8, and on local 1.",
+        ),
+    ],
 }
-DEFAULTS = {"run": Parameter.empty, "json_path": None, "page": None, "runs_dir": Path("runs")}
+OPTIONAL_RUN = Annotated[
+    str | None, typer.Option("--run", metavar="RUN", help="The name of a finished run, or the path of its folder.")
+]
+DEFAULTS = {"run": Parameter.empty, "runs_dir": Path("runs")}
+JOBS_AT_ONCE = 8
+"""How many jobs wait or run at the same time by default, where each has cores of its own."""
 
 group = typer.Typer(
     help="Measure a finished run's policy and drafter, or a GPU.\n\n"
@@ -99,21 +131,28 @@ def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
     """Return the function behind `specrl bench NAME`, with a signature from which Typer makes its options."""
 
     known = {key: option for key, option in SHARED.items() if kind.needs_run or key != "run"}
+    defaults = dict(DEFAULTS)
+    if kind.run_is_optional:
+        known["run"], defaults["run"] = OPTIONAL_RUN, None
 
     def measure(**given: Any) -> None:
         shared = {key: given.pop(key) for key in known}
         threads = 1 if "threads" in kind.model_fields else given.pop("threads")
         settings = parse_settings(kind, given)
-        if kind.needs_run:
-            execute(name, settings=settings, threads=threads, **shared)
+        cluster, overrides, at_once = (shared.pop(key) for key in ("cluster", "overrides", "at_once"))
+        if cluster is None and not kind.always_jobs:
+            if overrides or at_once:
+                raise ConfigError("--set and --at-once are for jobs: give --cluster, too")
+            run_here(name, settings=settings, threads=threads, **shared)
         else:
-            execute_alone(name, settings=settings, threads=threads, **shared)
+            jobs = {"cluster": cluster or "local", "overrides": overrides or [], "at_once": at_once}
+            run_as_jobs(name, settings=settings, threads=threads, **shared, **jobs)
 
     options = {key: _option(key, field) for key, field in kind.model_fields.items()}
     annotations: dict[str, Any] = {**known, "threads": THREADS, **options}
     measure.__signature__ = Signature(  # type: ignore[attr-defined]
         [
-            Parameter(key, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(key), annotation=annotation)
+            Parameter(key, Parameter.KEYWORD_ONLY, default=defaults.get(key), annotation=annotation)
             for key, annotation in annotations.items()
         ]
     )
@@ -121,92 +160,111 @@ def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
     return measure
 
 
-def execute(
+def run_here(
     name: str,
-    run: str,
     runs_dir: Path,
     settings: BenchSettings,
     json_path: Path | None,
     page: Path | None,
     threads: int | None,
+    run: str | None = None,
 ) -> None:
     """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, and wait for it.
+
+    Args:
+        run: The finished run; None for a benchmark without one, which works in the folder RUNS_DIR/bench-NAME.
 
     Raises:
         ConfigError: The run does not exist or has not finished training, or the settings do not fit it.
         JobError: The benchmark failed.
     """
-    run_dir = find_run(run, runs_dir)
-    config = find_subject(run_dir).config
-    settings.check(config)  # a mistake shows before anything starts
-    job = BenchJob(
-        entry=f"specrl.bench.{name}.main:main",
-        run_dir=run_dir,
-        settings=settings.model_dump(mode="json"),
-        command=_command_line(name, run, settings),
-        page=(page or default_page(name)).absolute(),
-        json_path=json_path.absolute() if json_path else run_dir / "bench" / f"{name}-rows.json",
-    )
-    _run(name, job, _environment(config.resources_of("validate"), threads))
-    pictures = sorted(job.page.parent.glob(f"{job.page.stem}-*.svg"))
-    log_files(config, {f"bench/{name}": [job.page, *pictures, job.json_path]})
-
-
-def execute_alone(
-    name: str, runs_dir: Path, settings: BenchSettings, json_path: Path | None, page: Path | None, threads: int | None
-) -> None:
-    """Run a benchmark that needs no finished run, in the folder RUNS_DIR/bench-NAME.
-
-    Raises:
-        ConfigError: That folder is a run's.
-        JobError: The benchmark failed, in whole or in part.
-    """
-    folder = (runs_dir / f"bench-{name}").absolute()
-    if (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"bench {name} works in {folder}, which is the folder of a run; choose another --runs-dir")
-    if not settings.goes_on:
-        shutil.rmtree(folder, ignore_errors=True)
+    run_dir, config = subject_of(name, run, runs_dir, settings)
+    folder = config.run_dir if run_dir is None else run_dir
+    if run_dir is None and not settings.goes_on:
+        clear(folder)
     job = BenchJob(
         entry=f"specrl.bench.{name}.main:main",
         run_dir=folder,
         settings=settings.model_dump(mode="json"),
-        command=_command_line(name, None, settings),
+        command=_command_line(name, run, settings),
         page=(page or default_page(name)).absolute(),
-        json_path=json_path.absolute() if json_path else folder / f"{name}-rows.json",
+        json_path=_rows_path(name, json_path, run_dir, folder),
     )
-    _run(name, job, _environment(None if settings.uses_gpus else Resources(), threads))
-
-
-def _run(name: str, job: BenchJob, environment: Mapping[str, str]) -> None:
-    """Run a benchmark in a process of its own, and wait for it.
-
-    Raises:
-        JobError: It failed.
-    """
-    job_path = job.run_dir / "bench" / f"{name}.json"
-    job.save(job_path)
-    log = job_path.with_suffix(".log")
-    with log.open("wb") as errors:
-        process = [sys.executable, "-m", "specrl.bench.job", str(job_path), str(os.getpid())]
-        code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
-    if code:
-        raise JobError(f"bench {name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
+    alone = None if settings.uses_gpus else Resources()
+    resources = alone if run_dir is None else config.resources_of("validate")
+    run_bench(job, folder / "bench" / f"{name}.json", bench_environment(resources, threads))
     print(f"page: {job.page}")
+    if run_dir is not None:
+        pictures = sorted(job.page.parent.glob(f"{job.page.stem}-*.svg"))
+        log_files(config, {f"bench/{name}": [job.page, *pictures, job.json_path]})
+        log_speedups(config, settings.headline(json.loads(job.json_path.read_text()), config))
 
 
-def _environment(resources: Resources | None, threads: int | None) -> dict[str, str]:
-    """Return the environment of a benchmark's process, with the threads and the devices of a rank.
+def run_as_jobs(
+    name: str,
+    runs_dir: Path,
+    settings: BenchSettings,
+    json_path: Path | None,
+    page: Path | None,
+    threads: int | None,
+    cluster: str,
+    overrides: list[str],
+    at_once: int | None,
+    run: str | None = None,
+) -> None:
+    """Run a benchmark as a job, or each cell of a sweep as one.
 
     Args:
-        resources: The rank's resources; None for all cores and devices of this machine.
-        threads: The number of CPU threads; None for those of the rank.
+        cluster: The scheduler of the jobs.
+        overrides: `KEY=VALUE` each, of the cluster and the resources.
+
+    Raises:
+        ConfigError: As `run_here`, or the jobs cannot be submitted from here.
+        JobError: A job failed.
     """
-    cores = len(os.sched_getaffinity(0))
-    count = str(threads or (cores if resources is None else min(resources.cpus_per_rank, cores)))
-    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
-    if resources is not None and not resources.gpus_per_rank:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
+    run_dir, config = subject_of(name, run, runs_dir, settings)
+    request = BenchRequest(
+        name=name,
+        settings=settings,
+        command=_command_line(name, run, settings),
+        page=(page or default_page(name)).absolute(),
+        json_path=_rows_path(name, json_path, run_dir, config.run_dir),
+        threads=threads,
+        overrides=[f'stage_resources.bench.backend="{cluster}"', *overrides],
+        at_once=at_once or (1 if cluster == "local" else JOBS_AT_ONCE),
+    )
+    submit(request, run_dir, config)
+
+
+def subject_of(name: str, run: str | None, runs_dir: Path, settings: BenchSettings) -> tuple[Path | None, Config]:
+    """Return the folder and the configuration of the finished run that is measured.
+
+    Without a run, the folder is None, and the configuration is that of the benchmark's jobs, in RUNS_DIR/bench-NAME.
+
+    Raises:
+        ConfigError: The run does not exist or has not finished training, the settings do not fit it, or the folder of a
+            benchmark without a run is that of a run.
+    """
+    if run is not None:
+        run_dir = find_run(run, runs_dir)
+        config = find_subject(run_dir).config
+        settings.check(config)  # a mistake shows before anything starts
+        return run_dir, config
+    settings.check_alone()
+    resources = {"gpus_per_rank": int(settings.uses_gpus)}
+    values = {"name": f"bench-{name}", "runs_dir": str(runs_dir.absolute()), "resources": resources}
+    config = parse_config({**values, "model": {"source": "tiny"}})
+    if (config.run_dir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"bench {name} works in {config.run_dir}, which is the folder of a run; choose another --runs-dir"
+        )
+    return None, config
+
+
+def _rows_path(name: str, chosen: Path | None, run_dir: Path | None, folder: Path) -> Path:
+    if chosen is not None:
+        return chosen.absolute()
+    return folder / f"{name}-rows.json" if run_dir is None else run_dir / "bench" / f"{name}-rows.json"
 
 
 def parse_settings(kind: type[BenchSettings], given: Mapping[str, Any]) -> BenchSettings:

@@ -1,0 +1,1 @@
+"""`specrl bench`: its sub-commands, and benchmarks as jobs."""

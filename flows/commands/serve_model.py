@@ -1,0 +1,153 @@
+"""`specrl serve-model`: serve a run's exported policy and drafter with vLLM's OpenAI server."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.commands.options import RunName, RunsDir
+from flows.folder import find_run
+from slurm.backend import JobError
+from specrl.artifacts import ExportResult
+from specrl.config import Config, ConfigError
+from specrl.export.card import serve_arguments
+from specrl.processes import LOOPBACK, free_port
+from specrl.report.results import find_stages, finished, read_config
+from specrl.rollout.vllm.serving.server import ModelServer, ServerEndedError
+
+Port = Annotated[
+    int | None, typer.Option(metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; by default a free one.")
+]
+CheckOnly = Annotated[bool, typer.Option("--check", help="End after the check, instead of serving until Ctrl-C.")]
+Prompts = Annotated[
+    int, typer.Option(metavar="NUMBER", min=1, help="How many held-out prompts of the task the check asks.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve-model")(serve_model)
+
+
+def serve_model(
+    name: RunName,
+    runs_dir: RunsDir = Path("runs"),
+    port: Port = None,
+    check: CheckOnly = False,
+    prompts: Prompts = 16,
+) -> None:
+    """Serve a finished run's policy with its drafter, by vLLM's OpenAI server.
+
+    It prints the vllm serve command that it runs, waits until the server answers, sends held-out prompts of the task
+    through it, and prints how many of its drafts the server accepted. Then it serves until Ctrl-C, on the loopback
+    interface alone. The server ends with this command, even if that is killed. If VLLM_API_KEY is set, the server asks
+    its clients for that key.
+    """
+    run_dir = find_run(name, runs_dir)
+    config, exported = read_config(run_dir), _exported(run_dir)
+    assert exported.drafter_dir is not None
+    chosen = _checked(port) if port is not None else free_port()
+    address = ["--host", LOOPBACK, "--port", str(chosen)]
+    k = config.speculation.k
+    command = [*serve_arguments(exported.policy_dir, exported.drafter_dir, k, config), *address]
+    print(shlex.join(command), flush=True)
+    with _log() as log, ModelServer(command[1:], chosen, log) as server:
+        _serve(server, config, exported, prompts, check=check)
+
+
+@contextmanager
+def _log() -> Iterator[Path]:
+    """Yield the path of a log. It is removed at the end, but not if the server has ended by itself.
+
+    Raises:
+        JobError: The server has ended by itself.
+    """
+    folder, keep = Path(tempfile.mkdtemp(prefix="specrl-serve-")), False
+    try:
+        yield folder / "server.log"
+    except ServerEndedError as error:
+        keep = True
+        raise JobError(str(error)) from error
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+
+
+def _serve(server: ModelServer, config: Config, exported: ExportResult, count: int, *, check: bool) -> None:
+    """Try the server out and, unless it is only checked, serve until Ctrl-C."""
+    started = time.monotonic()
+    server.wait_until_it_answers()
+    print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
+    print(_acceptance(server, config, exported, count), flush=True)
+    if check:
+        return
+    print("it serves until Ctrl-C", flush=True)
+    try:
+        server.wait_until_it_ends()
+    except KeyboardInterrupt:
+        print("the server has ended")
+
+
+def _acceptance(server: ModelServer, config: Config, exported: ExportResult, count: int) -> str:
+    """Send prompts of the task through the server, and return in words what it accepted of its drafts."""
+    from specrl.data.prompts import PromptSource
+    from specrl.models.sources import load_tokenizer
+    from specrl.rollout.vllm.serving.check import send
+
+    source = PromptSource(config, load_tokenizer(exported.policy_dir))
+    found = send(server, source.held_out(min(count, config.validate_.num_prompts)), config)
+    stats, temperature = found.stats, config.sampling.temperature
+    by_position = " / ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_pos)
+    return (
+        f"{len(found.responses)} held-out prompts at temperature {temperature:g}, {found.tokens} tokens: "
+        f"acceptance length {stats.acceptance_length:.2f} (k = {config.speculation.k}; by position {by_position}); "
+        f"the export measured {exported.vllm_acceptance_length:.2f}"
+    )
+
+
+def _exported(run_dir: Path) -> ExportResult:
+    """Return what a run has exported.
+
+    Raises:
+        ConfigError: It has not finished, has no drafter, or its exported folders are gone.
+    """
+    exported = finished(find_stages(run_dir), "export", ExportResult)
+    if exported is None:
+        raise ConfigError(f"run {run_dir.name} has exported nothing yet; continue it with: specrl resume {run_dir}")
+    if exported.drafter_dir is None:
+        method = read_config(run_dir).speculation.method
+        raise ConfigError(
+            f'run {run_dir.name} has no drafter to serve: its speculation.method is "{method}"; its policy alone is '
+            f"served by: vllm serve {exported.policy_dir}"
+        )
+    for folder in (exported.policy_dir, exported.drafter_dir):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"run {run_dir.name}: what it exported to {folder} is gone; specrl resume exports it again"
+            )
+    return exported
+
+
+def _checked(port: int) -> int:
+    """Return the port if nothing listens on it.
+
+    Raises:
+        ConfigError: It is in use, or may not be used.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: {LOOPBACK}:{port} cannot be used ({error.strerror}); leave --port out for a free one"
+            ) from error
+    return port

@@ -1,0 +1,135 @@
+"""Losses of the drafter: functions of its logits and the policy's distribution, which know neither the model nor torch.
+
+Each returns its own gradient, so that one pass over the draft vocabulary gives both, and no intermediate result is kept
+for the backward pass.
+
+What acceptance is depends on how drafts are made. Here a draft is the drafter's most likely token, and it is accepted
+if it is the token that the policy samples with its own random number (`specrl/rollout/sampling`): with probability
+p(draft), whatever the drafter's distribution q is beside its maximum. So the best that a drafter can do is to put its
+maximum where the policy's is, and any loss with that optimum would do for a drafter without limits; a small one has to
+choose where to be right. In rejection sampling of sampled drafts, as in other engines, acceptance is the overlap
+sum_v min(p(v), q(v)) = 1 - TV(p, q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specrl.algorithms.tensors import Tensor
+from specrl.config.algorithms import DRAFT_LOSSES, Options
+from specrl.config.base import PositiveFloat
+
+TINY = 1e-37
+"""The least probability that is divided by, or whose logarithm is taken; float32 holds no smaller one precisely."""
+
+DraftLossFunction = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+"""(logits, target, options) -> (loss, gradient).
+
+`logits` are the drafter's and `target` is the policy's distribution p, both float32 [n, draft vocabulary] and neither
+to be changed; each row of `target` adds up to 1. The loss is [n], and the gradient, [n, draft vocabulary], is its
+derivative by the logits, row by row. q stands for the softmax of the logits.
+"""
+
+
+def register_draft_loss(
+    name: str, options: type[Options] = Options
+) -> Callable[[DraftLossFunction], DraftLossFunction]:
+    """Return the decorator that registers a loss of the drafter under `name` for `drafter.loss`."""
+    return DRAFT_LOSSES.register(name, options)
+
+
+@register_draft_loss("cross_entropy")
+def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return -sum p log q.
+
+    It is the forward KL divergence KL(p || q) plus the entropy of p, in which q has no part: both have the same
+    gradient, q - p.
+    """
+    log_q = logits.log_softmax(-1)
+    loss = -_dot(target, log_q)
+    return loss, log_q.exp_().sub_(target)
+
+
+@register_draft_loss("reverse_kl")
+def reverse_kl(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return KL(q || p) = sum q (log q - log p), whose drafter leaves out what it cannot cover."""
+    log_ratio = logits.log_softmax(-1)
+    q = log_ratio.exp()
+    log_ratio.sub_(target.clamp(min=TINY).log_())
+    loss = _dot(q, log_ratio)
+    return loss, log_ratio.sub_(loss[:, None]).mul_(q)
+
+
+@register_draft_loss("total_variation")
+def total_variation(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return TV(p, q) = 1 - sum min(p, q), one minus the acceptance of sampled drafts.
+
+    Its gradient vanishes where p and q have nothing in common, as at the beginning of a training.
+    """
+    overlap, gradient = _overlap(logits.softmax(-1), target)
+    return 1 - overlap, gradient
+
+
+@register_draft_loss("negative_log_acceptance")
+def negative_log_acceptance(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return -log sum p q, the negative logarithm of the acceptance of a draft that is drawn from q.
+
+    The drafter's most likely token is the limit of such a draft, and the loss makes q sharper until it is there. Its
+    gradient, q - q p / sum p q, is that of the cross-entropy at first, while q is still flat.
+    """
+    q = logits.softmax(-1)
+    accepted = _dot(target, q).clamp(min=TINY)
+    return -accepted.log(), target.div(accepted[:, None]).neg_().add_(1).mul_(q)
+
+
+@register_draft_loss("negative_log_overlap")
+def negative_log_overlap(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return -log sum min(p, q), the negative logarithm of the acceptance of sampled drafts (arXiv 2602.23881).
+
+    The paper calls it LK-alpha. Its gradient is that of the total variation divided by the overlap, and so does not
+    vanish.
+    """
+    overlap, gradient = _overlap(logits.softmax(-1), target)
+    overlap = overlap.clamp(min=TINY)
+    return -overlap.log(), gradient.div_(overlap[:, None])
+
+
+class LkHybridOptions(Options):
+    """The options of the loss `lk_hybrid`."""
+
+    decay: PositiveFloat = 3.0
+    """How fast the share of the cross-entropy falls with the overlap; 3 is the paper's best."""
+
+
+@register_draft_loss("lk_hybrid", LkHybridOptions)
+def lk_hybrid(logits: Tensor, target: Tensor, options: LkHybridOptions) -> tuple[Tensor, Tensor]:
+    """Return a mixture of cross-entropy and total variation, w CE + (1 - w) TV, of each token (arXiv 2602.23881).
+
+    w = exp(-decay * overlap) carries no gradient: a token that the drafter knows little about is learnt by
+    cross-entropy, a known one by total variation. The paper calls it LK-lambda and has the forward KL in place of the
+    cross-entropy, which has the same gradient.
+    """
+    log_q = logits.log_softmax(-1)
+    entropy = -_dot(target, log_q)
+    q = log_q.exp_()
+    overlap, gradient = _overlap(q, target)
+    weight = (-options.decay * overlap).exp_()
+    loss = weight * entropy + (1 - weight) * (1 - overlap)
+    gradient.mul_((1 - weight)[:, None]).addcmul_(q.sub_(target), weight[:, None])
+    return loss, gradient
+
+
+def _overlap(q: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum min(p, q), [n], and the gradient of its negative, [n, draft vocabulary]."""
+    above = (q >= target).to(q.dtype)
+    kept = _dot(target, above)
+    below = above.neg_().add_(1)
+    reached = _dot(q, below)
+    return kept + reached, below.neg_().add_(reached[:, None]).mul_(q)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of the products in each row, [n], without a product of the whole size in memory."""
+    product: Tensor = (left[:, None] @ right[:, :, None])[:, 0, 0]
+    return product

@@ -1,0 +1,113 @@
+"""Processes that take one step at a time, each when it is told to, so that no other computes while one is timed.
+
+The parent writes a line to the standard input of a process, which then takes one step and answers with a line of JSON
+on its standard output. What libraries print goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+TURN = "step\n"
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What Linux resets a process's peak of resident memory for (`proc(5)`, clear_refs)."""
+
+
+class Worker:
+    """A process that takes steps, as its parent sees it. It is ready when its first answer has come."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start the process, without waiting for it.
+
+        Args:
+            name: What error messages call it.
+            command: The words after `python -m`; the id of this process is added to them.
+            environment: What is added to this process's environment.
+        """
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command, str(os.getpid())],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def begin_step(self) -> None:
+        """Tell the process to take a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(TURN)
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait until the process is ready, or has taken its step, and return what it says.
+
+        Raises:
+            RuntimeError: It has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended before its step; log: {self.log}")
+        return dict(json.loads(line))
+
+    def end(self) -> None:
+        """Tell the process that there are no more steps, without waiting for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.stdin = None  # or waiting for the process would write to it
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Let the process end, and wait for it; after an error it is killed."""
+        if error is not None:
+            self._process.kill()
+        self._process.communicate()
+
+
+class Turns:
+    """The parent's orders, as the process sees them."""
+
+    def __init__(self) -> None:
+        """Keep the standard output for answers; whatever else is written to it goes to the log from now on."""
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def wait(self) -> bool:
+        """Wait for the next turn, and forget the peak of memory so far. Return False when there is none any more."""
+        turn = sys.stdin.readline() == TURN
+        CLEAR.write_text(RESET_PEAK)
+        return turn
+
+    def done(self, **found: float) -> None:
+        """Say that this process is ready, or has taken its step.
+
+        Args:
+            found: What it has measured; its memory is added.
+        """
+        self._answers.write(json.dumps({**found, **memory_gib()}) + "\n")
+        self._answers.flush()
+
+
+def memory_gib() -> dict[str, float]:
+    """Return this process's resident memory and its peak since the turn began, in GiB."""
+    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    return {name: int(fields[key].split()[0]) / 2**20 for name, key in (("peak_gib", "VmHWM"), ("held_gib", "VmRSS"))}

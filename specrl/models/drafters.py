@@ -1,0 +1,304 @@
+"""EAGLE-3 drafters as others publish them: what a `config.json` says, and whether it suits a policy. No torch here.
+
+Two layouts are read. The original one, which vLLM and SGLang load, has a Llama's configuration with a few keys more.
+That of the `speculators` library has the decoder layer's configuration in a table of its own. Both leave out what is a
+default, and programs disagree on some defaults: an absent key means here what it means to vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specrl.config import Config, ConfigError
+from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
+from specrl.models.sources import HUB_ID, download, is_path
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+"""The architectures of the original layout; the first is the one that specrl writes."""
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""The flags by which drafters depart from the first EAGLE-3; `specrl.training.drafter.eagle3` says what each does."""
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+"""The rotary embeddings that trainer and engine compute alike."""
+ROPE_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+PICKLED_FILE = "pytorch_model.bin"
+"""The weights of drafters that were published before safetensors."""
+FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]
+"""The files that are downloaded from the hub."""
+MUST_BE = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "parallel_drafting": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+"""The settings that fix what a drafter computes, and the only value of each that trainer and engine compute alike."""
+DEFAULTS = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+"""What a Llama's configuration leaves out where it has these values; a drafter always has one layer at least."""
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""What no drafter can leave out."""
+LOSS_KEY = "specrl_loss"
+"""The key of the loss that specrl has trained a drafter with."""
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+"""The key of the layers whose inputs are the features."""
+OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
+"""The keys of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
+
+
+@dataclass(frozen=True)
+class PublishedDrafter:
+    """What the `config.json` of an EAGLE-3 drafter says, with defaults filled in."""
+
+    layout: str
+    """The name of its layout."""
+    config: dict[str, Any]
+    """The keys of a Llama's configuration, the norm flags, `rope_parameters`, `draft_vocab_size` and, unless it has the
+    feature layers of the first EAGLE-3, `eagle_aux_hidden_state_layer_ids`."""
+    notes: tuple[str, ...] = ()
+    """What was found and decided, as lines for the log."""
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's rotary embedding as transformers 5 writes it in `rope_parameters`.
+
+    Args:
+        config: The contents of the model's `config.json`, of any version of transformers.
+    """
+    found = _of_rope(config)
+    kind = found.get("rope_type") or found.get("type") or "default"
+    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
+    rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
+    if kind not in ("default", "linear"):
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def _of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def find_source(config: Config) -> Path | None:
+    """Return the folder of `drafter.source`, or None where it is a hub id.
+
+    Raises:
+        ConfigError: It is neither an existing folder nor a hub id.
+    """
+    source = config.drafter.source
+    assert source is not None
+    if is_path(source):
+        return Path(source).expanduser()
+    if HUB_ID.fullmatch(source):
+        return None
+    raise ConfigError(f"drafter.source = {source!r}: allowed are an existing directory, or a hub id owner/name")
+
+
+def fetch_source(config: Config) -> Path:
+    """Return the folder of `drafter.source`, downloaded from the hub if need be.
+
+    Raises:
+        ConfigError: It does not exist, or cannot be downloaded.
+    """
+    assert config.drafter.source is not None
+    return find_source(config) or download("drafter.source", config.drafter.source, FILES)
+
+
+def with_source_sizes(config: Config) -> Config:
+    """Return a configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
+    try:
+        directory = find_source(config) if config.adopts_drafter else None
+        found = None if directory is None else read_published(directory).config
+    except ConfigError:  # it is told where the drafter is checked
+        return config
+    if found is None:
+        return config
+    sizes = {
+        "draft_vocab_size": found["draft_vocab_size"],
+        "num_layers": found["num_hidden_layers"],
+        "feature_layers": tuple(found[LAYERS]) if LAYERS in found else None,
+        "intermediate_size": found["intermediate_size"],
+    }
+    return config.model_copy(update={"drafter": config.drafter.model_copy(update=sizes)})
+
+
+def check_source_drafter(config: Config, policy_dir: Path | None) -> None:
+    """Check the drafter of `drafter.source` as far as that is possible without downloading anything.
+
+    Args:
+        policy_dir: The policy's folder; None where it is not known yet.
+
+    Raises:
+        ConfigError: There is no such drafter, it computes what specrl does not, or does not suit the policy.
+    """
+    directory = find_source(config) if config.adopts_drafter else None
+    if directory is not None:
+        check_drafter(config, directory, policy_dir)
+
+
+def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> None:
+    """Check a drafter by its `config.json`; the arguments and errors are those of `check_source_drafter`."""
+    try:
+        published = read_published(directory)
+        if policy_dir is not None:
+            suited(published, read_model_config(policy_dir), directory)
+    except ConfigError as error:
+        raise ConfigError(f"drafter.source: {error}") from error
+
+
+def read_published(directory: Path) -> PublishedDrafter:
+    """Read the `config.json` of an EAGLE-3 drafter.
+
+    Raises:
+        ConfigError: It is no EAGLE-3 drafter, or has a setting that specrl does not compute.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    published = _of_speculators(found, path) if "speculators_model_type" in found else _original(found, path)
+    _check_computed(published.config, path)
+    return published
+
+
+def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
+    architecture = (found.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: architectures is [{architecture}]: no EAGLE-3 drafter with a Llama layer, whose architecture is "
+            f"{' or '.join(ARCHITECTURES[:2])}"
+        )
+    nested: dict[str, Any] = found.get("eagle_config") or {}
+    config = {**found, **{key: value for key, value in nested.items() if key != LAYERS}}
+    notes: list[str] = []
+    if found.get(LAYERS):
+        layers = found[LAYERS]
+    elif nested.get(LAYERS):
+        layers = [layer + 1 for layer in nested[LAYERS]]
+        notes.append(
+            f"its eagle_config names layers {nested[LAYERS]} by their outputs, as SGLang does: the inputs of layers "
+            f"{layers}"
+        )
+    else:
+        layers = None
+    return PublishedDrafter("original", _filled(config, layers, norm_before_residual=False), tuple(notes))
+
+
+def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
+    kind = found["speculators_model_type"]
+    if kind != "eagle3":
+        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be "eagle3"')
+    layer = found.get("transformer_layer_config") or {}
+    own = {key: value for key, value in found.items() if key not in ("transformer_layer_config", "speculators_config")}
+    config = {**layer, **{key: value for key, value in own.items() if key in OWN_KEYS}}
+    filled = _filled(config, found.get(LAYERS), norm_before_residual=True)
+    verifier = (found.get("speculators_config") or {}).get("verifier") or {}
+    return PublishedDrafter("speculators", filled, (f"it was trained for {verifier.get('name_or_path')}",))
+
+
+def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_residual: bool) -> dict[str, Any]:
+    """Return a configuration with defaults filled in and the rotary embedding in one form."""
+    filled = {**DEFAULTS, "norm_before_residual": norm_before_residual, **config}
+    filled = {key: filled[key] if filled[key] is not None else DEFAULTS.get(key) for key in filled}
+    heads = filled.get("num_attention_heads")
+    if heads and filled.get("hidden_size"):
+        filled["num_key_value_heads"] = filled.get("num_key_value_heads") or heads
+        filled["head_dim"] = filled.get("head_dim") or filled["hidden_size"] // heads
+    windowed = set(filled.get("layer_types") or ()) == {"sliding_attention"}
+    filled["sliding_window"] = filled.get("sliding_window") if windowed else None
+    filled["draft_vocab_size"] = filled.get("draft_vocab_size") or filled.get("vocab_size")
+    filled["partial_rotary_factor"] = _of_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    filled["rope_parameters"] = rope_of(config)
+    filled |= {flag: bool(filled.get(flag)) for flag in NORM_FLAGS}
+    if layers:
+        filled[LAYERS] = list(layers)
+    return filled
+
+
+def _check_computed(config: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a setting with which specrl would compute something else."""
+    for key, wanted in MUST_BE.items():
+        value = config.get(key)
+        if value is not None and value != wanted:
+            raise ConfigError(f"{path}: {key} = {value!r}: specrl computes drafters with {wanted!r} only")
+    if missing := [key for key in SIZES if not config.get(key)]:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}")
+    if len(types := set(config.get("layer_types") or ())) > 1:
+        raise ConfigError(f"{path}: layer_types has {' and '.join(sorted(types))}: all of its layers must be alike")
+    kind = config["rope_parameters"]["rope_type"]
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"{path}: rotary embedding of type {kind!r}: it must be one of {', '.join(ROPE_KINDS)}")
+
+
+def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Path) -> PublishedDrafter:
+    """Return a drafter with feature layers, positions and rotary embedding that suit a policy.
+
+    vLLM lets a drafter read sequences as long as the policy's, whatever its own `max_position_embeddings`. A drafter
+    without YaRN drafts nothing useful beyond the original context of a policy with it, so it gets the policy's.
+
+    Args:
+        policy: The contents of the policy's `config.json`.
+
+    Raises:
+        ConfigError: The drafter was made for a policy of another shape.
+    """
+    config, notes = dict(published.config), [*published.notes]
+    for key, wanted in (("hidden_size",) * 2, ("target_hidden_size", "hidden_size"), ("vocab_size",) * 2):
+        if config.get(key) is not None and config[key] != policy[wanted]:
+            raise ConfigError(
+                f"drafter in {directory} has {key} = {config[key]}, and the policy has {wanted} = {policy[wanted]}: it "
+                "was made for another policy"
+            )
+    config[LAYERS] = _suited_layers(config.get(LAYERS), policy["num_hidden_layers"], directory)
+    rope, of_policy = config["rope_parameters"], rope_of(policy)
+    if of_policy["rope_type"] == "yarn" and rope["rope_type"] == "default":
+        config["rope_parameters"] = {**of_policy, "rope_theta": rope["rope_theta"]}
+        factor = of_policy["factor"]
+        notes.append(f"its rotary embedding is not scaled, the policy's is: it takes over YaRN with factor {factor:g}")
+    if (theta := rope["rope_theta"]) != of_policy["rope_theta"]:
+        notes.append(f"its rope_theta is {theta:g}, the policy's {of_policy['rope_theta']:g}; it keeps its own")
+    longest = config["max_position_embeddings"]
+    needed = policy.get("max_position_embeddings", longest)
+    if longest < needed:
+        config["max_position_embeddings"] = needed
+        notes.append(f"its max_position_embeddings is {longest}, and becomes the policy's {needed}")
+    return replace(published, config=config, notes=tuple(notes))
+
+
+def _suited_layers(layers: list[int] | None, num_layers: int, directory: Path) -> list[int]:
+    if layers is None:
+        layers = [2, num_layers // 2, num_layers - 3]  # the default of all engines
+    if any(not 0 <= layer <= num_layers for layer in layers) or layers != sorted(set(layers)):
+        raise ConfigError(
+            f"drafter in {directory} reads the inputs of layers {layers}: they must ascend, the order in which engines "
+            f"read them, from 0 to {num_layers}, the number of the policy's layers"
+        )
+    return layers

@@ -1,0 +1,33 @@
+"""Rotary embeddings as transformers and vLLM compute them: plain, or scaled for longer contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, float]:
+    """Return the angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
+
+    Args:
+        rope: What `specrl.models.drafters.rope_of` returns.
+        positions: The `max_position_embeddings` of the model.
+    """
+    if rope["rope_type"] == "default":
+        theta = float(rope["rope_theta"])
+        return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rope_parameters=dict(rope),
+    )
+    with torch.device("cpu"):  # also where the parameters of a model are made without memory
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    return frequencies, float(scale)

@@ -1,0 +1,100 @@
+"""The time of one engine iteration from the shape of a model and a GPU's data sheet (a roofline).
+
+Weights are read once an iteration; of the experts those that any of its rows is sent to. The KV cache is read once for
+each request, and in part again for each further position that is verified. Reads of weights and matrix products overlap
+in part: the time of both together is the root of the sum of their squares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from specrl.models.shapes import ModelShape
+from specrl.projection.simulator.hardware import Efficiency, Hardware
+
+BF16 = 2
+"""The bytes of a bfloat16."""
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """An engine of one or several GPUs that decodes with k drafts for each request; an `IterationCost`."""
+
+    shape: ModelShape
+    hardware: Hardware
+    efficiency: Efficiency
+    gpus: int
+    """The number of GPUs among which an engine divides weights, KV cache and products evenly."""
+    is_fp8: bool
+    """Whether linear layers and the KV cache are in FP8; the output layer and the drafter are in BF16."""
+    k: int = 0
+    """The number of drafts that are verified for each request."""
+    prompt_tokens: int = 512
+    """The length of a prompt in tokens."""
+    draft_vocab_size: int = 32000
+
+    def at(self, running: int, generated: float) -> float:
+        """Return the seconds of an iteration of `running` requests that have generated so many tokens on average."""
+        rows = running * (self.k + 1)
+        context = self.prompt_tokens + generated
+        weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
+        attention = running * context * self._kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
+        exchange = 2 * self.shape.num_layers * self.efficiency.message_s if self.gpus > 1 else 0.0
+        drafting = self._drafting_s(running, context) if self.k else 0.0
+        return math.hypot(weights, products) + attention + exchange + drafting + self.efficiency.iteration_s
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return self.gpus * self.hardware.memory_bandwidth * self.efficiency.bandwidth
+
+    @cached_property
+    def _bf16_flops(self) -> float:
+        return self.gpus * self.hardware.bf16_flops * self.efficiency.flops
+
+    @cached_property
+    def _weight_size(self) -> int:
+        return 1 if self.is_fp8 else BF16
+
+    @cached_property
+    def _kv_bytes(self) -> float:
+        """The bytes of a token in the KV cache of all layers."""
+        return 2 * self.shape.kv_size * self.shape.num_layers * self._weight_size
+
+    @cached_property
+    def _dense(self) -> float:
+        """The weights of all layers that every token passes."""
+        shape = self.shape
+        return shape.num_layers * (shape.linear_parameters_per_layer - shape.expert_parameters_per_layer)
+
+    def _weight_bytes(self, rows: int) -> float:
+        """Return the bytes of the weights that an iteration of so many rows reads."""
+        shape, experts = self.shape, 0.0
+        if shape.num_experts:
+            reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
+            experts = reached * shape.num_layers * shape.expert_parameters_per_layer
+        return (self._dense + experts) * self._weight_size + shape.embedding_parameters * BF16
+
+    @cached_property
+    def _row_s(self) -> float:
+        """The seconds of the matrix products of one row."""
+        shape = self.shape
+        active = self._dense + shape.num_layers * shape.experts_per_token * shape.expert_parameters
+        flops = self._bf16_flops * (self.hardware.fp8_flops / self.hardware.bf16_flops if self.is_fp8 else 1.0)
+        return 2 * active / flops + 2 * shape.embedding_parameters / self._bf16_flops
+
+    @cached_property
+    def _drafter_parameters(self) -> float:
+        """The weights of an EAGLE-3 drafter without its embeddings: see `projection.memory.Rank.drafter_parameters`."""
+        shape, hidden = self.shape, self.shape.hidden_size
+        attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
+        return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
+
+    def _drafting_s(self, running: int, context: float) -> float:
+        """Return the seconds of k passes of the drafter and of its pass over the positions that were verified."""
+        parameters = self._drafter_parameters
+        cache = running * context * 2 * self.shape.kv_size * BF16
+        each = (parameters * BF16 + cache) / self._bandwidth + 2 * running * parameters / self._bf16_flops
+        verified = 2 * running * (self.k + 1) * parameters / self._bf16_flops
+        return self.k * (each + self.efficiency.draft_pass_s) + verified

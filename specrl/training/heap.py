@@ -1,0 +1,57 @@
+"""Memory of a process's heap, kept while passes over a model allocate and free the same sizes again and again.
+
+The C library gives freed memory back to the system as soon as much of it is free. On a CPU each micro-batch would then
+have its activations' pages mapped and zeroed anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST = 2**30
+"""Both thresholds, in bytes, while memory is kept."""
+USUAL = 2**25
+"""Above this size, in bytes, the C library maps memory for a single tensor; it arrives at this threshold by itself."""
+KEPT = 2**30
+"""The most free memory, in bytes, that stays in the heap from one update to the next; the plan of a rank counts it."""
+
+
+class _Usage(ctypes.Structure):
+    """What the C library says of its heap, in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@contextmanager
+def kept(*, until_the_next: bool = False) -> Iterator[None]:
+    """Keep what is freed inside the block for the allocations that follow, and give it back at the end.
+
+    Nothing happens where the C library is not glibc.
+
+    Args:
+        until_the_next: Whether it stays in the heap behind the block, unless it is more than `KEPT`: where another
+            block follows, as updates do, most pages need not be mapped again.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "mallinfo2"):
+        yield
+        return
+    library.mallinfo2.restype = _Usage
+    library.mallopt(M_MMAP_THRESHOLD, LARGEST)
+    library.mallopt(M_TRIM_THRESHOLD, LARGEST)
+    try:
+        yield
+    finally:
+        library.mallopt(M_MMAP_THRESHOLD, USUAL)
+        if not until_the_next or library.mallinfo2().fordblks > KEPT:
+            library.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+            library.malloc_trim(0)

@@ -1,0 +1,110 @@
+"""The simulator of steps on GPUs: its limits where the answer is known, and the published table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specrl.config import ConfigError, load_config
+from specrl.models.shapes import KNOWN_SHAPES
+from specrl.projection.simulator.choices import ACCEPTANCE, acceptance_length, choices, hardware_of, model_of
+from specrl.projection.simulator.hardware import HARDWARE, Efficiency
+from specrl.projection.simulator.iteration import EngineModel
+from specrl.projection.simulator.published import plain_rows, published_rows
+from specrl.projection.simulator.step import Speculation, StepModel
+from specrl.projection.simulator.workload import Lengths, Workload
+
+IDEAL = Efficiency(flops=1.0, bandwidth=1.0, iteration_s=0.0, draft_pass_s=0.0, message_s=0.0, verified_row=0.0)
+H100 = HARDWARE["H100"]
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def dense(**fields: object) -> EngineModel:
+    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, IDEAL, gpus=1, is_fp8=False)
+    return replace(engine, **fields)  # type: ignore[arg-type]
+
+
+def experts(**fields: object) -> EngineModel:
+    return dense(shape=KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"], **fields)
+
+
+def test_one_request_costs_a_read_of_the_weights_and_many_cost_their_products() -> None:
+    shape = KNOWN_SHAPES["Qwen/Qwen3-8B"]
+    weights = 2 * (shape.parameters - shape.embedding_parameters)  # the input embeddings are looked up
+    assert dense(prompt_tokens=0).at(1, 0) == pytest.approx(weights / H100.memory_bandwidth, rel=0.01)
+    products = weights * 20_000 / H100.bf16_flops  # two operations for each weight of two bytes
+    assert dense(prompt_tokens=0).at(20_000, 0) == pytest.approx(products, rel=0.01)
+
+
+def test_few_rows_read_few_experts_and_many_read_all() -> None:
+    shape = KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"]
+    alone, many = experts(prompt_tokens=0).at(1, 0), experts(prompt_tokens=0).at(256, 0)
+    active, stored = shape.active_parameters, shape.parameters
+    assert alone == pytest.approx(2 * (active - shape.embedding_parameters) / H100.memory_bandwidth, rel=0.02)
+    assert many > 2 * (stored - shape.embedding_parameters) / H100.memory_bandwidth * 0.99
+
+
+@pytest.mark.parametrize("engine", [dense(), experts()], ids=["dense", "experts"])
+def test_an_iteration_costs_more_with_more_of_anything(engine: EngineModel) -> None:
+    usual = engine.at(8, 100)
+    assert engine.at(9, 100) > usual < engine.at(8, 200)
+    assert replace(engine, k=1).at(8, 100) > usual > replace(engine, is_fp8=True).at(8, 100)
+    assert replace(engine, gpus=2).at(8, 100) < usual
+
+
+def step(**fields: object) -> StepModel:
+    workload = Workload(prompts=16, samples=4, lengths=Lengths(200, 0.8, 2000))
+    return replace(StepModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, 4, 1, workload), **fields)  # type: ignore[arg-type]
+
+
+def test_generation_takes_its_longest_response_where_iterations_cost_the_same() -> None:
+    same = replace(IDEAL, iteration_s=1000.0)  # beside which all else vanishes
+    lengths = [max(max(group) for group in drawn) for drawn in step().workload.draw(3, seed=0)]
+    assert step(efficiency=same).generation_s(Speculation(), 4) == pytest.approx(1000 * sum(lengths) / 3, rel=1e-3)
+    assert step(efficiency=same).generation_s(Speculation(3, 2.0), 4) == pytest.approx(500 * sum(lengths) / 3, rel=1e-3)
+
+
+def test_an_engine_that_cannot_run_all_responses_at_once_takes_longer() -> None:
+    assert step(most_running=4).generation_s(Speculation(), 4) > step().generation_s(Speculation(), 4)
+
+
+def test_bubbles_shorten_generation_and_a_lag_never_makes_the_step_shorter_than_its_parts() -> None:
+    plain, bubbles = step().synchronous(Speculation()), step().synchronous(Speculation(bubbles="pregenerate"))
+    assert bubbles.generation < plain.generation and bubbles.update == plain.update
+    lagged = step().lagged(Speculation(), 1)
+    assert lagged.total == pytest.approx(
+        max(lagged.generation, lagged.logprob + lagged.update) + lagged.refit + lagged.other
+    )
+
+
+def test_published_speedups_are_within_five_percent_but_for_the_one_with_a_lag() -> None:
+    rows = published_rows()
+    assert len(rows) == 12
+    assert all(abs(row.error) <= 0.05 for row in rows if "lag" not in row.setting)
+    assert all(abs(row.error) <= 0.15 for row in rows)
+    assert all(abs(row.error) <= 0.17 for row in plain_rows())
+
+
+def test_acceptance_goes_on_falling_beyond_the_known_positions() -> None:
+    assert acceptance_length((0.8, 0.4), 0) == 1.0
+    assert acceptance_length((0.8, 0.4), 2) == pytest.approx(2.2)
+    assert acceptance_length((0.8, 0.4), 4) == pytest.approx(2.2 + 0.2 + 0.1)
+
+
+def test_a_configuration_is_simulated_with_its_own_layout() -> None:
+    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
+    model = model_of(config, hardware_of(config, None))
+    assert (model.hardware.name, model.gpus, model.engine_gpus, model.most_running) == ("H100", 8, 1, 40)
+    found = {choice.name: choice for choice in choices(replace(model, workload=step().workload), ACCEPTANCE)}
+    assert found["plain"].step_speedup == 1.0
+    assert 1 < found["k = 3"].step_speedup < found["k = 3"].generation_speedup < acceptance_length(ACCEPTANCE, 3)
+
+
+def test_unknown_hardware_and_a_run_without_gpus_are_one_line() -> None:
+    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
+    with pytest.raises(ConfigError, match="--hardware A100: allowed: H100, H200, GB200"):
+        hardware_of(config, "A100")
+    with pytest.raises(ConfigError, match="simulates GPUs"):
+        hardware_of(load_config(CONFIGS / "smoke.toml"), None)
