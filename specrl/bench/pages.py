@@ -58,7 +58,8 @@ def hardware(threads: int) -> str:
     packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     processor = f"{cpu_name()} ({bf16_support(cpu_flags())})"
-    return f"{processor}, {cores} cores usable, {threads} threads, {memory:.0f} GiB{_gpu()}; {packages}"
+    used = f"{threads} thread{'s' if threads > 1 else ''}"
+    return f"{processor}, {cores} cores usable, {used}, {memory:.0f} GiB{_gpu()}; {packages}"
 
 
 def _version(name: str) -> str | None:

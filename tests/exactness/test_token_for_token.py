@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -105,6 +106,26 @@ def test_cached_prefixes_and_the_order_of_requests_change_no_token(engine_of: St
     order = random.Random(4).sample(range(len(REQUESTS)), 64)
     generation = engine_of("eagle3").generate([REQUESTS[index] for index in order])
     assert_same(generation.responses, [plain[index] for index in order])
+
+
+def test_responses_to_one_prompt_read_its_blocks_once(engine_of: Start) -> None:
+    engine = engine_of("none")
+    scheduler = engine._vllm.llm.engine_core.engine_core.scheduler
+    blocks = 2
+    prompt = likely_tokens()[:1] * (blocks * scheduler.block_size + 5)
+    counted: list[int] = []
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda *args: counted_rows(schedule(*args), counted)
+    engine.reset_prefix_cache()
+    engine.generate([replace(REQUESTS[0], prompt_tokens=prompt, seed=seed, max_tokens=1) for seed in range(4)])
+    scheduler.schedule = schedule
+    assert scheduler.block_size == 32
+    assert sum(counted) == len(prompt) + 3 * 5
+
+
+def counted_rows(scheduled: Any, counted: list[int]) -> Any:
+    counted.append(scheduled.total_num_scheduled_tokens)
+    return scheduled
 
 
 def test_a_rounded_drafter_changes_no_token(engine_of: Start, plain: list[Response]) -> None:

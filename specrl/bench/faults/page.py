@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from specrl.bench.faults.catalogue import CONTROL, Fault
 from specrl.bench.faults.one_run import HEALTHY_STEPS, Finding
 from specrl.bench.job import BenchJob
@@ -25,7 +23,7 @@ drafter. If no step says anything, the test of exactness of the stage `validate`
 def write_page(job: BenchJob, settings: FaultSettings, config: Config, found: Mapping[Fault, Finding]) -> None:
     """Write the page."""
     page = Page(job.page)
-    page.text(heading("silent failures, injected", job.command, torch.get_num_threads()))
+    page.text(heading("silent failures, injected", job.command, settings.threads))
     page.text(WHAT)
     faults = {fault: finding for fault, finding in found.items() if fault.name != CONTROL}
     noticed = sum(finding.noticed for finding in faults.values())
@@ -40,7 +38,7 @@ def write_page(job: BenchJob, settings: FaultSettings, config: Config, found: Ma
             fault.reported or "-",
             finding.where or ("-" if fault.name == CONTROL else "**unnoticed**"),
             str(finding.after_steps),
-            finding.message.replace("|", "\\|"),
+            finding.message.replace("|", "\\|").replace(f"{job.folder}/", ""),
         )
         for fault, finding in found.items()
     ]

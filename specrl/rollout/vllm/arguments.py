@@ -37,6 +37,12 @@ ENVIRONMENT = {
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
 
 POSITIONS = "max_position_embeddings"
+CPU_BLOCK_TOKENS = 32
+"""The size of a KV cache block on CPUs, the smallest that their attention kernels take.
+
+Only whole blocks of a prompt are computed once for all responses to it, and vLLM's own size on CPUs, 128, is longer
+than many prompts.
+"""
 NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """The words by which vLLM guesses a method from the path of a draft model."""
@@ -220,7 +226,8 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         fraction = config.engine.gpu_memory_fraction
         return {"gpu_memory_utilization": max(fraction, ALONE_FRACTION) if alone else fraction}
-    return {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+    cache_bytes = int(config.engine.kv_cache_gib * 2**30)
+    return {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK_TOKENS}
 
 
 def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:

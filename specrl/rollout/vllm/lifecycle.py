@@ -203,10 +203,14 @@ def start(arguments: dict[str, Any]) -> Any:
     default process group, which is the trainer's too. Both are prevented here.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
     from vllm.v1.engine.llm_engine import LLMEngine
 
     fix_kernel_registration()
     _own_shared_memory()
+    # vLLM would look at each new model's class in a process that imports everything again, so as not to initialise
+    # CUDA in this one; here the engine does that next.
+    registry._run_in_subprocess = lambda inspect: inspect()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
