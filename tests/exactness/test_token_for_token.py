@@ -108,19 +108,18 @@ def test_cached_prefixes_and_the_order_of_requests_change_no_token(engine_of: St
     assert_same(generation.responses, [plain[index] for index in order])
 
 
-def test_responses_to_one_prompt_read_its_blocks_once(engine_of: Start) -> None:
+def test_prompts_that_begin_alike_share_blocks(engine_of: Start) -> None:
     engine = engine_of("none")
     scheduler = engine._vllm.llm.engine_core.engine_core.scheduler
-    blocks = 2
-    prompt = likely_tokens()[:1] * (blocks * scheduler.block_size + 5)
+    first, *others = likely_tokens()
+    prompts = [[first] * 64 + [other] * 5 for other in others[:4]]
     counted: list[int] = []
     schedule = scheduler.schedule
     scheduler.schedule = lambda *args: counted_rows(schedule(*args), counted)
     engine.reset_prefix_cache()
-    engine.generate([replace(REQUESTS[0], prompt_tokens=prompt, seed=seed, max_tokens=1) for seed in range(4)])
+    engine.generate([replace(REQUESTS[0], prompt_tokens=prompt, max_tokens=1) for prompt in prompts])
     scheduler.schedule = schedule
-    assert scheduler.block_size == 32
-    assert sum(counted) == len(prompt) + 3 * 5
+    assert sum(counted) == 64 + 4 * 5
 
 
 def counted_rows(scheduled: Any, counted: list[int]) -> Any:

@@ -40,8 +40,7 @@ POSITIONS = "max_position_embeddings"
 CPU_BLOCK_TOKENS = 32
 """The size of a KV cache block on CPUs, the smallest that their attention kernels take.
 
-Only whole blocks of a prompt are computed once for all responses to it, and vLLM's own size on CPUs, 128, is longer
-than many prompts.
+Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
 NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
