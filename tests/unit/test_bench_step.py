@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from specrl.bench.interleaved.side import TrainStep
-from specrl.bench.interleaved.turns import Worker
+from specrl.bench.interleaved.turns import Worker, answers_of
 from specrl.bench.job import BenchJob
 from specrl.bench.settings import StepSettings
 from specrl.bench.step.page import write_page
@@ -93,3 +95,17 @@ def test_a_process_takes_a_step_when_it_is_told_to(tmp_path: Path, monkeypatch: 
         Worker("worker", ["nothing"], {}, log) as worker,
     ):
         worker.answer()
+
+
+def test_a_process_that_is_killed_ends_the_wait_for_those_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    with (
+        pytest.raises(RuntimeError, match=r"second ended before its step \(it was killed, as Linux does"),
+        Worker("first", ["waits"], {}, tmp_path / "first.log") as first,
+        Worker("second", ["waits"], {}, tmp_path / "second.log") as second,
+    ):
+        os.kill(second.pid, signal.SIGKILL)
+        answers_of([first, second])

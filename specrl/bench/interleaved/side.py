@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.bench.interleaved.turns import Worker
+from specrl.bench.interleaved.turns import Worker, answers_of
 from specrl.context import StageContext
 from specrl.processes import LOOPBACK, free_port
 from specrl.schemas import Rollout, read_rollouts
@@ -74,7 +74,7 @@ class TrainSide:
         began = time.monotonic()
         for worker in self._workers:
             worker.begin_step()
-        answers = [worker.answer() for worker in self._workers]
+        answers = answers_of(self._workers)
         wall_s = time.monotonic() - began
         train = self.context.config.train
         # The record itself is of a class whose module imports vLLM.
@@ -113,8 +113,7 @@ def train_side(context: StageContext, folder: Path) -> Iterator[TrainSide]:
             stack.enter_context(_start(folder, rank, resources.ranks, resources.cpus_per_rank, port))
             for rank in range(resources.ranks)
         ]
-        for worker in workers:
-            worker.answer()
+        answers_of(workers)
         yield TrainSide(context, workers)
         for worker in workers:  # all ranks leave together
             worker.end()

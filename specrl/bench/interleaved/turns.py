@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,7 +66,9 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended before its step; log: {self.log}")
+            killed = self._process.wait() == -signal.SIGKILL
+            why = " (it was killed, as Linux does where memory is short)" if killed else ""
+            raise RuntimeError(f"{self.name} ended before its step{why}; log: {self.log}")
         return dict(json.loads(line))
 
     def end(self) -> None:
@@ -72,6 +76,11 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.stdin = None  # or waiting for the process would write to it
+
+    def fileno(self) -> int:
+        """Return the file descriptor that answers come from."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def __enter__(self) -> Worker:
         return self
@@ -81,6 +90,21 @@ class Worker:
         if error is not None:
             self._process.kill()
         self._process.communicate()
+
+
+def answers_of(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Wait until all processes are ready, or have taken their step, and return what they say, in their order.
+
+    They may wait for each other, so that without the one that has ended the others would never answer.
+
+    Raises:
+        RuntimeError: One has ended.
+    """
+    found: dict[Worker, dict[str, Any]] = {}
+    while waiting := [worker for worker in workers if worker not in found]:
+        for worker in select.select(waiting, [], [])[0]:
+            found[worker] = worker.answer()
+    return [found[worker] for worker in workers]
 
 
 class Turns:
