@@ -13,6 +13,7 @@ from specrl.artifacts import PretrainResult, write_result
 from specrl.bench.interleaved.energy import EnergyMeter
 from specrl.bench.interleaved.side import TrainStep
 from specrl.bench.job import BenchJob
+from specrl.bench.run.main import check_memory
 from specrl.bench.run.page import write_page
 from specrl.bench.run.partings import Parting, distance_of, find_partings
 from specrl.bench.run.results import Comparison, paired_test, read_responses
@@ -20,7 +21,7 @@ from specrl.bench.run.settings import RunSettings, SweepSettings
 from specrl.bench.run.training import UseRun, order_of, start_order
 from specrl.bench.tables import Spread
 from specrl.bench.uses import USES, Use, parse_use
-from specrl.config import Config, ConfigError, SamplingConfig
+from specrl.config import Config, ConfigError, SamplingConfig, parse_config
 from specrl.context import StageContext
 from specrl.metrics import find_metric
 from specrl.rollout.sampling.inverse_cdf import uniforms
@@ -203,3 +204,11 @@ def test_how_far_a_random_number_lies_from_a_tokens_step() -> None:
     for tokens, distance in (((0, 1), abs(u - 0.5)), ((1, 1), max(0.5 - u, 0.0))):
         parting = Parting(0, 7, [1, 2, 3, 4], 2, tokens)
         assert distance_of(parting, UniformModel(), SamplingConfig()) == pytest.approx(distance)
+
+
+def test_trainings_that_do_not_fit_into_memory_together_are_refused() -> None:
+    small = parse_config({"name": "small", "model": {"source": "tiny"}})
+    check_memory([small])
+    large = parse_config({"name": "large", "model": {"source": "Qwen/Qwen3-235B-A22B"}})
+    with pytest.raises(ConfigError, match=r"2 trainings at once need \d+ GiB of memory, and this machine has "):
+        check_memory([small, large])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 from specrl.bench.interleaved.energy import EnergyMeter
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
@@ -10,6 +13,10 @@ from specrl.bench.run.results import Comparison, read_responses
 from specrl.bench.run.settings import RunSettings
 from specrl.bench.run.training import UseRun, make_context, train_in_turn
 from specrl.bench.uses import PLAIN
+from specrl.config import Config, ConfigError
+from specrl.models.shapes import model_shape
+from specrl.projection.budgets import stage_budgets
+from specrl.projection.plan import rank_of
 
 
 def main(job: BenchJob) -> None:
@@ -26,6 +33,8 @@ def main(job: BenchJob) -> None:
         for precision, group in groups
         for name, folder in group
     }
+    for _, group in groups:
+        check_memory([contexts[folder].config for _, folder in group])
     meter = EnergyMeter()
     found: list[Comparison] = []
     for precision, group in groups:
@@ -35,6 +44,26 @@ def main(job: BenchJob) -> None:
         found += [item for item in compare(runs, settings.warm_up) if (item.run.name, precision) not in known]
         write_rows(job.json_path, [item.row() for item in found])  # what is measured stays if the next group fails
     write_page(job, settings, found, meter.source)
+
+
+def check_memory(configs: Sequence[Config]) -> None:
+    """Check that trainings which are in memory at the same time fit into that of this machine.
+
+    Raises:
+        ConfigError: They do not. Linux would kill one of their ranks, in the middle of the benchmark.
+    """
+    budgets = [
+        (config.resources_of("train").ranks, budget)
+        for config in configs
+        for budget in stage_budgets("train", rank_of(config, "train", model_shape(config.model)))
+    ]
+    needed = sum(ranks * budget.needed_gib for ranks, budget in budgets if budget.place == "host")
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if needed > present:
+        raise ConfigError(
+            f"{len(configs)} trainings at once need {needed:.0f} GiB of memory, and this machine has {present:.0f}: "
+            "choose fewer at once with --together (at least 2), fewer --ranks, or a smaller engine.kv_cache_gib"
+        )
 
 
 def folder_name(name: str, precision: str, group: int) -> str:
