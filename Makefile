@@ -8,6 +8,10 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadsco
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin
 
+# Every process imports thousands of modules. Container images often forbid Python to keep their bytecode, and then each
+# process compiles all of them again, which takes longer than all else that it does when it starts.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A machine that gives pip a local folder of wheels gives it to uv too; elsewhere uv is told to take torch's CPU build.
 # The GPU lock says torch===VERSION, which only PyPI's CUDA build is, so that uv does not look for a driver to choose a build.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
