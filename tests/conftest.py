@@ -6,11 +6,18 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from slurm.devcluster import DevCluster
 from slurm.devcluster.daemons import missing_programs
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores, and ranks of their own: more threads crawl
+settings.load_profile("ci")  # everywhere: the same examples each time, and as long for each as it takes
+OTHERS = ("PREFECT_", "MLFLOW_", "SLURM_", "SBATCH_", "SUBMITIT_", "SPECRL_", "VLLM_", "FORCE_COLOR", "PYTHONWARNINGS")
+"""How variables begin that say what a user, a job or a terminal wants of the programs that tests start."""
+for variable in [name for name in os.environ if name.startswith(OTHERS)]:
+    del os.environ[variable]
+os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8", NO_PROXY="127.0.0.1,localhost", no_proxy="127.0.0.1,localhost")
+os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores, and ranks of their own: more threads crawl
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,9 +34,10 @@ class MlflowServer:
         environment = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         process = subprocess.Popen(command, env=environment, cwd=self.folder, start_new_session=True)
         self.process = process
-        for _ in range(900):  # its imports take a minute on a busy machine
+        deadline = time.monotonic() + 600  # its imports take a minute on a busy machine
+        while time.monotonic() < deadline:
             try:
-                urlopen(f"{self.uri}/health", timeout=1)
+                urlopen(f"{self.uri}/health", timeout=10)
                 return
             except OSError:
                 assert process.poll() is None, "the server ended"

@@ -26,6 +26,8 @@ MARIADB_OPTIONS = (
     "--innodb-flush-log-at-trx-commit=0",
     "--performance-schema=off",
 )
+START_SECONDS = 180
+"""How long a daemon may take to come up, which is a second or two on a machine that does nothing else."""
 SYSTEM_CONFS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
 
 
@@ -137,7 +139,7 @@ class DevCluster:
         command = ["munged", "--force", f"--socket={layout.munge_socket}", f"--key-file={folder / 'key'}"]
         command += [f"--log-file={self.root / 'log' / 'munged.log'}", f"--seed-file={folder / 'seed'}"]
         daemons.start([*command, f"--pid-file={layout.pid_file('munged')}"], self.root / "log" / "start.log")
-        self._expect(layout.munge_socket.exists, "munged", 10)
+        self._expect(layout.munge_socket.exists, "munged")
 
     def _start_database(self, layout: Layout) -> None:
         data, socket = self.root / "database", layout.database_socket
@@ -148,27 +150,27 @@ class DevCluster:
         options = [f"--user={layout.user}", f"--datadir={data}", f"--socket={socket}", *MARIADB_OPTIONS]
         files = [f"--pid-file={layout.pid_file('mariadbd')}", f"--log-error={self.root / 'log' / 'mariadbd.log'}"]
         daemons.start(["mariadbd", "--no-defaults", *options, *files], self.root / "log" / "start.log")
-        self._expect(lambda: _answers("mariadb", f"--socket={socket}", "--execute=select 1"), "mariadbd", 30)
+        self._expect(lambda: _answers("mariadb", f"--socket={socket}", "--execute=select 1"), "mariadbd")
         daemons.run("mariadb", f"--socket={socket}", "--execute=create database if not exists slurm_acct_db")
 
     def _start_slurm(self, layout: Layout, own_hostname: bool) -> None:
         log = self.root / "log" / "start.log"
         env = {"SLURM_CONF": str(self.slurm_conf), "MYSQL_UNIX_PORT": str(layout.database_socket)}
         daemons.start(["slurmdbd"], log, env, own_hostname)
-        self._expect(lambda: daemons.listens(layout.address, layout.dbd_port), "slurmdbd", 30)
+        self._expect(lambda: daemons.listens(layout.address, layout.dbd_port), "slurmdbd")
         # The controller must know its cluster in the accounting database when it starts.
         if not daemons.run("sacctmgr", "-nP", "show", "cluster", "specrl", env=env).strip():
             daemons.run("sacctmgr", "-i", "add", "cluster", "specrl", env=env)
         daemons.start(["slurmctld"], log, env, own_hostname)
         for node in layout.node_names:
             daemons.start(["slurmd", "-N", node], log, env, own_hostname)
-        self._expect(lambda: list(self._node_states(layout).values()) == ["idle"] * layout.nodes, "slurmctld", 30)
+        self._expect(lambda: list(self._node_states(layout).values()) == ["idle"] * layout.nodes, "slurmctld")
 
-    def _expect(self, condition: Callable[[], bool], daemon: str, seconds: float) -> None:
-        """Wait until a daemon is up, or stop the cluster and raise a DevClusterError after `seconds`."""
-        if not daemons.wait_until(condition, seconds):
+    def _expect(self, condition: Callable[[], bool], daemon: str) -> None:
+        """Wait until a daemon is up, or stop the cluster and raise a DevClusterError after `START_SECONDS`."""
+        if not daemons.wait_until(condition, START_SECONDS):
             self.down()
-            raise DevClusterError(f"{daemon} did not come up within {seconds:.0f} s; see {self.root / 'log'}")
+            raise DevClusterError(f"{daemon} did not come up within {START_SECONDS} s; see {self.root / 'log'}")
 
     def _node_states(self, layout: Layout) -> dict[str, str]:
         try:

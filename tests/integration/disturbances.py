@@ -15,6 +15,7 @@ from specrl.lifetime.segments import Segment, read_segments
 
 SECONDS = 600
 """Within which each thing happens, on the slowest machine."""
+RELEASED = "released"
 
 
 def slurm(*command: str) -> str:
@@ -35,6 +36,12 @@ def ranks_of(run_dir: Path) -> list[int]:
         for process in psutil.process_iter(["cmdline"])
         if (words := process.info["cmdline"] or [])[2:4] == ["-m", "slurm.entry"] and str(run_dir) in " ".join(words)
     ]
+
+
+def held(run_dir: Path, stage: str) -> str:
+    """A set-up line by which the ranks of a stage's jobs wait for `Disturbed.cut_short`."""
+    wait = f"for _ in $(seq 6000); do test -e {run_dir / RELEASED} && break; sleep 0.1; done"
+    return f"case $SLURM_JOB_NAME in {stage}-*) {wait};; esac"
 
 
 class Disturbed:
@@ -60,11 +67,15 @@ class Disturbed:
         wait_until(lambda: self.segments()[-1].first_step is not None)
 
     def cut_short(self, seconds: int) -> None:
-        """Take most of its time from the first job, before its first rank asks when it ends."""
+        """Take most of its time from the first job, before its first rank asks when it ends.
+
+        Its set-up has the line `held`.
+        """
         running = ("squeue", "-h", "-t", "running", "-o", "%i %j")
         wait_until(lambda: f" {self.stage}-" in slurm(*running))
         job_id = next(line.split()[0] for line in slurm(*running).splitlines() if f" {self.stage}-" in line)
         slurm("scontrol", "update", f"JobId={job_id}", f"EndTime=now+{seconds}")
+        (self.run_dir / RELEASED).touch()
         wait_until(lambda: self.reasons()[:1] == ["walltime"])
         slurm("scontrol", "update", f"JobId={job_id}", "TimeLimit=10")
 

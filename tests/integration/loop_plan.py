@@ -17,6 +17,9 @@ class LoopRun:
     ranks: int = 2
     kills: int = 0
     """Ranks killed at random times, one per start."""
+    uneven: bool = False
+    """Whether the last rank begins its share only once the first one, which has ended its own, has made use of its idle
+    time: otherwise a toy's ranks may be done so soon after each other that there is time for nothing."""
     leaves: bool = False
     """Whether the ranks leave after each step, as where a job has no time for another one."""
     resumes: str = ""

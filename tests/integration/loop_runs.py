@@ -15,6 +15,7 @@ import sqlite3
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 # isort: split
 import torch
 import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
+from torch.distributed import PrefixStore
 
 from specrl import lifetime
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
@@ -41,6 +43,7 @@ from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
+from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
@@ -151,11 +154,38 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
         if context.continues is not None:
             trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
+        if run.uneven:
+            let_last_rank_wait(trainer)
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, seconds=0.0)
         if run.measures:
             measure(context, trainer, last, progress)
     leave()
+
+
+def let_last_rank_wait(trainer: Trainer) -> None:
+    """Let the last rank begin a step's share when the first one has come to the last use of its idle time."""
+    ranks, store = trainer.ranks, PrefixStore("uneven", trainer.ranks.store())
+    if ranks.is_first:
+        use: Any = trainer.spot or trainer.generator._bubbles._pregeneration
+        work = use.work
+
+        def tell(stop: Callable[[], bool]) -> bool:
+            worked: bool = work(stop)
+            store.set(f"used in step {trainer.lifetime.step}", "")
+            return worked
+
+        use.work = tell
+    elif ranks.rank == ranks.world_size - 1:
+        generator: Any = trainer.generator
+        generate = generator.generate
+
+        def wait_first(step: int) -> StepRollouts:
+            wait_until(lambda: store.check([f"used in step {step}"]))
+            rollouts: StepRollouts = generate(step)
+            return rollouts
+
+        generator.generate = wait_first
 
 
 def measure(context: StageContext, trainer: Trainer, last: int, progress: Progress) -> None:
@@ -215,7 +245,8 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     num_left = 0
     while True:
         processes = start(context, run)
-        kill = kill_one(context, processes, generator) if len(killed) < run.kills else None
+        kills_left = run.kills - len(killed)
+        kill = kill_one(context, processes, generator, kills_left) if kills_left else None
         if any(run.outage):
             lock_database(context, *run.outage)
         codes = wait(processes)
@@ -252,23 +283,33 @@ def lock_database(context: StageContext, first: int, last: int) -> None:
 
 
 def wait_for_step(context: StageContext, step: int) -> None:
-    deadline = time.monotonic() + RUN_SECONDS / 4
-    while not (context.stage_dir / "steps" / f"step={step:06d}.json").exists():
-        assert time.monotonic() < deadline, f"step {step} does not end"
-        time.sleep(0.01)
+    wait_until((context.stage_dir / "steps" / f"step={step:06d}.json").exists)
 
 
-def kill_one(context: StageContext, processes: list[int], generator: random.Random) -> dict[str, float]:
-    """Kill one rank at a random time after all are ready."""
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + RUN_SECONDS
-    while len(list(context.run_dir.glob("ready-*"))) < len(processes):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    pause = generator.uniform(0, KILL_WITHIN_SECONDS)
-    time.sleep(pause)
+
+
+def kill_one(
+    context: StageContext, processes: list[int], generator: random.Random, kills_left: int
+) -> dict[str, float]:
+    """Kill one rank at a random time after all are ready; on a fast machine earlier, so that a step is left for each of
+    the `kills_left` kills, this one included."""
+    wait_until(lambda: len(list(context.run_dir.glob("ready-*"))) == len(processes))
+    pause, started = generator.uniform(0, KILL_WITHIN_SECONDS), time.monotonic()
+    most_steps = context.config.train.num_steps - kills_left
+    wait_until(lambda: time.monotonic() - started > pause or num_steps(context) >= most_steps)
     victim = generator.choice(processes)
     os.kill(victim, signal.SIGKILL)
-    return {"after_s": pause, "rank": processes.index(victim)}
+    return {"after_s": time.monotonic() - started, "rank": processes.index(victim)}
+
+
+def num_steps(context: StageContext) -> int:
+    """The number of steps that have a record."""
+    return len(list(context.stage_dir.glob("steps/*.json")))
 
 
 def wait(processes: list[int]) -> list[int]:

@@ -247,7 +247,7 @@ def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
     """What a layout makes of another one's checkpoint, and two more steps from it."""
     config = PolicyConfig(tensor_parallel=move.layout[0], pipeline_parallel=move.layout[1], **CONFIG)
     policy = Policy(scratch / "llama-tied", config, dtype="float32", ranks=ranks, seed=0)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1200
     while not (source := scratch / move.source).exists():  # it may be under way in other processes
         assert time.monotonic() < deadline, move
         time.sleep(0.1)

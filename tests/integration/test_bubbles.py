@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage", "finish_reason"]
 REPLAY = {"method": "replay", "adaptive": False}
 BOTH = {"speculation": {"method": "eagle3+replay"}, "bubbles": {"use": "both"}}
+DRAFTING = {**BOTH, "speculation": {**BOTH["speculation"], "adaptive": False}}
+"""On any machine; a controller may find that drafts cost more than they save."""
 SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
@@ -42,10 +44,14 @@ RUNS = [
     LoopRun("none", settings={"speculation": {"adaptive": False}}),
     LoopRun("alone", ranks=1, settings={"speculation": {"adaptive": False}}),
     LoopRun("none-long", settings={"speculation": {"adaptive": False}, **LONG}),
-    LoopRun("pregenerate", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
-    LoopRun("other-seeds", settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}}),
-    LoopRun("train_drafter", settings={"bubbles": {"use": "train_drafter"}}),
-    LoopRun("both", measures=True, settings={**BOTH, "validate": {**VALIDATED["validate"], **PAIRS}}),
+    LoopRun("pregenerate", uneven=True, settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate"}}),
+    LoopRun(
+        "other-seeds",
+        uneven=True,
+        settings={"speculation": REPLAY, "bubbles": {"use": "pregenerate", "seeds": "other"}},
+    ),
+    LoopRun("train_drafter", uneven=True, settings={"bubbles": {"use": "train_drafter"}}),
+    LoopRun("both", uneven=True, measures=True, settings={**DRAFTING, "validate": {**VALIDATED["validate"], **PAIRS}}),
     LoopRun("both-long-validated", settings={**BOTH, **LONG, **VALIDATED}),
     LoopRun("stopped", kills=1, settings={**BOTH, **VALIDATED, "train": {**LONG["train"], "stop_when": STOP}}),
     LoopRun("both-long-killed", kills=NUM_KILLS, settings={**BOTH, **LONG, **VALIDATED}),
@@ -70,7 +76,7 @@ RUNS = [
         },
     ),
 ]
-FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 2.0}
+FAILING = {"reward": "tests.integration.loop_plan:failing_reward", "reward_timeout_s": 6.0}
 STEADY = {"reward": "tests.integration.loop_plan:steady_reward"}
 RUNS += [
     LoopRun("failing-reward", settings={"data": {**FAILING, "reward_on_failure": ON_FAILURE}}),
@@ -259,8 +265,8 @@ def test_engines_over_two_ranks_that_use_their_bubbles_are_engines_of_one_rank(r
         assert "timing/verification_s" in record["metrics"] and "bubble/used_s" in record["metrics"]
         bubbles = [rank["bubble"] for rank in record["ranks"]]
         assert [bubble["pregenerated_tokens"] for bubble in bubbles[1::2]] == [0, 0]
-        names = [[span["name"] for span in bubble["spans"] if span["name"] == "pregeneration"] for bubble in bubbles]
-        assert names[::2] == names[1::2]
+        generated = ["pregeneration" in {span["name"] for span in bubble["spans"]} for bubble in bubbles]
+        assert generated[::2] == generated[1::2]
 
 
 def test_rewards_that_fail_cost_their_own_responses_alone(runs: Path) -> None:
@@ -337,9 +343,9 @@ def test_idle_ranks_did_what_they_were_asked_to(runs: Path) -> None:
     made = {name: [record["metrics"] for record in steps(runs / name)] for name in NAMES}
     for name in ("pregenerate", "other-seeds", "both"):
         assert sum(row["bubble/pregenerated_tokens"] for row in made[name]) > 0
-    for name in ("train_drafter", "both"):
-        assert sum(row["bubble/drafter_steps"] for row in made[name]) > 0
-    assert all(row["bubble/used_s"] == 0 < row["bubble/idle_s"] for row in made["none"])
+    for name in ("train_drafter", "both"):  # from the second step on, as the first one leaves what is learned from
+        assert [row["bubble/drafter_steps"] > 0 for row in made[name]] == [False, True, True]
+    assert all(row["bubble/used_s"] == 0 for row in made["none"]) and sum(row["bubble/idle_s"] for row in made["none"])
     assert all(row["bubble/used_s"] <= row["bubble/idle_s"] for rows in made.values() for row in rows)
 
 

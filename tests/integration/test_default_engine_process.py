@@ -29,5 +29,5 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, mo
     psutil.Process(engine._process.pid).suspend()
     with pytest.raises(DefaultEngineError, match=r"gave no answer within 1 s"):
         engine.generate(requests, [10] * 5, batch=5)
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=120)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -219,7 +219,7 @@ def test_two_ranks_with_megatron_in_the_same_processes_give_the_tokens_of_one(
         subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(NUM_RANKS)
     ]
-    assert [process.wait(timeout=240) for process in processes] == [0] * NUM_RANKS
+    assert [process.wait(timeout=900) for process in processes] == [0] * NUM_RANKS
     expected = [response.tokens for response in engine.generate(mixed_requests(16)).responses]
     for rank in range(NUM_RANKS):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected[rank::NUM_RANKS]

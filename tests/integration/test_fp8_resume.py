@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in RUNS]))
     command = [sys.executable, "-m", "tests.integration.loop_runs", str(folder), str(folder / "runs.json")]
     environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

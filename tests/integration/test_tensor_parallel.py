@@ -20,7 +20,7 @@ Found = dict[str, Any]
 def run(module: str, folder: Path) -> Path:
     command = [sys.executable, "-m", f"tests.integration.{module}", str(folder)]
     environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

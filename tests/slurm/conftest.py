@@ -13,6 +13,7 @@ import pytest
 from flows.folder import write_config
 from flows.server import PrefectServer
 from specrl.config import Config, parse_config
+from tests.slurm.dummy_stage import release
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ class FlowProcess:
             text=True,
         )
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> Path:
+    def wait_for(self, pattern: str, seconds: float = 300) -> Path:
         """Until a file matching `pattern` lies in the run's folder."""
         deadline = time.monotonic() + seconds
         while not (found := list(self.config.run_dir.glob(pattern))):
@@ -69,11 +70,20 @@ class FlowProcess:
             time.sleep(0.02)
         return found[0]
 
+    def attach(self, stage: str) -> str:
+        """What it printed until it ended, after it has found a job of a stage that is held until then."""
+        lines = []
+        while "attached to" not in (line := self.process.stdout.readline()):  # type: ignore[union-attr]
+            assert line, "".join(lines) + self.finish()
+            lines.append(line)
+        release(self.config.run_dir, stage)
+        return "".join([*lines, line]) + self.finish()
+
     def kill(self, number: signal.Signals) -> str:
         self.process.send_signal(number)
         return self.finish()
 
-    def finish(self, seconds: float = 120) -> str:
+    def finish(self, seconds: float = 600) -> str:
         """What it printed, both streams."""
         output, errors = self.process.communicate(timeout=seconds)
         return output + errors

@@ -28,6 +28,7 @@ from specrl.lineage.record import read_record
 from tasks.run import begin
 from tests.prefect_api import request
 from tests.slurm.conftest import ROOT, FlowProcess
+from tests.slurm.dummy_stage import release
 
 StartFlow = Callable[..., FlowProcess]
 MakeRun = Callable[..., Config]
@@ -42,13 +43,15 @@ def submit(config: Config) -> tuple[StageContext, LocalJob]:
     return context, job
 
 
-def ranks_of(context: StageContext, count: int = 2) -> list[int]:
-    """Process ids of the ranks, once all have started."""
-    deadline = time.monotonic() + 30
-    while len(files := list(context.stage_dir.glob(".starts-*"))) < count:
+def ranks_of(run_dir: Path, count: int = 2) -> list[int]:
+    """Process ids of the ranks of `prepare`, once all have started."""
+    deadline, starts = time.monotonic() + 120, list[list[str]]()
+    while len(starts) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return [int(path.read_text().split()[-1]) for path in files]
+        paths = sorted(run_dir.glob("stages/prepare-*/.starts-*"))
+        starts = [pids for path in paths if (pids := path.read_text().split())]  # a file is empty for a moment
+    return [int(pids[-1]) for pids in starts]
 
 
 def alive(pid: int) -> bool:
@@ -56,6 +59,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def wait_until_dead(pids: list[int]) -> None:
+    deadline = time.monotonic() + 120
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def nothing(state: State, progress: object) -> None:
@@ -73,10 +83,10 @@ def test_a_killed_flow_finds_its_local_job_again(
     make_run: MakeRun, start_flow: StartFlow, server: PrefectServer
 ) -> None:
     config = make_run("local")
-    first = start_flow(config, DUMMY_PREPARE="30")
+    first = start_flow(config, DUMMY_PREPARE="hold")
     started = first.wait_for("stages/prepare-*/.starts-0")
     first.kill(signal.SIGKILL)
-    output = start_flow(config, DUMMY_PREPARE="30").finish()
+    output = start_flow(config, DUMMY_PREPARE="hold").attach("prepare")
     assert "prepare    attached to local job" in output
     assert len(started.read_text().splitlines()) == 1
     assert len(list(config.run_dir.glob("stages/*/result.json"))) == 3
@@ -85,10 +95,11 @@ def test_a_killed_flow_finds_its_local_job_again(
 
 def test_an_interrupt_ends_the_local_job(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("local")
-    flow = start_flow(config, DUMMY_PREPARE="100")
-    pid = int(flow.wait_for("stages/prepare-*/.starts-0").read_text())
+    flow = start_flow(config, DUMMY_PREPARE="hold")
+    flow.wait_for("stages/prepare-*/.starts-0")
+    pids = ranks_of(config.run_dir)
     assert "cancelled local job" in flow.kill(signal.SIGINT)
-    assert not alive(pid)
+    wait_until_dead(pids)
 
 
 @pytest.mark.parametrize("first", ["touch {run}/in-setup", "kill -INT $PPID"])
@@ -98,25 +109,29 @@ def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
     """Its controller is still in the user's set-up lines, and has written no record by which it would be found; by
     the second line the interrupt comes while the flow is still in the call that starts it."""
     config = make_run("local")
-    slow = config.cluster.model_copy(update={"setup": (first.format(run=config.run_dir), "sleep 3")})
+    hold = f"for _ in $(seq 6000); do test -e {config.run_dir}/go && break; sleep 0.1; done"
+    slow = config.cluster.model_copy(update={"setup": (first.format(run=config.run_dir), hold)})
     config = config.model_copy(update={"cluster": slow})
     write_config(config)
-    flow = start_flow(config, DUMMY_PREPARE="100")
+    flow = start_flow(config, DUMMY_PREPARE="hold")
     if "INT" in first:
         flow.finish()
     else:
         flow.wait_for("in-setup")
         flow.kill(signal.SIGINT)
+    (config.run_dir / "go").touch()  # for a controller that was left behind, which would start its ranks now
     time.sleep(5)
     assert not list(config.run_dir.glob("stages/prepare-*/.starts-*"))
 
 
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "2")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context, job = submit(make_run("local"))
     again = attach_or_submit(context, ENTRY, ROOT)
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
+    ranks_of(context.run_dir)
+    release(context.run_dir, "prepare")
     wait(again, context, nothing)
     assert attach_or_submit(context, ENTRY, ROOT) is None
 
@@ -124,7 +139,7 @@ def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, m
 def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context, job = submit(make_run("local"))
     moved = change_config(context.config, ["cluster.backend=slurm"])
     found = find(JobKey(moved, context.key))
@@ -134,14 +149,14 @@ def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
 
 
 def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     able = ["drafter.draft_vocab_size=64", "resources.memory_gib_per_rank=8"]  # a change is checked like a new run
     config = change_config(make_run("local"), able)
     key = begin(config).stage_keys["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
     job = attach_or_submit(context, ENTRY, ROOT)
     assert job is not None
-    ranks_of(context)
+    ranks_of(context.run_dir)
     change_run(
         config.run_dir, ChangeRequest(("validate.num_prompts=3",)), Console(), dry_run=False
     )  # prepare does not read it
@@ -159,15 +174,12 @@ def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monke
 def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     config = make_run("local")
     context, job = submit(config)
-    pids = ranks_of(context)
+    pids = ranks_of(context.run_dir)
     os.kill(int(job.job_id), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_dead(pids)
     assert find(JobKey(config, context.key)) is None
     with pytest.raises(JobError, match="its controller was killed"):
         wait(job, context, nothing)
@@ -180,12 +192,12 @@ def test_jobs_are_forks_of_one_process_and_keep_no_file_of_it(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork has the memory layout of its parent; a new program would get another one."""
-    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     config = make_run("local")
     layouts = set()
     for _ in range(2):
         context, job = submit(config)
-        for pid in (ranks := ranks_of(context)):
+        for pid in (ranks := ranks_of(context.run_dir)):
             assert psutil.Process(pid).cmdline()[2:4] == ["-m", "slurm.entry"]
             assert psutil.Process(pid).ppid() == int(job.job_id)
             open_paths = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
@@ -210,11 +222,9 @@ def test_a_job_starts_though_the_process_that_is_to_fork_it_is_killed(make_run: 
 def test_a_job_told_of_its_time_limit_starts_anew_and_goes_on(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "3")
+    monkeypatch.setenv("DUMMY_PREPARE", "wait")
     context, job = submit(make_run("local"))
-    ranks_of(context)
-    time.sleep(0.5)
-    os.kill(int((context.stage_dir / ".starts-0").read_text()), signal.SIGUSR2)
+    os.kill(ranks_of(context.run_dir)[0], signal.SIGUSR2)
     wait(job, context, nothing)
     assert len((context.stage_dir / ".starts-0").read_text().splitlines()) == 2
 

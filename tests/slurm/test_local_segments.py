@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,18 +20,18 @@ from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import read_segments
 from tasks.run import forget_stop
-from tests.slurm.test_local_jobs import nothing, submit
+from tests.slurm.test_local_jobs import nothing, ranks_of, submit
 
 MakeRun = Callable[..., Config]
 
 
 @pytest.fixture
 def quick(make_run: MakeRun) -> Callable[..., Config]:
-    """A run whose ranks count as hanging after two seconds."""
+    """A run whose ranks count as hanging after six seconds."""
 
     def make(**resources: int) -> Config:
         config = make_run("local", **resources)
-        cluster = config.cluster.model_copy(update={"hang_minutes": 2 / 60})
+        cluster = config.cluster.model_copy(update={"hang_minutes": 0.1})
         config = config.model_copy(update={"cluster": cluster})
         write_config(config)
         return config
@@ -42,7 +43,7 @@ def reasons(context: StageContext) -> list[str | None]:
     return [segment.reason for segment in read_segments(context.stage_dir)]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -58,9 +59,9 @@ def test_a_signal_is_heard_while_the_main_thread_sits_in_a_collective(
 ) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "block")
     context, job = submit(make_run("local"))
-    wait_until(lambda: "Rank 0 is connected" in text(job.log(0)) or len(read_segments(context.stage_dir)) == 1)
-    time.sleep(3)  # it has joined the others by now, and waits
-    os.kill(int(text(context.stage_dir / ".starts-0")), signal.SIGUSR2)
+    first, _ = ranks_of(context.run_dir)
+    time.sleep(3)  # it has joined the others by now, on most machines, and waits
+    os.kill(first, signal.SIGUSR2)
     assert wait(job, context, nothing)  # the one that it waited for sleeps for 100 s
     assert reasons(context) == ["walltime", "finished"]
 
@@ -92,7 +93,7 @@ def test_a_rank_that_freezes_ends_the_job_and_the_stage_goes_on(
     assert wait(job, context, nothing)
     assert reasons(context) == ["hang", "finished"]
     log = text(job.log(0))
-    assert "rank 1 has given no sign of life for 2 s; ending the job" in log
+    assert re.search(r"rank 1 has given no sign of life for \d+ s; ending the job", log)
     assert 'dummy_stage.py", line' in log  # the stacks
     assert [event.kind for event in read_events(context.stage_dir)] == ["hang", "restart"]
 
@@ -127,6 +128,8 @@ def test_a_run_that_is_asked_to_stop_leaves_at_a_step_and_goes_on_there(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "steps")
+    monkeypatch.setenv("DUMMY_STEPS", "300")
+    monkeypatch.setenv("DUMMY_DISTURBED", "2")
     config = make_run("local", ranks_per_node=1)
     context, job = submit(config)
     wait_until(lambda: len(text(context.stage_dir / "steps.txt").split()) > 3)
@@ -150,4 +153,4 @@ def test_a_run_that_is_asked_to_stop_leaves_at_a_step_and_goes_on_there(
     assert (first.reason, second.reason, third.reason) == ("stopped", "preempted", "finished")
     assert first.last_step is not None
     assert (first.first_step, second.first_step) == (0, first.last_step + 1)
-    assert text(context.stage_dir / "steps.txt").split() == [str(step) for step in range(40)]
+    assert text(context.stage_dir / "steps.txt").split() == [str(step) for step in range(300)]

@@ -21,6 +21,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
 from tests.slurm.conftest import ROOT, FlowProcess
+from tests.slurm.test_local_jobs import ranks_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]
 StartFlow = Callable[..., FlowProcess]
@@ -28,11 +29,18 @@ MakeRun = Callable[..., Config]
 STAGES = ("prepare", "pretrain", "calibrate")
 
 
+def assert_jobs(config: Config, expected: dict[str, list[str]]) -> None:
+    """Slurm's accounting, which hears of jobs with a delay, has these states of all jobs of the stages."""
+    deadline = time.monotonic() + 120
+    while (found := jobs_of(config)) != expected and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert found == expected
+
+
 def jobs_of(config: Config) -> dict[str, list[str]]:
-    """Stage -> states of all jobs that Slurm's accounting has for it."""
+    """Stage -> states of all jobs that Slurm's accounting knows of at the moment."""
     found: dict[str, list[str]] = {}
     job_key = JobKey(config, "")
-    time.sleep(3)  # slurmdbd hears of jobs with a delay
     text = subprocess.run(["sacct", "-nPX", "-o", "JobName,State"], capture_output=True, text=True, check=True).stdout
     for line in text.splitlines():
         name, state = line.split("|")
@@ -67,33 +75,33 @@ def test_stages_run_once_each_on_two_nodes_and_are_skipped_the_next_time(
     assert Path(left["code"]).parent == config.run_dir / "code"
     second = start_flow(config).finish()
     assert second.count("finished before") == len(STAGES)
-    assert jobs_of(config) == {stage: ["COMPLETED"] for stage in STAGES}
+    assert_jobs(config, {stage: ["COMPLETED"] for stage in STAGES})
 
 
 def test_a_flow_killed_while_a_stage_runs_finds_its_job_again(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("slurm")
-    first = start_flow(config, DUMMY_PRETRAIN="30")
+    first = start_flow(config, DUMMY_PRETRAIN="hold")
     started = first.wait_for("stages/pretrain-*/.starts-0")
     first.kill(signal.SIGKILL)
-    output = start_flow(config, DUMMY_PRETRAIN="30").finish()
+    output = start_flow(config, DUMMY_PRETRAIN="hold").attach("pretrain")
     assert "pretrain   attached to slurm job" in output
     assert len(started.read_text().splitlines()) == 1
-    assert jobs_of(config) == {stage: ["COMPLETED"] for stage in STAGES}
+    assert_jobs(config, {stage: ["COMPLETED"] for stage in STAGES})
 
 
 def test_sigterm_leaves_the_job_and_an_interrupt_cancels_it(make_run: MakeRun, start_flow: StartFlow) -> None:
     config = make_run("slurm")
-    first = start_flow(config, DUMMY_PREPARE="100")
+    first = start_flow(config, DUMMY_PREPARE="hold")
     first.wait_for("stages/prepare-*/.starts-0")
     first.kill(signal.SIGTERM)
     job = find(JobKey(config, next(config.run_dir.glob("stages/prepare-*")).name))
     assert job is not None
-    second = start_flow(config, DUMMY_PREPARE="100")
+    second = start_flow(config, DUMMY_PREPARE="hold")
     while "attached" not in (line := second.process.stdout.readline()):  # type: ignore[union-attr]
         assert line, second.finish()
     output = second.kill(signal.SIGINT)
     assert f"prepare: cancelled slurm job {job.job_id}" in output
-    assert jobs_of(config) == {"prepare": ["CANCELLED"]}
+    assert_jobs(config, {"prepare": ["CANCELLED"]})
 
 
 def test_a_failed_stage_is_one_line_with_its_error_and_log(make_run: MakeRun, start_flow: StartFlow) -> None:
@@ -122,15 +130,12 @@ def test_a_job_is_found_and_completes_though_the_flow_died_right_after_submittin
 def test_a_job_told_of_its_time_limit_is_queued_again_and_goes_on(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DUMMY_PREPARE", "4")
+    monkeypatch.setenv("DUMMY_PREPARE", "wait")
     context, job = submit(make_run("slurm"))
-    starts = context.stage_dir / ".starts-0"
-    while not starts.exists():
-        time.sleep(0.1)
-    time.sleep(1)
+    ranks_of(context.run_dir)
     subprocess.run(["scancel", "--signal=USR2", job.job_id], check=True)
     wait(job, context, lambda state, progress: None)
-    assert len(starts.read_text().splitlines()) == 2
+    assert len((context.stage_dir / ".starts-0").read_text().splitlines()) == 2
 
 
 def test_two_runs_of_one_configuration_have_jobs_of_their_own(make_run: MakeRun) -> None:
@@ -151,7 +156,7 @@ def test_prefects_cancel_takes_the_jobs_down(
 
     from flows.pipeline import cancel, pipeline
 
-    monkeypatch.setenv("DUMMY_PREPARE", "100")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     config = make_run("slurm")
     context, job = submit(config)
     flow_run = FlowRun(flow_id=uuid4(), parameters={"run_dir": str(config.run_dir)})

@@ -13,7 +13,7 @@ from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.events import read_events
-from tests.integration.disturbances import Disturbed, slurm
+from tests.integration.disturbances import Disturbed, held, slurm
 from tests.slurm.conftest import ROOT
 from tests.slurm.test_local_jobs import nothing
 
@@ -22,8 +22,8 @@ MakeRun = Callable[..., Config]
 REASONS = ["walltime", "requeued", "node lost", "preempted", "hang", "finished"]
 
 
-def context_of(config: Config, partition: str, hang_minutes: float) -> StageContext:
-    chosen = {"partition": partition, "hang_minutes": hang_minutes}
+def context_of(config: Config, partition: str, hang_minutes: float, *setup: str) -> StageContext:
+    chosen = {"partition": partition, "hang_minutes": hang_minutes, "setup": setup}
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update=chosen)})
     write_config(config)
     return StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
@@ -35,8 +35,10 @@ def steps_of(context: StageContext) -> list[str]:
 
 def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "steps")
-    monkeypatch.setenv("DUMMY_STEPS", "60")
-    context = context_of(make_run("slurm"), "spot", 4 / 60)
+    monkeypatch.setenv("DUMMY_STEPS", "300")
+    monkeypatch.setenv("DUMMY_DISTURBED", "5")
+    config = make_run("slurm")
+    context = context_of(config, "spot", 0.1, held(config.run_dir, "prepare"))
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
     outcome: list[bool] = []
@@ -51,13 +53,14 @@ def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: p
     flow.join()
     assert outcome == [True]  # one job all the time
     assert disturbed.reasons() == REASONS
-    assert set(steps_of(context)) == {str(step) for step in range(60)}
+    assert set(steps_of(context)) == {str(step) for step in range(300)}
     assert "no sign of life" in job.log(0).read_text()
     assert [event.kind for event in read_events(context.stage_dir)].count("restart") == 5
 
 
 def test_a_preemption_with_grace_lets_the_step_finish(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "steps")
+    monkeypatch.setenv("DUMMY_STEPS", "300")
     context = context_of(make_run("slurm", nodes=1), "low", 10)
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
@@ -66,4 +69,4 @@ def test_a_preemption_with_grace_lets_the_step_finish(make_run: MakeRun, monkeyp
     slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     assert wait(job, context, nothing)
     assert disturbed.reasons() == ["preempted", "finished"]
-    assert steps_of(context) == [str(step) for step in range(40)]  # none is done twice
+    assert steps_of(context) == [str(step) for step in range(300)]  # none is done twice

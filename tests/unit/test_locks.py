@@ -50,7 +50,7 @@ def make(project: Path, *arguments: str, find_links: str = "") -> subprocess.Com
         env=environment | {"PIP_FIND_LINKS": find_links},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

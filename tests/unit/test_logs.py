@@ -32,7 +32,7 @@ def run(program: str, **environment: str) -> tuple[int, list[str]]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stderr.splitlines()

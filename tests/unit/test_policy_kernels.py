@@ -112,8 +112,9 @@ def test_a_single_rank_exchanges_nothing(group: dist.ProcessGroup) -> None:
 
 
 PAGE_FAULTS = """
-import resource, torch
+import ctypes, resource, torch
 from specrl.training import heap
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault may bring 512 pages where a system likes that
 def page_faults(more=0):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24 + more)

@@ -84,7 +84,7 @@ def test_a_run_that_is_worked_on_stays(
     with only_flow(config.run_dir):
         assert rm(config, "--yes") == 2
     assert "already being worked on by process" in capsys.readouterr().err
-    monkeypatch.setenv("DUMMY_PREPARE", "60")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context = StageContext(
         config, "prepare", record.stage_keys["prepare"], config.run_dir / "stages" / "prepare", {}, ""
     )

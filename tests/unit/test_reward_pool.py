@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -75,7 +75,7 @@ def module_of_rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def data(**settings: object) -> DataConfig:
-    values = {"reward": "strange_rewards:score", "reward_timeout_s": 3.0, "reward_on_failure": -1.0, **settings}
+    values = {"reward": "strange_rewards:score", "reward_timeout_s": 8.0, "reward_on_failure": -1.0, **settings}
     return DataConfig.model_validate(values)
 
 
@@ -97,6 +97,13 @@ def test_held_out_sets_have_rewards_of_their_own_in_the_same_processes(pool: Rew
     assert score(pool, ["Answer: answer", "no"], OTHER).rewards == [1.0, 0.0]
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "reward_worker" in " ".join(child.cmdline())]
 
@@ -107,7 +114,7 @@ def test_each_failure_costs_its_own_response_alone_and_is_named(
     bad = {
         "raise": "raised ValueError: cannot judge this",
         "leave": "raised SystemExit: 3",
-        "hang": "took longer than data.reward_timeout_s = 3",
+        "hang": "took longer than data.reward_timeout_s = 8",
         "die": r"ended its process 2 times (exit code 3)",
         "crash": r"ended its process 2 times (signal 11, Segmentation fault)",
         "none": "returned None, which is not a finite number",
@@ -141,12 +148,16 @@ def test_a_process_that_something_else_kills_changes_no_reward(pool: RewardPool,
     for worker in workers():
         worker.kill()
     assert score(pool, ["good"] * 8).rewards == [0.5] * 8
-    for worker in workers():  # what Slurm and a terminal send to all processes of a job is not meant for these
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            worker.send_signal(number)
-    before = {worker.pid for worker in workers()}
-    assert score(pool, ["pid"] * 4).failures == []
-    assert {worker.pid for worker in workers()} == before
+
+
+def test_what_is_sent_to_all_processes_of_a_job_is_not_meant_for_these() -> None:
+    """By Slurm and by a terminal."""
+    alone = RewardPool(data(reward_workers=1))
+    (pid,) = score(alone, ["pid"]).rewards
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(int(pid), number)
+    assert score(alone, ["pid"] * 4).rewards == [pid] * 4
+    alone.close()
 
 
 def test_a_reward_that_loses_every_process_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +168,7 @@ def test_a_reward_that_loses_every_process_stops_early(monkeypatch: pytest.Monke
     with pytest.raises(RewardError):
         pool.begin(pool.config).submit(0, Prompt(0, "", [], ""), "good")
     pool.close()
-    assert not any(NAP in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    wait_until(lambda: not any(NAP in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])))
 
 
 def test_a_reward_that_fails_on_every_response_is_refused() -> None:
@@ -207,14 +218,17 @@ scoring.wait()
 
 
 def test_the_processes_end_with_their_rank_however_it_ends(module_of_rewards: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{module_of_rewards}:{Path.cwd()}"}
+    environment = {**os.environ, "PYTHONPATH": f"{module_of_rewards}:{Path(__file__).parents[2]}"}
     rank = subprocess.Popen([sys.executable, "-c", RANK], env=environment)
-    deadline = time.monotonic() + 60
-    while len(children := psutil.Process(rank.pid).children()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(psutil.Process(rank.pid).children()) >= 2)
+    children = psutil.Process(rank.pid).children()
     rank.kill()
     rank.wait()
-    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(alive, children)))
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -104,7 +104,7 @@ def test_it_follows_a_job_and_ends_with_it(
 
 def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     config, record = run
-    monkeypatch.setenv("DUMMY_PREPARE", "60")
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
     assert job is not None
@@ -119,7 +119,7 @@ def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], mon
         assert watching.stdout is not None
         assert "runs, local job" in watching.stdout.readline()
         watching.send_signal(signal.SIGINT)
-        output, _ = watching.communicate(timeout=60)
+        output, _ = watching.communicate(timeout=300)
         assert output.endswith("run demo goes on\n")
         assert watching.returncode == 0
         assert job.state().phase == "running"
