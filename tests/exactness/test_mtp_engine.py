@@ -157,6 +157,7 @@ def test_a_missing_tensor_of_the_layer_or_of_the_policy_is_an_error_with_its_nam
 
 
 def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
+    torch.manual_seed(0)
     policy = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in read_weights(case.policy_dir)}
     case.engine.refit(policy.items(), case.layer.items(), 2)
     case.engine.verify_policy(policy.items())

@@ -198,6 +198,7 @@ def test_a_stopped_generation_returns_what_it_has(mixed: Engine, plain: list[Res
 def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
     mixed: Engine, plain: list[Response], texts: Texts
 ) -> None:
+    torch.manual_seed(0)
     weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in policy_weights(0).items()}
     mixed.refit(weights.items(), drafter_weights(2).items(), version=1)
     mixed.set_replay({})

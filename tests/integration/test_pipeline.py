@@ -16,10 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flows.cli import EXIT_STOPPED
+from slurm.backend import JobKey
 from slurm.devcluster import DevCluster
 from specrl.config import STAGES
-from tasks.run import ask_to_stop
-from tests.integration.disturbances import Disturbed, ranks_of
+from tasks.run import ask_to_stop, read_run_config
+from tests.integration.disturbances import Disturbed, held, ranks_of
 from tests.integration.pipeline_runs import (
     assert_same_result,
     finish,
@@ -135,7 +136,7 @@ def test_a_stop_and_a_killed_rank_cost_no_more_than_their_step(undisturbed: Path
     process = specrl("resume", str(run_dir))
     train.takes_steps(1)
     ask_to_stop(run_dir)
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=1200)
     assert process.returncode == EXIT_STOPPED, output
     assert "run smoke was stopped in train after step" in output
     process = specrl("resume", str(run_dir))
@@ -207,10 +208,10 @@ def test_slurm_runs_one_job_per_stage_whatever_ends_it_and_though_the_flow_is_ki
     """In the order of what happens to the job of `train`: it gets too little time, is queued again by hand, loses a
     node, is preempted without grace, and has a rank that hangs. Meanwhile the flow is killed."""
     two_nodes = "stage_resources.train={nodes=2, ranks_per_node=1, cpus_per_rank=1}"
-    cluster = ["cluster.partition=spot", "cluster.hang_minutes=0.25"]
+    run_dir = tmp_path / "smoke"
+    cluster = ["cluster.partition=spot", "cluster.hang_minutes=0.25", f"cluster.setup=['{held(run_dir, 'train')}']"]
     settings = [word for setting in (two_nodes, *cluster) for word in ("--set", setting)]
     process = run_smoke(tmp_path, "--cluster", "slurm", *settings)
-    run_dir = tmp_path / "smoke"
     wait_for(run_dir, "stages/pretrain-*/progress.json")
     kill(process)
     process = specrl("resume", str(run_dir))
@@ -226,7 +227,7 @@ def test_slurm_runs_one_job_per_stage_whatever_ends_it_and_though_the_flow_is_ki
     reasons = ["walltime", "requeued", "node lost", "preempted", "hang", "finished"]
     assert train.reasons() == reasons
     assert json.loads((run_dir / "summary.json").read_text())["segments"]["train"] == {"number": 6, "reasons": reasons}
-    assert jobs_per_stage() == dict.fromkeys(STAGES, 1)
+    assert jobs_per_stage(run_dir) == dict.fromkeys(STAGES, 1)
     assert rewards_in_mlflow(run_dir) == [0, 1, 2]
     assert_same_result(undisturbed, run_dir)
 
@@ -255,7 +256,9 @@ def copy_without_train(source: Path, target: Path) -> Path:
     return run_dir
 
 
-def jobs_per_stage() -> dict[str, int]:
+def jobs_per_stage(run_dir: Path) -> dict[str, int]:
+    """The number of jobs that Slurm's accounting has for each stage of this run."""
+    own = JobKey(read_run_config(run_dir), "").job_name
     text = subprocess.run(["sacct", "-nPX", "-o", "JobName"], capture_output=True, text=True, check=True).stdout
-    names = [line.partition("-")[0] for line in text.splitlines()]
+    names = [line.partition("-")[0] for line in text.splitlines() if line.endswith(own)]
     return {stage: names.count(stage) for stage in STAGES}

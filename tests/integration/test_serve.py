@@ -37,7 +37,7 @@ def call(url: str, *, seconds: float = 120, **body: Any) -> Any:
             time.sleep(0.5)
 
 
-def first_with(url: str, key: str, values: tuple[str, ...], seconds: float = 240, **filters: Any) -> Any:
+def first_with(url: str, key: str, values: tuple[str, ...], seconds: float = 600, **filters: Any) -> Any:
     """The first entry of a listing whose `key` is one of `values`, once there is one; the server may be others' too."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ class Served:
     def end(self, number: signal.Signals) -> str:
         """What it printed until it ended by itself after one signal to it alone."""
         self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=60)
+        output, _ = self.process.communicate(timeout=300)
         assert self.process.returncode == 0, output
         assert "Traceback" not in output, output
         return output
@@ -105,8 +105,9 @@ def test_a_served_configuration_runs_when_prefect_says_so(tmp_path: Path, server
 
 
 def test_sigterm_leaves_the_job_and_sigint_cancels_it(tmp_path: Path, server: PrefectServer) -> None:
-    long = "--set=warm_start.batch_size=1"  # or the job may have finished before anybody looks
-    served = Served(server, tmp_path / "runs", long)
+    # Minutes of work, or the job may have finished before anybody looks.
+    long = ("--set=warm_start.batch_size=1", "--set=warm_start.num_examples=24000")
+    served = Served(server, tmp_path / "runs", *long)
     config = served.trigger_until_a_job_runs()
     output = served.end(signal.SIGTERM)
     ((key, job),) = live_jobs(config).items()
@@ -117,7 +118,7 @@ def test_sigterm_leaves_the_job_and_sigint_cancels_it(tmp_path: Path, server: Pr
         assert not is_worked_on(config.run_dir)
     finally:
         job.cancel()
-    served = Served(server, tmp_path / "more" / "runs", long)
+    served = Served(server, tmp_path / "more" / "runs", *long)
     config = served.trigger_until_a_job_runs()
     ((key, job),) = live_jobs(config).items()
     output = served.end(signal.SIGINT)
@@ -128,7 +129,7 @@ def test_sigterm_leaves_the_job_and_sigint_cancels_it(tmp_path: Path, server: Pr
 def test_a_schedule_is_registered_with_an_existing_server_and_pool(tmp_path: Path, server: PrefectServer) -> None:
     arguments = ["deploy", str(SMOKE), "--cron", "0 3 1 1 *", f"--set=runs_dir={tmp_path}", "--set=name=deployed"]
     refused = specrl(*arguments, "--pool", "nowhere")
-    assert refused.communicate(timeout=120)[0] == (
+    assert refused.communicate(timeout=600)[0] == (
         "specrl: --pool nowhere: the Prefect server has no such work pool; it has: none; "
         "prefect work-pool create nowhere --type process makes one\n"
     )
@@ -147,7 +148,7 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     arguments = ["deploy", str(SMOKE), "--cron", "0 3 1 1 *", f"--set=runs_dir={tmp_path}", "--pool", "gpus"]
     process = specrl(*arguments)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1
     assert output.startswith("specrl: no Prefect server answers at http://127.0.0.1:9/api (")
     assert len(output.splitlines()) == 1
