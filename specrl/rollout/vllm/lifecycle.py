@@ -25,6 +25,7 @@ from torch import nn
 from specrl.models.light_transformers import skip_unused_parts
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm.arguments import ENVIRONMENT
+from specrl.rollout.vllm.cpu_layers import use_kernels
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
 
@@ -73,6 +74,10 @@ class VllmEngine:
         with captured_from_the_start() if keeps_routes else nullcontext():
             self.llm = start(arguments)
         self.runner = model_runner(self.llm)
+        if self.llm.model_config.enforce_eager:
+            use_kernels(self.policy)
+            if self.drafter is not None:
+                use_kernels(self.drafter)
         self.tokenizer: Any = self.llm.get_tokenizer()
         self._num_requests = 0
 
