@@ -1,27 +1,28 @@
-"""Runs a policy with experts on layouts of gloo ranks; the tests compare what the layouts leave behind."""
+"""A policy with experts on layouts of gloo ranks: `python -m tests.integration.expert_worker FOLDER`.
+
+The tests compare what the layouts leave behind. Everything is imported once; ranks are forked from there.
+"""
 
 from __future__ import annotations
 
-import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import policy_worker as shared
 import torch
-import torch.multiprocessing
 from torch import Tensor
-from torch.multiprocessing import ProcessContext
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.processes import free_port
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load
 from specrl.training.megatron.policy import Policy
+from tests.forks import fork, wait
+from tests.integration import policy_worker as shared
 
 # isort: split
 from megatron.core import parallel_state
@@ -40,6 +41,19 @@ class Layout:
     source: str | None = None
     """The name of the layout whose checkpoint it goes on from, in the same folder."""
     recompute: bool = False
+
+
+LAYOUTS = {
+    "alone": Layout(1, recompute=True),
+    "data": Layout(2),
+    "experts": Layout(2, expert=2),
+    "tensor": Layout(2, tensor=2),
+    "tensor and experts": Layout(2, tensor=2, expert=2, recompute=True),
+    "pipeline": Layout(2, pipeline=2),
+    "moved": Layout(2, tensor=2, source="experts"),
+    "tensor, pipeline and experts": Layout(4, tensor=2, pipeline=2, expert=2),
+    "all experts apart": Layout(4, tensor=2, expert=4, source="tensor, pipeline and experts"),
+}
 
 
 def make_model(directory: Path) -> None:
@@ -101,26 +115,29 @@ def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any
     return result
 
 
-def _rank_main(rank: int, world: int, layouts: dict[str, Layout], port: int, scratch: Path) -> None:
-    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+def work(world: int, scratch: Path) -> None:
+    """One rank of `world`: the layouts of so many ranks, one after another."""
     ranks = join()
-    for name, layout in layouts.items():
-        torch.save(run(name, layout, ranks, scratch), scratch / f"{name}-{rank}.pt")
-        parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves start-ups
+    for name, layout in LAYOUTS.items():
+        if layout.world == world:
+            torch.save(run(name, layout, ranks, scratch), scratch / f"{name}-{ranks.rank}.pt")
+            parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves start-ups
     leave()
 
 
-def start(layouts: dict[str, Layout], scratch: Path) -> ProcessContext:
-    """Run layouts of equally many ranks, one after another, in processes of their own."""
-    (world,) = {layout.world for layout in layouts.values()}
-    arguments = (world, layouts, free_port(), scratch)
-    context = torch.multiprocessing.spawn(_rank_main, arguments, nprocs=world, join=False)
-    assert context is not None
-    return context
+def main(scratch: Path) -> None:
+    wait([*start(1, scratch), *start(2, scratch)])
+    wait(start(4, scratch))
+
+
+def start(world: int, scratch: Path) -> list[int]:
+    return fork(world, lambda rank: work(world, scratch))
 
 
 def merged(results: list[dict[str, Any]], key: str) -> dict[int, Tensor]:
     """What the data-parallel ranks have of each sequence."""
     return {index: tensor for result in results for index, tensor in result[key].items()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

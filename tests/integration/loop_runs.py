@@ -27,7 +27,6 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
 import torch
-import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
 from torch.distributed import PrefixStore
 
 from specrl import lifetime
@@ -44,6 +43,7 @@ from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import StepRollouts
+from specrl.rollout.vllm.lifecycle import import_engine
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
@@ -331,6 +331,7 @@ def wait(processes: list[int]) -> list[int]:
 
 
 def main(folder: Path, runs: Path) -> None:
+    import_engine()
     write_inputs(folder)
     for data in json.loads(runs.read_text()):
         run, started = LoopRun(**data), time.monotonic()

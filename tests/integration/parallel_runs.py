@@ -6,6 +6,7 @@ Everything is imported once; ranks are forked from there.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,14 +14,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.integration.tensor_parallel_worker import fork, wait
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small kernel takes longer than a stage
+import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 
 # isort: split
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 from specrl.config import STAGES, Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS
+from specrl.rollout.vllm.lifecycle import import_engine
 from specrl.tracking import start_parent_run
+from tests.forks import fork, wait
 
 MAIN = "tensor"
 LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
@@ -81,6 +84,7 @@ def parent_run(config: Config) -> str:
 
 
 def main(folder: Path) -> None:
+    import_engine()
     for stage in STAGES:
         import_module(f"specrl.stages.{stage}")
     config, stages = config_of(folder, MAIN), dict[StageName, Path]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,15 +14,11 @@ import pyarrow.dataset
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import outside_of_groups
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke.toml"
 COLUMNS = ["step", "prompt_id", "sample", "seed", "response_tokens", "reward", "advantage"]
-
-
-def outside_of_groups() -> dict[str, str]:
-    """The environment without the process group that an engine in this process may have joined."""
-    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in group}
 
 
 def specrl(*arguments: str) -> subprocess.Popen[str]:

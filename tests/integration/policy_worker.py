@@ -1,22 +1,22 @@
-"""Runs policies of every family on a layout of gloo ranks; the tests compare what the layouts leave behind."""
+"""Policies of every family on layouts of gloo ranks: `python -m tests.integration.policy_worker FOLDER`.
+
+The tests compare what the layouts leave behind. Everything is imported once; ranks are forked from there.
+"""
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
-from torch.multiprocessing import ProcessContext
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import DrafterConfig, PolicyConfig
 from specrl.distributed import Ranks, join, leave
-from specrl.processes import free_port
 from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
@@ -25,6 +25,7 @@ from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import FeatureSpec
 from specrl.training.megatron.policy import Policy
+from tests.forks import fork, wait
 from tests.traffic import refit_traffic
 
 # isort: split
@@ -60,6 +61,31 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
 """With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
 CONFIG = {"lr": 3e-3, "lr_warmup_steps": 2, "clip_grad": 0.5}
+
+
+@dataclass(frozen=True)
+class Move:
+    """A checkpoint of one layout that another one goes on from."""
+
+    source: str
+    """The folder of a checkpoint, below the scratch folder."""
+    layout: tuple[int, int]
+
+    def folder(self, world: int) -> str:
+        """The folder to which `world` ranks write the same state again, below the scratch folder."""
+        return f"moved-{world}-{self.layout}-from-{self.source.partition('/')[0]}"
+
+
+LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
+"""The number of ranks, and (tensor, pipeline) parallel sizes."""
+MOVES = {
+    "2 ranks to 1": (1, Move("resume-float32-2-(1, 1)/step=000002", (1, 1))),
+    "2 ranks to 1 to 4": (4, Move("moved-1-(1, 1)-from-resume-float32-2-(1, 1)/step=000002", (1, 1))),
+    "TP and PP 1 to 2": (4, Move("resume-float32-1-(1, 1)/step=000002", (2, 2))),
+    "TP 2 to 1": (4, Move("resume-float32-2-(2, 1)/step=000002", (1, 2))),
+    "PP 2 to 1": (4, Move("resume-float32-2-(1, 2)/step=000002", (2, 1))),
+}
+"""The number of ranks, and what they go on from."""
 
 
 def make_model(family: str, directory: Path) -> Path:
@@ -230,19 +256,6 @@ def fill_disk(checkpoints: Checkpoints, ranks: Ranks, folder: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Move:
-    """A checkpoint of one layout that another one goes on from."""
-
-    source: str
-    """The folder of a checkpoint, below the scratch folder."""
-    layout: tuple[int, int]
-
-    def folder(self, world: int) -> str:
-        """The folder to which `world` ranks write the same state again, below the scratch folder."""
-        return f"moved-{world}-{self.layout}-from-{self.source.partition('/')[0]}"
-
-
 def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
     """What a layout makes of another one's checkpoint, and two more steps from it."""
     config = PolicyConfig(tensor_parallel=move.layout[0], pipeline_parallel=move.layout[1], **CONFIG)
@@ -266,14 +279,10 @@ def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _rank_main(
-    rank: int, world: int, layouts: list[tuple[int, int]], moves: list[Move], port: int, scratch: Path
-) -> None:
-    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+def work(world: int, scratch: Path) -> None:
+    """One rank of `world`: the layouts of so many ranks, one after another, and then the moves to so many."""
     ranks = join()
-    for layout in layouts:
+    for layout in (layout for size, layout in LAYOUTS.values() if size == world):
         results: dict[str, Any] = {}
         for family in FAMILIES:
             folder = scratch / f"{family}-{world}-{layout}"
@@ -281,21 +290,22 @@ def _rank_main(
         for dtype in ("float32", "bfloat16"):
             folder = scratch / f"resume-{dtype}-{world}-{layout}"
             results[dtype] = run_resume(scratch / "llama-tied", layout, ranks, dtype, folder)
-        torch.save(results, scratch / f"result-{world}-{layout}-{rank}.pt")
+        torch.save(results, scratch / f"result-{world}-{layout}-{ranks.rank}.pt")
         parallel_state.destroy_model_parallel()  # a run keeps one layout per process; here it saves three start-ups
-    for move in moves:
+    for move in (move for size, move in MOVES.values() if size == world):
         results = run_move(scratch, move, ranks)
-        torch.save(results, scratch / f"{move.folder(world)}-{rank}.pt")
+        torch.save(results, scratch / f"{move.folder(world)}-{ranks.rank}.pt")
         parallel_state.destroy_model_parallel()
     leave()
 
 
-def start(world: int, layouts: list[tuple[int, int]], moves: list[Move], scratch: Path) -> ProcessContext:
-    """Run (tensor, pipeline) parallel sizes `layouts`, one after another, on `world` ranks, and then `moves`."""
-    arguments = (world, layouts, moves, free_port(), scratch)
-    context = torch.multiprocessing.spawn(_rank_main, arguments, nprocs=world, join=False)
-    assert context is not None
-    return context
+def main(scratch: Path) -> None:
+    wait([*start(1, scratch), *start(2, scratch)])
+    wait(start(4, scratch))
+
+
+def start(world: int, scratch: Path) -> list[int]:
+    return fork(world, lambda rank: work(world, scratch))
 
 
 def results_of(world: int, layout: tuple[int, int], scratch: Path) -> list[dict[str, Any]]:
@@ -306,3 +316,7 @@ def results_of(world: int, layout: tuple[int, int], scratch: Path) -> list[dict[
 def moved(world: int, move: Move, scratch: Path) -> list[dict[str, Any]]:
     """What every rank left of a move."""
     return [torch.load(scratch / f"{move.folder(world)}-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from specrl.rollout.vllm.arguments import ENVIRONMENT
 os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than all the rest
 
 import torch
-import vllm.v1.engine.llm_engine  # noqa: F401  (loaded before the ranks are forked)
 from torch import Tensor
 
 from specrl.config import Config
 from specrl.distributed import Ranks, join, leave
-from specrl.processes import free_port
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.vllm.lifecycle import import_engine
 from tests.exactness.engines import logprobs_of, mixed_requests
 from tests.exactness.toy import (
     ToyTrainer,
@@ -37,6 +35,7 @@ from tests.exactness.toy import (
     write_drafter,
     write_policy,
 )
+from tests.forks import fork, wait
 
 SIZES = {"alone": 1, "both": 2}
 """The number of ranks of each engine."""
@@ -126,31 +125,6 @@ def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:
     return found
 
 
-def fork(size: int, run: Callable[[int], None]) -> list[int]:
-    """Fork the ranks of a job, each of which calls `run` with its number; return their process ids."""
-    port, processes = free_port(), []
-    for rank in range(size):
-        if (process := os.fork()) == 0:
-            code = 1
-            try:
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-                os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-                run(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        processes.append(process)
-    return processes
-
-
-def wait(processes: list[int]) -> None:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    assert not any(codes), codes
-
-
 def start(folder: Path, name: str) -> list[int]:
     """Fork the ranks of one engine; return their process ids."""
 
@@ -163,6 +137,7 @@ def start(folder: Path, name: str) -> list[int]:
 
 
 def main(folder: Path) -> None:
+    import_engine()
     write_policy(folder / "policy", policy_weights(0))
     write_drafter(folder / "drafter", drafter_weights(1))
     wait([process for name in SIZES for process in start(folder, name)])

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,12 @@ from typing import Any
 import pytest
 
 from specrl.models.tiny import CHARACTERS, SPECIAL
-from specrl.processes import free_port
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import matched_pair
 from tests.exactness.engines import logprobs_of, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
+from tests.forks import run_module
 
 END_TOKEN = 2
 CHARACTER_TOKENS = range(len(SPECIAL), len(SPECIAL) + len(CHARACTERS))
@@ -211,15 +209,7 @@ def test_eagle3_without_a_drafter_is_refused(directories: tuple[Path, Path]) -> 
 def test_two_ranks_with_megatron_in_the_same_processes_give_the_tokens_of_one(
     engine: Engine, directories: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    port = free_port()
-    environment = {**os.environ, "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "tests.exactness.rank", *map(str, directories), str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(NUM_RANKS)
-    ]
-    assert [process.wait(timeout=900) for process in processes] == [0] * NUM_RANKS
+    run_module("tests.exactness.rank", NUM_RANKS, *directories, tmp_path)
     expected = [response.tokens for response in engine.generate(mixed_requests(16)).responses]
     for rank in range(NUM_RANKS):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected[rank::NUM_RANKS]

@@ -5,26 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import expert_worker as worker
 import pytest
 import torch
-from expert_worker import Layout
-from policy_worker import SPEC, sequences
 from transformers import Qwen3MoeForCausalLM
 
 from tests.checkpoints import whole_state
+from tests.forks import run_module
+from tests.integration import expert_worker as worker
+from tests.integration.expert_worker import LAYOUTS
+from tests.integration.policy_worker import SPEC, sequences
 
-LAYOUTS = {
-    "alone": Layout(1, recompute=True),
-    "data": Layout(2),
-    "experts": Layout(2, expert=2),
-    "tensor": Layout(2, tensor=2),
-    "tensor and experts": Layout(2, tensor=2, expert=2, recompute=True),
-    "pipeline": Layout(2, pipeline=2),
-    "moved": Layout(2, tensor=2, source="experts"),
-    "tensor, pipeline and experts": Layout(4, tensor=2, pipeline=2, expert=2),
-    "all experts apart": Layout(4, tensor=2, expert=4, source="tensor, pipeline and experts"),
-}
 WHOLE = [name for name, layout in LAYOUTS.items() if layout.source is None]
 MOVED = [name for name, layout in LAYOUTS.items() if layout.source is not None]
 Results = dict[str, list[dict[str, Any]]]
@@ -34,19 +24,12 @@ Results = dict[str, list[dict[str, Any]]]
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("experts")
     worker.make_model(directory / "model")
+    run_module("tests.integration.expert_worker", directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def results(scratch: Path) -> Results:
-    for together in ((1, 2), (4,)):
-        started = [
-            worker.start({name: layout for name, layout in LAYOUTS.items() if layout.world == world}, scratch)
-            for world in together
-        ]
-        for context in started:
-            while not context.join():
-                pass
     return {
         name: [torch.load(scratch / f"{name}-{rank}.pt", weights_only=False) for rank in range(layout.world)]
         for name, layout in LAYOUTS.items()

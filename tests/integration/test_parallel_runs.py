@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,17 @@ from transformers import Qwen3MoeForCausalLM
 
 from specrl.schemas import read_folder
 from specrl.step_record import StepRecord, read_steps
-from tests.integration.pipeline_runs import COLUMNS, outside_of_groups
+from tests.forks import run_module
+from tests.integration.pipeline_runs import COLUMNS
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
 MAIN, PARALLEL = "tensor", ["tensor", "pipeline", "experts"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
-    command = [sys.executable, "-m", "tests.integration.parallel_runs", str(folder)]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_module("tests.integration.parallel_runs", folder)
     return folder
 
 

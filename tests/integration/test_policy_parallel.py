@@ -6,26 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-import policy_worker as worker
 import pytest
 import torch
-from policy_worker import Move
 from torch import Tensor
 
 from specrl.models.families import family_of_model, head_dim
 from specrl.models.shapes import ModelShape
 from specrl.projection.refit import Layout, refit_cost
 from tests.checkpoints import whole_state
+from tests.forks import run_module
+from tests.integration import policy_worker as worker
+from tests.integration.policy_worker import LAYOUTS, MOVES
 
-LAYOUTS = {"alone": (1, (1, 1)), "tensor": (2, (2, 1)), "pipeline": (2, (1, 2)), "data": (2, (1, 1))}
 PARALLEL = ["tensor", "pipeline", "data"]
-MOVES = {
-    "2 ranks to 1": (1, Move("resume-float32-2-(1, 1)/step=000002", (1, 1))),
-    "2 ranks to 1 to 4": (4, Move("moved-1-(1, 1)-from-resume-float32-2-(1, 1)/step=000002", (1, 1))),
-    "TP and PP 1 to 2": (4, Move("resume-float32-1-(1, 1)/step=000002", (2, 2))),
-    "TP 2 to 1": (4, Move("resume-float32-2-(2, 1)/step=000002", (1, 2))),
-    "PP 2 to 1": (4, Move("resume-float32-2-(1, 2)/step=000002", (2, 1))),
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +26,12 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("policies")
     for family in worker.FAMILIES:
         worker.make_model(family, directory)
+    run_module("tests.integration.policy_worker", directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def results(scratch: Path) -> dict[str, list[dict[str, Any]]]:
-    for together in ((1, 2), (4,)):
-        started = []
-        for ranks in together:
-            layouts = [layout for world, layout in LAYOUTS.values() if world == ranks]
-            moves = [move for world, move in MOVES.values() if world == ranks]
-            started.append(worker.start(ranks, layouts, moves, scratch))
-        for context in started:
-            while not context.join():
-                pass
     return {name: worker.results_of(world, layout, scratch) for name, (world, layout) in LAYOUTS.items()}
 
 

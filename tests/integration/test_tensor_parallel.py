@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.pipeline_runs import outside_of_groups
+from tests.forks import run_module
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
-
-
-def run(module: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", f"tests.integration.{module}", str(folder)]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
-    folder = run("tensor_parallel_worker", tmp_path_factory.mktemp("engines"))
+    folder = tmp_path_factory.mktemp("engines")
+    run_module("tests.integration.tensor_parallel_worker", folder)
     names = {"alone": 1, "both": 2}
     return {
         name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(size)]

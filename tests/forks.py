@@ -1,0 +1,63 @@
+"""Ranks that are forked from a process of their own, which imports everything once, as that takes longer than most."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from specrl.processes import free_port
+
+ROOT = Path(__file__).parents[1]
+GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def outside_of_groups() -> dict[str, str]:
+    """The environment without the process group that an engine in this process may have joined."""
+    return {name: value for name, value in os.environ.items() if name not in GROUP}
+
+
+def run_module(module: str, *arguments: object, seconds: float = 1200) -> None:
+    """Run `python -m MODULE ARGUMENTS`; it must end well."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def fork(size: int, run: Callable[[int], object]) -> list[int]:
+    """Fork the ranks of a job, each of which calls `run` with its number; return their process ids."""
+    port, processes = free_port(), []
+    for rank in range(size):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+                run(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        processes.append(process)
+    return processes
+
+
+def wait(processes: list[int]) -> None:
+    """Until all have ended, which must be well; when one fails the others, which may wait for it, are killed."""
+    codes: dict[int, int] = {}
+    while running := set(processes) - codes.keys():
+        process, status = os.wait()
+        codes[process] = os.waitstatus_to_exitcode(status)
+        if codes[process]:
+            for other in running - {process}:
+                os.kill(other, signal.SIGKILL)
+    assert not any(codes.values()), codes
