@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import sqlite3
 import stat
+import sys
 import threading
 from io import StringIO
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path)
     assert packages.check_package("no-such-package", "nothing", None, "make env").status == "fail"
     assert packages.check_package("rich", "rich.absent.module", None, "make env").status == "fail"
     assert packages.read_pins(tmp_path / "absent.lock") == {}
+
+
+def test_an_environment_that_compiles_all_modules_in_every_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    slow = packages.check_bytecode(tmp_path)
+    assert slow.status == "warn" and f"-m compileall -q {tmp_path}" in slow.fix
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert packages.check_bytecode(tmp_path).status == "ok"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "torch" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "torch" / "__pycache__" / "serialization.cpython-311.pyc").touch()
+    assert packages.check_bytecode(tmp_path).status == "ok"
 
 
 def test_cpu_flags_decide_on_bfloat16(tmp_path: Path) -> None:

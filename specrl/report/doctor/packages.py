@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ def checks(*, gpu: bool) -> list[Check]:
     return [
         *(check_package(name, module, pins.get(name), fix) for name, module in packages.items()),
         check_files(Path(sysconfig.get_path("purelib"))),
+        check_bytecode(Path(sysconfig.get_path("purelib"))),
     ]
 
 
@@ -75,6 +77,16 @@ def check_files(site_packages: Path) -> Check:
     if not found:
         return Check("package files", "ok", "no two packages own one path with different contents")
     return Check("package files", "fail", "; ".join(found), "make clean, then make env")
+
+
+def check_bytecode(site_packages: Path) -> Check:
+    """Check that processes need not compile the thousands of modules that they import."""
+    if any(site_packages.glob("torch/__pycache__/*.pyc")):
+        return Check("bytecode", "ok", "kept")
+    if not sys.dont_write_bytecode:
+        return Check("bytecode", "ok", "kept from the first import on")
+    found = "none, and PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, a rank for 20 s and more"
+    return Check("bytecode", "warn", found, f"unset it, or once: {sys.executable} -m compileall -q {site_packages}")
 
 
 def _importable(module: str) -> bool:
