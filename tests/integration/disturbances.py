@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,17 @@ def ranks_of(run_dir: Path) -> list[int]:
     ]
 
 
+def reward_workers(run_dir: Path) -> list[psutil.Process]:
+    """The processes that compute the rewards of a run's ranks."""
+    found = []
+    for rank in ranks_of(run_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [
+                child for child in psutil.Process(rank).children() if "reward_worker" in " ".join(child.cmdline())
+            ]
+    return found
+
+
 def held(run_dir: Path, stage: str) -> str:
     """A set-up line by which the ranks of a stage's jobs wait for `Disturbed.cut_short`."""
     wait = f"for _ in $(seq 6000); do test -e {run_dir / RELEASED} && break; sleep 0.1; done"
@@ -65,6 +77,20 @@ class Disturbed:
         """Wait until the segment with this number takes steps."""
         self.running(number)
         wait_until(lambda: self.segments()[-1].first_step is not None)
+
+    @contextlib.contextmanager
+    def in_first_step(self, number: int) -> Iterator[None]:
+        """Keep the segment with this number in its first step, which waits for rewards meanwhile."""
+        self.running(number)
+        wait_until(lambda: reward_workers(self.run_dir))
+        workers = reward_workers(self.run_dir)
+        for worker in workers:
+            worker.suspend()
+        self.takes_steps(number)
+        yield
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its rank was killed
+                worker.resume()
 
     def cut_short(self, seconds: int) -> None:
         """Take most of its time from the first job, before its first rank asks when it ends.

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pyarrow.dataset
@@ -134,14 +135,15 @@ def test_a_stop_and_a_killed_rank_cost_no_more_than_their_step(undisturbed: Path
     run_dir = copy_without_train(undisturbed, tmp_path)
     train = Disturbed(run_dir, "train")
     process = specrl("resume", str(run_dir))
-    train.takes_steps(1)
-    ask_to_stop(run_dir)
+    with train.in_first_step(1):
+        ask_to_stop(run_dir)
+        time.sleep(3)  # the first rank looks every second
     output, _ = process.communicate(timeout=1200)
     assert process.returncode == EXIT_STOPPED, output
     assert "run smoke was stopped in train after step" in output
     process = specrl("resume", str(run_dir))
-    train.takes_steps(2)
-    os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
+    with train.in_first_step(2):
+        os.kill(ranks_of(run_dir)[-1], signal.SIGKILL)
     finish(process)
     assert train.reasons() == ["stopped", "killed", "finished"]
     assert_same_result(undisturbed, run_dir)
