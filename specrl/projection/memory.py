@@ -51,6 +51,8 @@ MOST_SHARING = 8
 KEPT = "activations, kept"
 KEPT_GIB = 1.0
 """The most GiB of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)."""
+WINDOW_BYTES = 2**24
+"""The memory that the ranks of a group on one node map to exchange large tensors (`distributed/tensors.py`)."""
 CALIBRATION_POSITIONS = 640
 """The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
 DRAFTER_SCORES = 2**26
@@ -187,6 +189,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         items += [
             _item("gradients", count * FP32, "float32"),
             _item("masters and Adam moments", rank.optimizer_parameters * optimizer, _optimizer_name(rank, optimizer)),
+            *_windows(rank, 2 if shape.num_experts else 1),
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
@@ -314,6 +317,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
+        *_windows(rank, 1, of="drafter's "),
         drafter_activations(rank, tokens),
         *_feature_items(rank, min(max(budget, tokens), longest), features, targets, pretraining=pretraining),
     ]
@@ -500,6 +504,18 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
         items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]
     return items
+
+
+def _windows(rank: Rank, groups: int, of: str = "") -> list[MemoryItem]:
+    """Return what ranks on CPUs map to exchange gradients; on GPUs nothing, nor where one rank is alone.
+
+    Args:
+        groups: The number of groups whose ranks exchange.
+    """
+    policy = rank.config.policy
+    if rank.gpu or rank.data_parallel * policy.tensor_parallel * policy.pipeline_parallel == 1:
+        return []
+    return [_item(f"{of}gradients on their way", groups * WINDOW_BYTES, "memory that the ranks of a node map")]
 
 
 def _shard_name(rank: Rank) -> str:

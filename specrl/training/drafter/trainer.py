@@ -22,6 +22,7 @@ from specrl.algorithms.draft_positions import PositionWeights, unrolled_position
 from specrl.config import DrafterConfig
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
+from specrl.distributed.tensors import all_reduce
 from specrl.models.drafters import LOSS_KEY
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader
@@ -421,7 +422,8 @@ class Drafter:
 
     def _all_reduce(self, tensor: Tensor) -> None:
         if self.ranks.world_size > 1:
-            dist.all_reduce(tensor)
+            assert dist.group.WORLD is not None
+            all_reduce(tensor, dist.group.WORLD)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the drafter's tensors by their names on disk, in the policy's compute type, as a refit loads them.
