@@ -198,7 +198,9 @@ class Engine:
         if self._drafting is not None:
             self._drafting.begin(recall, learn)
         try:
-            self._add(requests, running)
+            params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
+            queue = list(enumerate(zip(requests, params, strict=True)))
+            queue = self._add(queue, running, waits=len(requests) <= self.config.engine.max_num_seqs)
             while running:
                 finished = self._vllm.step()
                 for request in finished:
@@ -206,6 +208,7 @@ class Engine:
                     responses[index] = self._response(internal, request.tokens, request.finish_reason, routes=routes)
                     if on_response is not None:
                         on_response(index, responses[index])
+                queue = self._add(queue, running, waits=True)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if running and on_iteration is not None:
@@ -214,8 +217,11 @@ class Engine:
                     break
             for index, internal in running.values():
                 responses[index] = self._response(internal, self._vllm.tokens_so_far(internal), "abort")
+            for index, _ in queue:
+                responses[index] = self._response("", [], "abort")
         finally:
             self._abort(internal for _, internal in running.values())
+            self._vllm.forget_prompts()
             stats, self._sampler.stats = self._sampler.stats, stats
         ordered = [responses[index] for index in range(len(requests))]
         num_tokens = sum(len(response.tokens) for response in ordered)
@@ -516,12 +522,27 @@ class Engine:
         """Free the engine; the default process group stays."""
         self._vllm.stop()
 
-    def _add(self, requests: list[Request], running: dict[str, tuple[int, str]]) -> None:
-        """Hand the requests to vLLM; add the place and vLLM's internal name of each to `running`, by its name."""
-        params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
-        for index, (asked, param) in enumerate(zip(requests, params, strict=True)):
-            name, internal = self._vllm.add(asked.prompt_tokens, param)
-            running[name] = (index, internal)
+    def _add(
+        self, queue: list[tuple[int, tuple[Request, Any]]], running: dict[str, tuple[int, str]], *, waits: bool
+    ) -> list[tuple[int, tuple[Request, Any]]]:
+        """Hand requests to vLLM; add the place and vLLM's internal name of each to `running`, by its name.
+
+        Args:
+            queue: The place of each request, with vLLM's parameters for it.
+            waits: Whether requests may wait for another one to read their prompt. Where there are more requests than
+                can run, they need not: those that begin later find the prompt read.
+
+        Returns:
+            The requests that wait, some of which another call is to hand over after an iteration.
+        """
+        later = []
+        for index, (asked, params) in queue:
+            if waits and self._vllm.must_wait(asked.prompt_tokens):
+                later.append((index, (asked, params)))
+            else:
+                name, internal = self._vllm.add(asked.prompt_tokens, params)
+                running[name] = (index, internal)
+        return later
 
     def _abort(self, internal: Iterable[str]) -> None:
         names = list(internal)

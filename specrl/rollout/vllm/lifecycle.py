@@ -28,6 +28,7 @@ from specrl.rollout.vllm.arguments import ENVIRONMENT
 from specrl.rollout.vllm.cpu_layers import use_kernels
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
+from specrl.rollout.vllm.shared_prompts import SharedPrompts, can_share
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
@@ -78,6 +79,12 @@ class VllmEngine:
             use_kernels(self.policy)
             if self.drafter is not None:
                 use_kernels(self.drafter)
+        self.shared_prompts: SharedPrompts | None = None
+        """Lets requests with one prompt share what was read of it; None where blocks are small or routes are kept."""
+        scheduler = self.llm.engine_core.engine_core.scheduler
+        if not keeps_routes and can_share(scheduler):
+            self.shared_prompts = SharedPrompts(scheduler)
+            self.shared_prompts.install()
         self.tokenizer: Any = self.llm.get_tokenizer()
         self._num_requests = 0
 
@@ -101,7 +108,19 @@ class VllmEngine:
         """Queue a request with vLLM's `SamplingParams`; return its name, as in `step`, and the engine's own id."""
         name = str(self._num_requests)
         self._num_requests += 1
-        return name, self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
+        internal = self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
+        if self.shared_prompts is not None:
+            self.shared_prompts.note(prompt_tokens, internal)
+        return name, internal
+
+    def must_wait(self, prompt_tokens: list[int]) -> bool:
+        """Return whether a request had better be queued later, because another one is about to read its prompt."""
+        return self.shared_prompts is not None and self.shared_prompts.must_wait(prompt_tokens)
+
+    def forget_prompts(self) -> None:
+        """Let no later request share what was read of a prompt."""
+        if self.shared_prompts is not None:
+            self.shared_prompts.forget()
 
     def step(self) -> list[FinishedRequest]:
         """Run one iteration and return the requests that it finished."""
