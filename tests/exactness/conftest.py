@@ -17,6 +17,11 @@ LONGEST = {"none": 0, "eagle3": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, 
 """k of the engine for each method."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put engines with experts first: vLLM makes their group with the first engine of a process, or never."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_expert"))
+
+
 @pytest.fixture(scope="package")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("exactness")
