@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from flows.commands.bench.jobs import BenchRequest, clear, submit
-from flows.commands.options import Overrides, RunsDir
+from flows.commands.options import RunsDir
 from flows.folder import find_run
 from slurm.bench import bench_environment, run_bench
 from specrl.bench.job import BenchJob
@@ -97,7 +97,15 @@ SHARED = {
             "on a class as module:Class. What has been measured with the same settings and code is taken as it is.",
         ),
     ],
-    "overrides": Overrides,
+    "overrides": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a setting of the jobs, with --cluster: a key of [cluster], [resources] or "
+            "[stage_resources.bench]. May be given several times.",
+        ),
+    ],
     "at_once": Annotated[
         int | None,
         typer.Option(

@@ -62,7 +62,8 @@ def check_memory(configs: Sequence[Config]) -> None:
     if needed > present:
         raise ConfigError(
             f"{len(configs)} trainings at once need {needed:.0f} GiB of memory, and this machine has {present:.0f}: "
-            "choose fewer at once with --together (at least 2), fewer --ranks, or a smaller engine.kv_cache_gib"
+            "choose fewer at once with --together (at least 2), fewer --ranks, or a run with a smaller "
+            "engine.kv_cache_gib"
         )
 
 
