@@ -29,6 +29,7 @@ from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_m
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, load_newest
+from specrl.training.drafter.online import OnlineTraining
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
@@ -51,6 +52,8 @@ class Trainer:
     policy: Policy
     drafter: Drafter | None
     """The drafter; None where none is trained."""
+    online: OnlineTraining | None
+    """Trains the drafter in each step, and knows its best weights; None where there is no drafter."""
     spot: SpotTraining | None
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
     rewards: RewardPool | None
@@ -78,7 +81,7 @@ class Trainer:
             The first step to run.
         """
         with logs.phase("loading of the checkpoint"):
-            found = self.checkpoints.restore(self.drafter)
+            found = self.checkpoints.restore(self.online)
             if found is None and self.continues is not None:
                 found = self.start_from(self.continues)
         first_step = 0
@@ -108,7 +111,7 @@ class Trainer:
         Returns:
             What else it held, if the steps go on counting from it; None if they count from 0.
         """
-        found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
+        found = load_newest(start.checkpoint_dirs, self.policy, self.online if start.has_drafter else None)
         if start.counts_on:
             return found
         self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
@@ -184,7 +187,7 @@ class Trainer:
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
-                record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
+                record = StepRecord.of(step, parts, others, self.take_events(), timer)
                 self.recorder.report(record, generated)
                 self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
@@ -197,10 +200,11 @@ class Trainer:
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
         """Train the drafter on features of the policy's own forward pass, which carry no gradient (invariant 3)."""
-        if self.drafter is None:
-            return {}
-        learner = self.spot if self.spot is not None else self.drafter
-        return learner.update(features, lr=self.config.drafter.online_lr)
+        return self.online.update(features) if self.online is not None else {}
+
+    def take_events(self) -> list[str]:
+        """Return what happened to the drafter since the last call."""
+        return [*(self.online.take_events() if self.online is not None else ()), *self.refit.take_events()]
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
@@ -265,7 +269,8 @@ class Trainer:
             record_event(self.checkpoints.directory.parent, "drafter", event, step)
         scales = self.engine.precision.kv_scales
         state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
-        self.checkpoints.save(step, self.refit.drafter_state(), state, self.generator.state())
+        drafter = self.online.state_dict() if self.online is not None else None
+        self.checkpoints.save(step, drafter, state, self.generator.state())
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards."""

@@ -101,7 +101,7 @@ class StepRecord:
     ranks: list[RankTimeline]
     """The timeline of each rank, in the order of ranks."""
     events: list[str] = field(default_factory=list)
-    """One line for each drafter that collapsed, with what was done about it."""
+    """One line for each drafter that collapsed or became worse, with what was done about it."""
 
     @classmethod
     def of(

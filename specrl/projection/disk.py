@@ -20,7 +20,7 @@ class CheckpointPlan:
     """One checkpoint of the train stage."""
 
     gib: float
-    """Its size in GiB: FP32 masters and moments of the policy and of the drafter."""
+    """Its size in GiB: FP32 masters and moments of the policy and of the drafter, present and best state."""
     copy_s: float
     """The seconds that a step waits until the state is copied to host memory."""
     write_s: float
@@ -31,7 +31,7 @@ class CheckpointPlan:
 
 def checkpoint_plan(rank: Rank, speeds: Speeds) -> CheckpointPlan:
     """Return what a checkpoint of the train stage costs."""
-    drafter = rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
+    drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
     size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
     own = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS
     return CheckpointPlan(size / GIB, own / GB / speeds.host, size / GB / speeds.disk, most_checkpoints(rank.config))

@@ -136,8 +136,8 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
             confirm_drafter=confirm,
             take_events=lambda: events,
             guard_state=lambda: len(drafters),
-            drafter_state=lambda: drafters[-1],
         ),
+        online=SimpleNamespace(state_dict=lambda: drafters[-1]),
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
         generator=SimpleNamespace(state=dict),
         checkpoints=SimpleNamespace(directory=tmp_path / "checkpoints", save=lambda *saved: found.append(saved)),
@@ -146,6 +146,13 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
     Trainer.save(cast(Any, trainer), 4)
     assert found == [(4, "good", {"kv_scales": None, "drafter_guard": 2}, {})]
     assert [(event.kind, event.step, event.text) for event in read_events(tmp_path)] == [("drafter", 4, events[0])]
+
+
+def test_a_step_tells_of_a_drafter_that_went_back_to_its_best_weights() -> None:
+    refit = SimpleNamespace(take_events=lambda: ["collapse"])
+    online = SimpleNamespace(take_events=lambda: ["worse"])
+    assert Trainer.take_events(cast(Any, SimpleNamespace(refit=refit, online=online))) == ["worse", "collapse"]
+    assert Trainer.take_events(cast(Any, SimpleNamespace(refit=refit, online=None))) == ["collapse"]
 
 
 @pytest.mark.parametrize(

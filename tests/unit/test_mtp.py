@@ -166,7 +166,7 @@ def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(poli
 def test_idle_ranks_train_the_layer_too(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(), policy.ranks)
     spot = SpotTraining(drafter)
-    spot.remember(policy.forward_features(batches(), drafter.feature_spec))
+    spot.remember(policy.forward_features(batches(), drafter.feature_spec), 1e-4)
     assert spot.work(lambda: False)
     assert spot.merge()["loss"] > 0
     assert not torch.equal(

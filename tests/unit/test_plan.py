@@ -286,7 +286,7 @@ def test_speeds_are_printed_and_can_be_set() -> None:
     text = printed(made)
     assert "10 GB/s to the disk" in text and "40 GB/s for each rank between nodes" in text
     assert made.checkpoint.write_s == pytest.approx(made.checkpoint.gib * 2**30 / 10e9)
-    assert made.checkpoint.gib * 2**30 == pytest.approx(12 * (8_190_735_360 + 400e6), rel=0.01)
+    assert made.checkpoint.gib * 2**30 == pytest.approx(12 * (8_190_735_360 + 2 * 400e6), rel=0.01)
     assert "checkpoint: " in text and "gradients and new weights" in text
 
 

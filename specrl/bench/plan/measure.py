@@ -32,6 +32,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.host_copy import HostTensors
+from specrl.training.drafter.online import OnlineTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -151,14 +152,14 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
         drafter = new_drafter(config, policy_dir)
     with phase("engine"):
         engine = Engine(policy_dir, folder / "drafter", config=config, seed=0)
-    last_good = HostTensors()
+    online, last_good = OnlineTraining(drafter), HostTensors()
     for step in range(2):  # the second step's peak has Adam's moments and the guard's copy from its beginning
         with phase(f"generation {step}"):
             engine.generate(requests(size))
         with phase(f"policy update {step}"):
             _, features = policy.train_step(random_batches(size), mean_loss, features=drafter.feature_spec)
         with phase(f"drafter update {step}"):
-            drafter.update(features, lr=1e-4)
+            online.update(features)
         del features
         with phase(f"refit {step}"):
             engine.refit(policy.hf_weights(), drafter.named_weights(), version=step + 1)
@@ -167,7 +168,7 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
             with phase("checkpoint"):
                 checkpoints = Checkpoints(folder / "checkpoints", policy, Retention(1))
         with phase(f"saving {step}"):
-            checkpoints.save(step, drafter.state_dict(), {}, {})
+            checkpoints.save(step, online.state_dict(), {}, {})
             checkpoints.wait()
     engine.shutdown()
 

@@ -145,13 +145,6 @@ class Refit:
         """Go on from what `guard_state` returned."""
         self._guard.restore(state)
 
-    def drafter_state(self) -> dict[str, Tensor] | None:
-        """Return the drafter's state, the tensors themselves; None without a drafter.
-
-        After `confirm_drafter` it is the last good version: it was found good or loaded again.
-        """
-        return self._drafter.state_dict() if self._drafter is not None else None
-
     def take_events(self) -> list[str]:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()

@@ -280,6 +280,11 @@ class Tally:
         chains = [len(alive) for alive in self._batch.alive]
         return torch.tensor([chains, before], dtype=torch.float64, device=right.device)
 
+    def by_response(self) -> list[tuple[int, int]]:
+        """Return for each response the number of its chains, and that of the tokens they have right from the first."""
+        right = self._matches.long().cumprod(1).sum(1).cpu()
+        return [(len(chains), int(chains.sum())) for chains in torch.split(right, self._batch.chains_per_row)]
+
     def sums(self) -> Tensor:
         """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 
