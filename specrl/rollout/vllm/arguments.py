@@ -11,9 +11,12 @@ import torch
 
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
+from specrl.models.directory import read_model_config
+from specrl.models.hf_io import TensorReader
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.sampler import seed_argument
+from specrl.training.drafter.io import check_offsets
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -138,6 +141,8 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
         _refuse_misleading_path(str(directory))
     if method.model != "policy_layer":
         _check_positions(directory, policy_dir, config.model.max_length)
+    if method.model == "drafter":
+        _check_draft_vocabulary(directory, policy_dir)
     return {
         **method.vllm,
         "model": str(directory),
@@ -244,6 +249,16 @@ def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None
             f"the drafter in {directory} has {POSITIONS} = {longest}, and a policy with sequences of {needed} tokens "
             f"needs as many; train it for that length, or write {needed} there if its rotary embeddings are plain"
         )
+
+
+def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
+    """Raise ValueError if a drafter has a token that vLLM would map to none of the policy's."""
+    reader = TensorReader(directory)
+    if "d2t" in reader.names:
+        try:
+            check_offsets(reader.read("d2t"), read_model_config(policy_dir)["vocab_size"])
+        except ValueError as error:
+            raise ValueError(f"the drafter in {directory}: {error}") from error
 
 
 def _refuse_misleading_path(directory: str) -> None:

@@ -14,6 +14,7 @@ from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, computes_with_expert, pack_anew
 from specrl.rollout.vllm.group import own_part
+from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -75,11 +76,17 @@ def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names:
     """Load the drafter, whose tensors on disk have these names; its embeddings are the policy's.
 
     Raises:
-        RefitError: A tensor is missing or unknown.
+        RefitError: A tensor is missing or unknown, or a draft token would stand for none of the policy's tokens.
     """
     delivery = Delivery(names - NOT_LOADED, names | NOT_LOADED, tied=False)
     reload_weights(vllm_config, drafter, delivery.through(weights))
     delivery.check()
+    offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
+    if offsets is not None:
+        try:
+            check_offsets(offsets, vllm_config.model_config.get_vocab_size())
+        except ValueError as error:
+            raise RefitError(f"refit was sent a drafter whose {error}") from error
 
 
 def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
