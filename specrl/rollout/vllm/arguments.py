@@ -226,10 +226,15 @@ def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     return hf_config
 
 
+def gpu_memory(share: float) -> dict[str, Any]:
+    """Return the argument by which an engine takes this share of a GPU's memory; none on CPUs."""
+    return {"gpu_memory_utilization": share} if torch.cuda.is_available() else {}
+
+
 def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         fraction = config.engine.gpu_memory_fraction
-        return {"gpu_memory_utilization": max(fraction, ALONE_FRACTION) if alone else fraction}
+        return gpu_memory(max(fraction, ALONE_FRACTION) if alone else fraction)
     cache_bytes = int(config.engine.kv_cache_gib * 2**30)
     return {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK_TOKENS}
 
