@@ -62,7 +62,7 @@ def test_d2t_holds_offsets(saved: tuple[Drafter, Path]) -> None:
 
 def test_an_engine_refuses_token_ids_in_the_place_of_offsets(saved: tuple[Drafter, Path], policy_dir: Path) -> None:
     drafter, directory = saved
-    config = Config(name="drafter", model={"max_length": 64})
+    config = Config(name="drafter")
     start = partial(engine_arguments, config, policy_dir, directory, 0, 3, EnginePrecision(config.precision, None))
     assert start(alone=True)["speculative_config"]["model"] == str(directory)
     path = directory / "model.safetensors"
