@@ -109,16 +109,100 @@ class ExpertShape:
         return "uint8" if self.num_experts <= EXPERTS_IN_A_BYTE else "int16"
 
 
+MTP_LAYERS = "num_nextn_predict_layers"
+"""The key of a model's `config.json` that holds the number of its multi-token-prediction layers."""
+MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+"""The parts of a multi-token-prediction layer that any decoder layer has."""
+
+
 @dataclass(frozen=True)
-class MtpLayer:
-    """A layer after the last one that predicts the token after the next; its tensors are part of the checkpoint."""
+class MtpModule:
+    """The multi-token-prediction layers of a family, whose tensors are part of the checkpoint, and how they draft.
+
+    A layer is a decoder layer after a projection of two normed inputs, a token's embedding and a hidden state, and
+    before a norm of its own. vLLM drafts all tokens with the first layer, applied again to its own output: its proposer
+    (`llm_base_proposer.propose`) tells the model of no other. Embeddings and head are the policy's in all of them.
+
+    The names are those of modules on disk, in which `{layer}` stands for the layer's number, from 0.
+    """
 
     prefix: str
-    """The prefix of the names of its tensors."""
+    """What the names of all of its tensors begin with."""
+    block: str
+    """What the names of a decoder layer's tensors begin with."""
+    token_norm: str
+    """The norm of the embedding."""
+    hidden_norm: str
+    """The norm of the hidden state."""
+    projection: str
+    """The projection of both."""
+    final_norm: str
+    """The norm of the layer's output."""
+    engine_prefix: str
+    """What stands in vLLM's names for `prefix`."""
+    engine_block: str
+    """What stands in vLLM's names for the `block` of the first layer."""
+    token_first: bool
+    """Whether the projection reads the embedding before the hidden state, and not after it."""
+    reads_normed: bool
+    """Whether the hidden state has passed the policy's final norm."""
+    masks_first: bool
+    """Whether the embedding in slot 0 is taken for zero."""
+
+    def name_on_disk(self, own: str, layer: int = 0) -> str:
+        """Return the name of a layer's tensor on disk, given its name in `training/drafter/mtp.py`."""
+        module, _, kind = own.rpartition(".")
+        beside = {
+            "token_layernorm": self.token_norm,
+            "hidden_layernorm": self.hidden_norm,
+            "input_proj": self.projection,
+            "final_layernorm": self.final_norm,
+        }
+        return (f"{beside[module]}.{kind}" if module in beside else self.block + own).format(layer=layer)
+
+    def name_in_engine(self, name: str) -> str:
+        """Return vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices."""
+        block = self.block.format(layer=0)
+        own = name.removeprefix(block)
+        if own.startswith(MTP_BLOCK):
+            return self.engine_block + own
+        return self.engine_prefix + name.removeprefix(self.prefix)
+
+    def drafts(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint, by its name, belongs to the first layer or to all of them."""
+        before, after = self.block.split("{layer}")
+        number = name.removeprefix(before)
+        return name.startswith(self.prefix) and (number == name or number.startswith(f"0{after}"))
 
 
-MIMO_LAYER = MtpLayer("model.mtp_layers.0.")
-"""The layer of MiMo (Xiaomi, 2025), which `training/drafter/mtp.py` computes."""
+MIMO_MTP = MtpModule(
+    prefix="model.mtp_layers.",
+    block="model.mtp_layers.{layer}.",
+    token_norm="model.mtp_layers.{layer}.token_layernorm",
+    hidden_norm="model.mtp_layers.{layer}.hidden_layernorm",
+    projection="model.mtp_layers.{layer}.input_proj",
+    final_norm="model.mtp_layers.{layer}.final_layernorm",
+    engine_prefix="model.mtp_layers.",
+    engine_block="model.mtp_layers.0.mtp_block.",
+    token_first=False,
+    reads_normed=False,
+    masks_first=True,
+)
+"""The layers of MiMo (Xiaomi, 2025)."""
+QWEN3_NEXT_MTP = MtpModule(
+    prefix="mtp.",
+    block="mtp.layers.{layer}.",
+    token_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    final_norm="mtp.norm",
+    engine_prefix="model.",
+    engine_block="model.layers.0.",
+    token_first=True,
+    reads_normed=True,
+    masks_first=False,
+)
+"""The layers of Qwen3-Next, Qwen3.5 and K-EXAONE, which share the projection and the norms beside it."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +225,12 @@ class Family:
     """The linear layers after attention."""
     router: Router | None = None
     """The router, where the linear layers after attention are those of experts in every transformer layer."""
-    mtp: MtpLayer | None = None
-    """The multi-token-prediction layer, for `speculation.method = "mtp"`; None where the family has no such layer."""
+    mtp: MtpModule | None = None
+    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
     can_tie: bool = True
     """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
+    every_layer: tuple[tuple[str, str], ...] = ()
+    """Keys of `config.json` that list something for each transformer layer, and the one entry that is supported."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of a published `config.json` that are removed from the copy that transformers and vLLM read."""
 
@@ -196,20 +282,45 @@ register_family(
         router=Router("mlp.router", "mlp.gate"),
     )
 )
-# MiMo is a Qwen2 with one more layer, the smallest model whose layer vLLM's CPU build can draft with. Its checkpoints
-# call themselves `mimo` and bring remote code; without the ignored keys they are the Qwen2 that transformers and vLLM
-# compute anyway. vLLM needs an untied head in the checkpoint.
+# MiMo is a Qwen2 with multi-token-prediction layers. Its checkpoints call themselves `mimo` and bring remote code;
+# without the ignored keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM needs an untied head in
+# the checkpoint.
 register_family(
     Family(
         "mimo",
         "MiMoForCausalLM",
         "qwen2",
         qkv_bias=True,
-        mtp=MIMO_LAYER,
+        mtp=MIMO_MTP,
         can_tie=False,
         ignored_keys=("auto_map", "attention_bias", "use_mrope"),
     )
 )
+# K-EXAONE without experts and sliding windows is a Qwen3 with the multi-token-prediction layers of Qwen3-Next. With
+# them, as it is published, the trainer could compute neither its router nor its layers without rotary embeddings.
+register_family(
+    Family(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        qk_norm=True,
+        mtp=QWEN3_NEXT_MTP,
+        every_layer=(("mlp_layer_types", "dense"), ("layer_types", "full_attention")),
+    )
+)
+
+SIGMOID_ROUTER = "its experts need a router with sigmoid scores and a correction bias, and shared experts"
+UNSUPPORTED = {
+    "Qwen3NextForCausalLM": "its gated delta nets have no implementation for CPUs in Megatron-core",
+    "Qwen3_5ForCausalLM": "its gated delta nets have no implementation for CPUs in Megatron-core",
+    "Qwen3_5ForConditionalGeneration": "its gated delta nets have no implementation for CPUs in Megatron-core",
+    "DeepseekV3ForCausalLM": "its attention is multi-head latent attention",
+    "Glm4MoeForCausalLM": SIGMOID_ROUTER,
+    "HYV3ForCausalLM": SIGMOID_ROUTER,
+    "Ernie4_5_MoeForCausalLM": "its rotary embeddings are interleaved, and its router has a correction bias",
+    "Step3p5ForCausalLM": "its norms are scaled by one plus their weight",
+}
+"""Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -223,7 +334,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if family.architecture == architecture:
             return family
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise ConfigError(f"unsupported architecture: {architecture}; supported: {supported}")
+    reason = f" ({UNSUPPORTED[architecture]})" if architecture in UNSUPPORTED else ""
+    raise ConfigError(f"unsupported architecture: {architecture}{reason}; supported: {supported}")
+
+
+def num_mtp_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`.
+
+    Raises:
+        ConfigError: No row has its architecture.
+    """
+    return 0 if family_of(config).mtp is None else int(config.get(MTP_LAYERS) or 0)
 
 
 def family_of_model(hf: Any) -> Family:

@@ -11,7 +11,7 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
-from specrl.models.families import FAMILIES, family_of, tiny_family
+from specrl.models.families import FAMILIES, MTP_LAYERS, family_of, num_mtp_layers, tiny_family
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """The form of a hub id, owner/name."""
@@ -68,7 +68,8 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
         directory: The model's Hugging Face directory, if it has been written.
 
     Raises:
-        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer.
+        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer, or not as many as vLLM needs
+            for drafts of `speculation.k` tokens.
     """
     if not config.speculation.draft_method.is_policy_layer:
         return
@@ -78,16 +79,21 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
     if directory is None and kind == "directory":
         directory = Path(model.source).expanduser()
     if directory is not None:
-        found = family_of(check_directory(directory, model.max_length)).mtp is not None
+        layers = num_mtp_layers(check_directory(directory, model.max_length))
     else:
-        found = kind == "tiny" and tiny_family(model.tiny).mtp is not None
-    if not found:
+        layers = model.tiny.mtp_layers if kind == "tiny" and tiny_family(model.tiny).mtp else 0
+    if not layers:
         families = [family for family in FAMILIES.values() if family.mtp is not None]
         raise ConfigError(
             f'speculation.method = "mtp": model.source = {model.source!r} has no multi-token-prediction layer; '
             f"supported: directories with architecture {' or '.join(family.architecture for family in families)}, "
             f"and tiny with model.tiny.family = {' or '.join(family.name for family in families)}; "
             'other models take "eagle3"'
+        )
+    if (k := config.speculation.k) > layers and k % layers:
+        raise ConfigError(
+            f"speculation.k = {k}: model.source = {model.source!r} has {MTP_LAYERS} = {layers}, and vLLM drafts more "
+            f"tokens than that only in multiples of it: allowed are 1 to {layers}, {2 * layers}, {3 * layers} and so on"
         )
 
 

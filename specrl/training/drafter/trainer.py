@@ -148,7 +148,8 @@ class Drafter:
         """The number of times that what `state_dict` returns was changed."""
         policy = TensorReader(policy_dir)
         for name in model.SHARED:
-            model.share(name, policy.read(name))
+            tied = name == HEAD and name not in policy.names
+            model.share(name, policy.read(EMBEDDINGS if tied else name))
         self._parameters = list(self.model.parameters())
         self._loss = DRAFT_LOSSES.function(config.loss)
         self._positions = PositionWeights(config.position_decay, config.ttt_steps)
@@ -213,15 +214,16 @@ class Drafter:
 
     @classmethod
     def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
-        """Return the multi-token-prediction layer of the policy in `policy_dir`, with a fresh optimizer.
+        """Return the first multi-token-prediction layer of the policy in `policy_dir`, with a fresh optimizer.
 
         Raises:
             ValueError: The policy has no such layer.
         """
-        shape = mtp_shape(AutoConfig.from_pretrained(policy_dir))
-        model = Mtp(shape)
+        hf_config = AutoConfig.from_pretrained(policy_dir)
+        shape = mtp_shape(hf_config)
+        model = Mtp(shape, family_of_model(hf_config))
         policy = TensorReader(policy_dir)
-        model.load_state_dict({name: policy.read(Mtp.PREFIX + name) for name in model.state_dict()})
+        model.load_state_dict({name: policy.read(model.name_on_disk(name)) for name in model.state_dict()})
         return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
 
     @property
@@ -445,7 +447,7 @@ class Drafter:
         Tensors shared with the policy are not among them: the engine's drafter shares them too.
         """
         for name, parameter in self.model.state_dict().items():
-            yield self.model.PREFIX + name, parameter.to(self.shape.dtype)
+            yield self.model.name_on_disk(name), parameter.to(self.shape.dtype)
         if self.shape.draft_vocab_size < self.shape.vocab_size:
             yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
 
