@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -66,6 +75,14 @@ FAMILIES = {
         after_norm=True,
         empty_start=False,
     ),
+    "ernie4_5_moe": Published(
+        "model.mtp_block.0.",
+        {"token": "model.mtp_emb_norm.0", "hidden": "model.mtp_hidden_norm.0", "project": "model.mtp_linear_proj.0"},
+        *(Ernie4_5Config, LlamaDecoderLayer, Ernie4_5ForCausalLM),
+        embedding_first=True,
+        after_norm=True,
+        empty_start=True,
+    ),
 }
 
 
@@ -102,7 +119,7 @@ def mtp_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def trunk_config(directory: Path) -> Any:
-    """What transformers computes the policy with: K-EXAONE without experts and windows is a Qwen3."""
+    """What transformers computes the policy with: without experts and windows K-EXAONE is a Qwen3."""
     found = AutoConfig.from_pretrained(directory)
     sizes = {name: getattr(found, name) for name in SIZES}
     config = family_in(directory).config(**sizes, head_dim=found.hidden_size // found.num_attention_heads)
@@ -172,7 +189,8 @@ class LiteralMtp:
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         rotary = self.rotary(x[None], positions)
         y = self.block(x[None], attention_mask=mask, position_ids=positions, position_embeddings=rotary)
-        return self.norms["final"]((y[0] if isinstance(y, tuple) else y)[0])
+        output: Tensor = (y[0] if isinstance(y, tuple) else y)[0]
+        return self.norms["final"](output) if "final" in self.norms else output
 
     @torch.no_grad()
     def chain(self, tokens: list[int], hidden: Tensor, start: int, k: int, *, forced: bool) -> list[Tensor]:

@@ -14,8 +14,8 @@ class TinyModelConfig(Section):
     """The shape of the random model that `model.source = "tiny"` makes on the spot."""
 
     family: str = "llama"
-    """The name of a row in `specrl/models/families.py`; `mimo` is a Qwen2 with multi-token-prediction layers, for
-    `speculation.method = "mtp"`, and `exaone_moe` a Qwen3 with those of Qwen3-Next."""
+    """The name of a row in `specrl/models/families.py`; `mimo`, `exaone_moe` (with the layers of Qwen3-Next) and
+    `ernie4_5_moe` have multi-token-prediction layers, for `speculation.method = "mtp"`."""
     num_layers: Annotated[int, Field(ge=6)] = 6
     """Number of transformer layers: at least 6, so that EAGLE-3's three feature layers lie apart."""
     hidden_size: PositiveInt = 128

@@ -82,6 +82,12 @@ def _check_family(config: dict[str, Any], family: Family, directory: Path) -> No
             f"{directory}: {family.architecture} with tie_word_embeddings = true is not supported: "
             "vLLM needs the output layer of this architecture in the checkpoint"
         )
+    layers = config.get("num_hidden_layers", 0)
+    if (key := family.experts_from) is not None and (start := config.get(key, 0)) < layers:
+        raise ConfigError(
+            f"{directory}: {family.architecture} with {key} = {start} is not supported: no layer may have experts, so "
+            f"it must be at least num_hidden_layers = {layers}"
+        )
     for key, entry in family.every_layer:
         found = config.get(key) or ["none given"]
         if other := [value for value in found if value != entry]:

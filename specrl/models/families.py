@@ -111,17 +111,15 @@ class ExpertShape:
 
 MTP_LAYERS = "num_nextn_predict_layers"
 """The key of a model's `config.json` that holds the number of its multi-token-prediction layers."""
-MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-"""The parts of a multi-token-prediction layer that any decoder layer has."""
 
 
 @dataclass(frozen=True)
 class MtpModule:
     """The multi-token-prediction layers of a family, whose tensors are part of the checkpoint, and how they draft.
 
-    A layer is a decoder layer after a projection of two normed inputs, a token's embedding and a hidden state, and
-    before a norm of its own. vLLM drafts all tokens with the first layer, applied again to its own output: its proposer
-    (`llm_base_proposer.propose`) tells the model of no other. Embeddings and head are the policy's in all of them.
+    A layer is a decoder layer after a projection of two normed inputs, a token's embedding and a hidden state. vLLM
+    drafts all tokens with the first layer, applied again to its own output: its proposer (`llm_base_proposer.propose`)
+    tells the model of no other. Embeddings and head are the policy's in all of them.
 
     The names are those of modules on disk, in which `{layer}` stands for the layer's number, from 0.
     """
@@ -136,18 +134,19 @@ class MtpModule:
     """The norm of the hidden state."""
     projection: str
     """The projection of both."""
-    final_norm: str
-    """The norm of the layer's output."""
-    engine_prefix: str
-    """What stands in vLLM's names for `prefix`."""
-    engine_block: str
-    """What stands in vLLM's names for the `block` of the first layer."""
+    final_norm: str | None
+    """The norm of the layer's output; None where it has none."""
+    in_engine: tuple[tuple[str, str], ...]
+    """How names of the first layer begin on disk and in vLLM, where `{first}` stands for the first layer's number; the
+    first pair that fits counts, and names that none fits are the same."""
     token_first: bool
     """Whether the projection reads the embedding before the hidden state, and not after it."""
     reads_normed: bool
     """Whether the hidden state has passed the policy's final norm."""
     masks_first: bool
     """Whether the embedding in slot 0 is taken for zero."""
+    several: bool = True
+    """Whether vLLM loads a checkpoint with several layers."""
 
     def name_on_disk(self, own: str, layer: int = 0) -> str:
         """Return the name of a layer's tensor on disk, given its name in `training/drafter/mtp.py`."""
@@ -160,19 +159,22 @@ class MtpModule:
         }
         return (f"{beside[module]}.{kind}" if module in beside else self.block + own).format(layer=layer)
 
-    def name_in_engine(self, name: str) -> str:
-        """Return vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices."""
-        block = self.block.format(layer=0)
-        own = name.removeprefix(block)
-        if own.startswith(MTP_BLOCK):
-            return self.engine_block + own
-        return self.engine_prefix + name.removeprefix(self.prefix)
+    def name_in_engine(self, name: str, first: int) -> str:
+        """Return vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices.
+
+        Args:
+            first: The first layer's number in vLLM, which is the number of layers in the drafter's configuration.
+        """
+        for beginning, other in self.in_engine:
+            if name.startswith(beginning):
+                return other.format(first=first) + name.removeprefix(beginning)
+        return name
 
     def drafts(self, name: str) -> bool:
         """Return whether a tensor of the checkpoint, by its name, belongs to the first layer or to all of them."""
-        before, after = self.block.split("{layer}")
-        number = name.removeprefix(before)
-        return name.startswith(self.prefix) and (number == name or number.startswith(f"0{after}"))
+        modules = (self.block, self.token_norm, self.hidden_norm, self.projection, self.final_norm)
+        beginnings = tuple(module.format(layer=0) for module in modules if module is not None)
+        return name.startswith(beginnings)
 
 
 MIMO_MTP = MtpModule(
@@ -182,8 +184,10 @@ MIMO_MTP = MtpModule(
     hidden_norm="model.mtp_layers.{layer}.hidden_layernorm",
     projection="model.mtp_layers.{layer}.input_proj",
     final_norm="model.mtp_layers.{layer}.final_layernorm",
-    engine_prefix="model.mtp_layers.",
-    engine_block="model.mtp_layers.0.mtp_block.",
+    in_engine=tuple(
+        (f"model.mtp_layers.0.{part}", f"model.mtp_layers.0.mtp_block.{part}")
+        for part in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+    ),
     token_first=False,
     reads_normed=False,
     masks_first=True,
@@ -196,13 +200,29 @@ QWEN3_NEXT_MTP = MtpModule(
     hidden_norm="mtp.pre_fc_norm_hidden",
     projection="mtp.fc",
     final_norm="mtp.norm",
-    engine_prefix="model.",
-    engine_block="model.layers.0.",
+    in_engine=(("mtp.", "model."),),
     token_first=True,
     reads_normed=True,
     masks_first=False,
 )
 """The layers of Qwen3-Next, Qwen3.5 and K-EXAONE, which share the projection and the norms beside it."""
+ERNIE_MTP = MtpModule(
+    prefix="model.mtp_",
+    block="model.mtp_block.{layer}.",
+    token_norm="model.mtp_emb_norm.{layer}",
+    hidden_norm="model.mtp_hidden_norm.{layer}",
+    projection="model.mtp_linear_proj.{layer}",
+    final_norm=None,
+    in_engine=tuple(
+        (f"model.{module}.0.", f"model.layers.{{first}}.{module}.")
+        for module in ("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+    ),
+    token_first=True,
+    reads_normed=True,
+    masks_first=True,
+    several=False,
+)
+"""The layer of ERNIE 4.5 (Baidu, 2025): a Llama's, whose output the head reads as it is."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +249,10 @@ class Family:
     """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
     can_tie: bool = True
     """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
+    rotary_interleaved: bool = False
+    """Whether the policy rotates channels 2i and 2i + 1 of a head against each other, and not its halves."""
+    experts_from: str | None = None
+    """The key of `config.json` that holds the first layer with experts; none of the policy's layers may have any."""
     every_layer: tuple[tuple[str, str], ...] = ()
     """Keys of `config.json` that list something for each transformer layer, and the one entry that is supported."""
     ignored_keys: tuple[str, ...] = ()
@@ -308,6 +332,18 @@ register_family(
         every_layer=(("mlp_layer_types", "dense"), ("layer_types", "full_attention")),
     )
 )
+# ERNIE 4.5 without experts is a Llama with interleaved rotary embeddings. Its router adds a correction bias to scores
+# that are a softmax, which Megatron-core has for sigmoids alone (`transformer_config.py`).
+register_family(
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        mtp=ERNIE_MTP,
+        rotary_interleaved=True,
+        experts_from="moe_layer_start_index",
+    )
+)
 
 SIGMOID_ROUTER = "its experts need a router with sigmoid scores and a correction bias, and shared experts"
 UNSUPPORTED = {
@@ -317,7 +353,6 @@ UNSUPPORTED = {
     "DeepseekV3ForCausalLM": "its attention is multi-head latent attention",
     "Glm4MoeForCausalLM": SIGMOID_ROUTER,
     "HYV3ForCausalLM": SIGMOID_ROUTER,
-    "Ernie4_5_MoeForCausalLM": "its rotary embeddings are interleaved, and its router has a correction bias",
     "Step3p5ForCausalLM": "its norms are scaled by one plus their weight",
 }
 """Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""

@@ -48,6 +48,8 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
         sizes |= {"head_dim": tiny.hidden_size // tiny.num_heads, "norm_topk_prob": True}
         sizes |= {name: getattr(tiny, name) for name in EXPERT_SIZES}
     sizes |= {key: [entry] * tiny.num_layers for key, entry in family.every_layer}
+    if family.experts_from is not None:
+        sizes[family.experts_from] = tiny.num_layers
     hf_config = config_class(
         architectures=[family.architecture],
         dtype=config.dtype,
@@ -70,7 +72,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
         weights = one_by_one(model_class(hf_config).state_dict())
         if family.mtp is not None:
             for layer in range(tiny.mtp_layers):
-                found = _mtp_layer(model_class, hf_config)
+                found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)
                 weights |= {family.mtp.name_on_disk(name, layer): weight for name, weight in found.items()}
             hf_config.update({MTP_LAYERS: tiny.mtp_layers})
     if tied:
@@ -100,14 +102,15 @@ def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def _mtp_layer(model_class: Any, hf_config: Any) -> dict[str, Tensor]:
-    """Return a random multi-token-prediction layer: a decoder layer, a projection before it, and three more norms."""
+def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dict[str, Tensor]:
+    """Return a random multi-token-prediction layer: a decoder layer, a projection before it, and its other norms."""
     lists = {key: value[:1] for key, value in hf_config.to_dict().items() if key.endswith("layer_types") and value}
     one_layer = model_class(type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": 1, **lists}))
     size = hf_config.hidden_size
     weights = dict(one_layer.model.layers[0].state_dict())
     weights["input_proj.weight"] = torch.randn(size, 2 * size) * INITIAL_STD
-    return weights | {f"{name}_layernorm.weight": torch.ones(size) for name in ("token", "hidden", "final")}
+    norms = ("token", "hidden", "final") if has_final_norm else ("token", "hidden")
+    return weights | {f"{name}_layernorm.weight": torch.ones(size) for name in norms}
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

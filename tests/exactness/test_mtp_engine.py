@@ -24,7 +24,7 @@ from tests.mtp_models import FAMILIES, PREFIX, LiteralMtp, greedy_features, mtp_
 pytestmark = pytest.mark.engine
 K, PROMPT, RESPONSE = 3, 6, 24
 REQUESTS = mixed_requests(56, longest_prompt=60, max_tokens=40)
-LAYERS = {"mimo": 3, "exaone_moe": 1}
+LAYERS = {"mimo": 3, "exaone_moe": 1, "ernie4_5_moe": 1}
 """vLLM drafts K tokens with the first of three layers, and with one alone."""
 in_each_family = pytest.mark.parametrize("case", list(FAMILIES), indirect=True)
 
@@ -151,6 +151,8 @@ def test_drafting_goes_on_to_the_last_position_of_the_context(case: Case) -> Non
         ("exaone_moe", "mtp.norm.weight"),
         ("exaone_moe", "mtp.layers.0.self_attn.q_norm.weight"),
         ("exaone_moe", "mtp.layers.0.mlp.up_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.self_attn.k_proj.weight"),
     ],
     indirect=["case"],
 )

@@ -138,7 +138,10 @@ def test_slot_0_has_no_embedding_in_mimo(policy_dir: Path, ranks: Ranks) -> None
 
 @pytest.mark.parametrize(
     ("family", "dtype", "layers"),
-    [("mimo", "float32", 1), ("mimo", "bfloat16", 3), ("exaone_moe", "float32", 2), ("exaone_moe", "bfloat16", 1)],
+    [
+        *(("mimo", "float32", 1), ("mimo", "bfloat16", 3)),
+        *(("exaone_moe", "float32", 2), ("exaone_moe", "bfloat16", 1), ("ernie4_5_moe", "bfloat16", 1)),
+    ],
 )
 def test_the_layers_come_back_bit_by_bit_with_and_without_a_drafter(
     tmp_path: Path, ranks: Ranks, family: str, dtype: str, layers: int
@@ -241,6 +244,7 @@ def test_a_published_directory_is_written_as_the_qwen2_that_it_is(
             {"architectures": ["ExaoneMoeForCausalLM"], "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4},
             'mlp_layer_types = "sparse" in 4 of 6 layers .* must be "dense"',
         ),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "moe_layer_start_index = 0 .* at least num_hidden_layers = 6"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM .*gated delta nets.*; supported: .*MiMo"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
     ],

@@ -181,7 +181,8 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
         if name in NOT_LOADED:
             continue
         if family.mtp is not None and name.startswith(family.mtp.prefix):
-            engine_name, fused = family.mtp.name_in_engine(name), family.fused
+            config: Any = model.config
+            engine_name, fused = family.mtp.name_in_engine(name, config.num_hidden_layers), family.fused
         elif drafter:
             engine_name, fused = _eagle3_engine_name(name), LLAMA.fused
         else:

@@ -56,7 +56,7 @@ class Mtp(DraftModule):
         self.self_attn = Attention(shape, hidden, bias=family.qkv_bias, qk_norm=family.qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(shape)
-        self.final_layernorm = RMSNorm(hidden, eps)
+        self.final_layernorm = RMSNorm(hidden, eps) if self.layout.final_norm is not None else None
 
     def name_on_disk(self, name: str) -> str:
         return self.layout.name_on_disk(name)
@@ -86,8 +86,8 @@ class Mtp(DraftModule):
 
     def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        output: Tensor = self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
-        return output
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output if self.final_layernorm is None else self.final_layernorm(output)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head)

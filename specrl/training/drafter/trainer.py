@@ -73,15 +73,16 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
 
     Attention takes a layer's projections, in the drafter's first layer for the half of its input that is a hidden
     state; the embedding half and `fc` stay random. The MLPs are taken only when they have the policy's width. A
-    policy's biases and QK norms have no place in a drafter, and without QK norm only the value projection is taken of a
-    policy that has it.
+    policy's biases and QK norms have no place in a drafter, and only the value projection is taken of a policy that has
+    QK norm, or rotates other channels against each other.
 
     On SmolLM2 three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
     """
     policy_config = AutoConfig.from_pretrained(policy_dir)
     family, hidden = family_of_model(policy_config), model.shape.hidden_size
     # Projections made for QK norm would saturate attention without it.
-    projections = ("v_proj",) if family.qk_norm else ("q_proj", "k_proj", "v_proj")
+    only_values = family.qk_norm or family.rotary_interleaved
+    projections = ("v_proj",) if only_values else ("q_proj", "k_proj", "v_proj")
     policy = TensorReader(policy_dir)
     sources = {"norm": "model.norm"}
     with_mlp = family.router is None and model.shape.intermediate_size == policy_config.intermediate_size
