@@ -184,9 +184,12 @@ MIMO_MTP = MtpModule(
     hidden_norm="model.mtp_layers.{layer}.hidden_layernorm",
     projection="model.mtp_layers.{layer}.input_proj",
     final_norm="model.mtp_layers.{layer}.final_layernorm",
-    in_engine=tuple(
-        (f"model.mtp_layers.0.{part}", f"model.mtp_layers.0.mtp_block.{part}")
-        for part in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+    in_engine=(
+        *(
+            (f"model.mtp_layers.0.{part}", f"model.mtp_layers.{{first}}.mtp_block.{part}")
+            for part in ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+        ),
+        ("model.mtp_layers.0.", "model.mtp_layers.{first}."),
     ),
     token_first=False,
     reads_normed=False,
