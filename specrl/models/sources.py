@@ -11,7 +11,8 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
-from specrl.models.families import FAMILIES, MTP_LAYERS, Family, family_of, num_mtp_layers, tiny_family
+from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
+from specrl.models.mtp_modules import MTP_LAYERS
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """The form of a hub id, owner/name."""

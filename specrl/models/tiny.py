@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from specrl.config import ModelConfig
 from specrl.models.directory import WEIGHTS_FILE
-from specrl.models.families import MTP_LAYERS, ties_embeddings, tiny_family
+from specrl.models.families import ties_embeddings, tiny_family
 from specrl.models.hf_io import write_tensors
+from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.models.shapes import TINY_VOCAB_SIZE
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
