@@ -230,15 +230,16 @@ register_family(
     )
 )
 
-SIGMOID_ROUTER = "its experts need a router with sigmoid scores and a correction bias, and shared experts"
+NO_DELTA_NETS = "Megatron-core has no gated delta nets for CPUs"
+NO_SIGMOID_ROUTER = "the trainer has neither shared experts nor a router with sigmoid scores and a correction bias"
 UNSUPPORTED = {
-    "Qwen3NextForCausalLM": "its gated delta nets have no implementation for CPUs in Megatron-core",
-    "Qwen3_5ForCausalLM": "its gated delta nets have no implementation for CPUs in Megatron-core",
-    "Qwen3_5ForConditionalGeneration": "its gated delta nets have no implementation for CPUs in Megatron-core",
-    "DeepseekV3ForCausalLM": "its attention is multi-head latent attention",
-    "Glm4MoeForCausalLM": SIGMOID_ROUTER,
-    "HYV3ForCausalLM": SIGMOID_ROUTER,
-    "Step3p5ForCausalLM": "its norms are scaled by one plus their weight",
+    "Qwen3NextForCausalLM": NO_DELTA_NETS,
+    "Qwen3_5ForCausalLM": NO_DELTA_NETS,
+    "Qwen3_5ForConditionalGeneration": NO_DELTA_NETS,
+    "DeepseekV3ForCausalLM": "the trainer has no multi-head latent attention",
+    "Glm4MoeForCausalLM": NO_SIGMOID_ROUTER,
+    "HYV3ForCausalLM": NO_SIGMOID_ROUTER,
+    "Step3p5ForCausalLM": "the trainer has no norms that scale by one plus their weight",
 }
 """Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""
 
