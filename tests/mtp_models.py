@@ -122,7 +122,9 @@ def trunk_config(directory: Path) -> Any:
     """What transformers computes the policy with: without experts and windows K-EXAONE is a Qwen3."""
     found = AutoConfig.from_pretrained(directory)
     sizes = {name: getattr(found, name) for name in SIZES}
-    config = family_in(directory).config(**sizes, head_dim=found.hidden_size // found.num_attention_heads)
+    sizes["head_dim"] = found.hidden_size // found.num_attention_heads
+    # A Llama's layer asks ERNIE's configuration for these.
+    config = family_in(directory).config(**sizes, attention_dropout=0.0, attention_bias=False, mlp_bias=False)
     config._attn_implementation = "eager"
     return config
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
@@ -319,7 +320,9 @@ def test_the_policys_directory_alone_is_served() -> None:
 
 def without_layer(policy_dir: Path, tmp_path: Path) -> Path:
     directory = tmp_path / "without"
-    trunk(policy_dir).save_pretrained(directory)
+    shutil.copytree(policy_dir, directory)
+    weights = {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if "mtp" not in name}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
