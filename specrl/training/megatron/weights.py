@@ -113,7 +113,7 @@ class WeightMap:
         """
         if parameter.split == "qkv":
             groups = self.num_groups // size
-            tensors = self._rotated_apart(tensors, (-1, 2))
+            tensors = self._reordered(tensors, halves=False)
             return torch.cat([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)
         if parameter.split == "vocabulary":
             padding = parameter.shape[0] // size - len(tensors[0])
@@ -131,21 +131,25 @@ class WeightMap:
         if parameter.split == "qkv":
             groups = merged.reshape(self.num_groups // size, -1, *merged.shape[1:])
             parts = [part.flatten(0, 1) for part in torch.split(groups, self._group_rows(parameter), 1)]
-            return [part.contiguous() for part in self._rotated_apart(parts, (2, -1))]
+            return [part.contiguous() for part in self._reordered(parts, halves=True)]
         return list(merged.chunk(len(parameter.hf)))
 
-    def _rotated_apart(self, tensors: Sequence[Tensor], pairs: tuple[int, int]) -> Sequence[Tensor]:
-        """Return queries, keys and values with the channels of each query and key head in the other order.
+    def _reordered(self, tensors: Sequence[Tensor], *, halves: bool) -> Sequence[Tensor]:
+        """Return queries, keys and values, and of interleaved queries and keys with the other order of channels.
 
         Args:
             tensors: Each `[heads * head_dim, ...]`.
-            pairs: How the channels of a head are laid out: `(-1, 2)` pair after pair, `(2, -1)` as two halves.
+            halves: Whether the channels that are rotated against each other lie in the two halves of a head, and not
+                side by side.
         """
         if not self.interleaved:
             return tensors
-        queries, keys, values = tensors
-        heads = [tensor.unflatten(0, (-1, self.head_dim)).unflatten(1, pairs) for tensor in (queries, keys)]
-        return [*(head.transpose(1, 2).flatten(0, 2) for head in heads), values]
+        width = self.head_dim // 2
+        shape = (-1, 2, width) if halves else (-1, width, 2)
+        queries, keys = (
+            tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape) for tensor in tensors[:2]
+        )
+        return [queries, keys, tensors[2]]
 
     def part_shapes(self, parameter: Parameter, size: int) -> list[tuple[int, ...]]:
         """Return the shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
