@@ -12,12 +12,13 @@ from flows.commands.options import RunsDir
 from flows.folder import find_run
 from specrl.artifacts import write_json
 from specrl.config import ConfigError, load_config
-from specrl.report.results import find_stages, read_config
+from specrl.report.results import find_stages, finished, read_config
 from specrl.report.tables import print_line, print_table
 
 if TYPE_CHECKING:
     from specrl.projection.projected import Projection
     from specrl.projection.simulator.workload import Lengths
+    from specrl.projection.steps.comparison import PartComparison, RunSteps
 
 COLUMNS = (
     ">ranks",
@@ -60,16 +61,26 @@ def project(
             help="For a configuration: the median response length in tokens, and its logarithm's standard deviation.",
         ),
     ] = None,
+    calibrated_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="For a run: simulate its steps by what the parts of this other run's steps cost."
+        ),
+    ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="With --published: also write the rows to this file.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="For a run or with --published: also write the comparison to this file."
+        ),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Simulate how long steps would take.
 
-    For a finished run: how long generation would take on more ranks with each use of idle time (bubbles.use), at the
-    run's measured speeds and response lengths. For a configuration: what each number of drafts and bubbles would gain
-    on its GPUs, from their data sheets. With --published: the speedups of published results beside the simulated ones.
+    For a finished run: its own steps, part by part, beside what it measured of them; and how long generation would take
+    on more ranks with each use of idle time (bubbles.use), at the run's measured speeds and response lengths. For a
+    configuration: what each number of drafts and bubbles would gain on its GPUs, from their data sheets. With
+    --published: the speedups of published results beside the simulated ones.
     """
     if published:
         project_published(json_path)
@@ -78,7 +89,7 @@ def project(
     elif name.endswith(".toml"):
         project_config(Path(name), hardware, acceptance, lengths)
     else:
-        project_run(name, ranks, runs_dir)
+        project_run(name, ranks, runs_dir, calibrated_on, json_path)
 
 
 def project_published(json_path: Path | None) -> None:
@@ -124,36 +135,88 @@ def project_config(path: Path, hardware: str | None, acceptance: str | None, len
         print_line(console, f"assumed: {line}")
 
 
-def project_run(name: str, ranks: str, runs_dir: Path) -> None:
-    """Print how long a run's generation would take on more ranks."""
-    from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS, read_run
+def project_run(name: str, ranks: str, runs_dir: Path, calibrated_on: str | None, json_path: Path | None) -> None:
+    """Print a run's steps as simulated and as measured, and how long its generation would take on more ranks."""
+    from specrl.projection.measured import ASSUMED_REPLAYED_TOKENS
     from specrl.projection.projected import agreement, project_uses
     from specrl.projection.tail import USES
 
     counts = _numbers(ranks)
-    run_dir = find_run(name, runs_dir)
-    config, stages = read_config(run_dir), find_stages(run_dir)
-    if "train" not in stages:
-        raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
-    try:
-        train_dir = stages["train"].stage_dir
-        run = read_run(train_dir / "steps", train_dir / "rollouts")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    most_running, console = config.engine.max_num_seqs, Console()
-    found = agreement(run, config.bubbles.use, most_running)
-    print_line(
-        console,
-        f"the run itself: generation takes {found.generation_s[0]:.1f} s simulated, {found.generation_s[1]:.1f} s "
-        f"measured ({found.generation_error:+.1%}); decoding steps {found.iterations[0]:.0f} simulated, "
-        f"{found.iterations[1]:.0f} measured",
-    )
+    found = _read_steps(name, runs_dir)
+    run, use, most_running = found.generation, found.config.bubbles.use, found.config.engine.max_num_seqs
+    console = Console()
+    compare_steps(console, found, _read_steps(calibrated_on, runs_dir) if calibrated_on else None, json_path)
+    own = agreement(run, use, most_running)
+    print_line(console, f"decoding steps: {own.iterations[0]:.0f} simulated, {own.iterations[1]:.0f} measured")
     if not run.has_replayed:
         print_line(console, f"the run replayed no text: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration are assumed")
     print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures those of each use")
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
     rows = [_row(item) for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)]
-    print_table(console, f"Simulated generation of one step of {run_dir.name}", COLUMNS, rows)
+    print_table(console, f"Simulated generation of one step of {found.name}", COLUMNS, rows)
+
+
+def compare_steps(console: Console, run: RunSteps, other: RunSteps | None, json_path: Path | None) -> None:
+    """Print the parts of a run's steps as simulated by constants of other steps, and as measured.
+
+    Args:
+        other: The run whose steps calibrate; with None each half of the run's steps calibrates the other half.
+        json_path: The file to which the rows are written, too; None for none.
+    """
+    from specrl.projection.steps.comparison import AIM, assumptions, causes, gaps, halves, transferred
+
+    constants = (other or run).constants((other or run).steps)
+    try:
+        parts = halves(run) if other is None else transferred(run, other)
+    except ValueError as error:
+        if other is not None:
+            raise ConfigError(str(error)) from error
+        print_line(console, str(error))
+        return
+    source = other.name if other is not None else "the other half of its steps"
+    title = f"The {len(run.steps)} steps of {run.name}, simulated with costs measured in {source}"
+    columns = ("part", ">measured, s", ">simulated, s", ">error", ">median error of a step")
+    print_table(console, title, columns, [_cells(part) for part in parts])
+    for part in parts:
+        if abs(part.error) > AIM:
+            print_line(console, f"{part.name} is off by more than {AIM:.0%}: {causes(run.steps, part)}")
+    for line in gaps(run.steps, constants) if other else ():
+        print_line(console, line)
+    for line in assumptions(constants):
+        print_line(console, f"assumed: {line}")
+    if json_path:
+        names = {"run": run.name, "calibrated_on": other.name if other is not None else run.name}
+        write_json(json_path, [{**names, **part.as_json()} for part in parts])
+
+
+def _read_steps(name: str, runs_dir: Path) -> RunSteps:
+    """Return the steps of a finished run.
+
+    Raises:
+        ConfigError: The run has not been trained.
+    """
+    from specrl.artifacts import PrepareResult
+    from specrl.models.shapes import model_shape
+    from specrl.projection.measured import read_run
+    from specrl.projection.steps.comparison import RunSteps
+
+    run_dir = find_run(name, runs_dir)
+    config, stages = read_config(run_dir), find_stages(run_dir)
+    if "train" not in stages:
+        raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
+    train_dir = stages["train"].stage_dir
+    prepared = finished(stages, "prepare", PrepareResult)
+    model = config.model.model_copy(update={"source": str(prepared.policy_dir)}) if prepared else config.model
+    try:
+        generation = read_run(train_dir / "steps", train_dir / "rollouts")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RunSteps.read(run_dir.name, config, train_dir, model_shape(model), generation)
+
+
+def _cells(part: PartComparison) -> tuple[str, ...]:
+    measured, simulated = sum(part.measured), sum(part.simulated)
+    return part.name, f"{measured:.2f}", f"{simulated:.2f}", f"{part.error:+.1%}", f"{part.step_error:.1%}"
 
 
 def _row(item: Projection) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def read_run(steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
     speed, has_replayed = measured_speed(records)
     bubbles = [[rank["bubble"] for rank in record["ranks"]] for record in records]
     return MeasuredRun(
-        steps=responses(rollouts_dir, records, speed.replayed_tokens),
+        steps=responses(rollouts_dir, records, speed),
         speed=speed,
         has_replayed=has_replayed,
         generation_s=[max(bubble["generated_at"] - bubble["started_at"] for bubble in step) for step in bubbles],
@@ -67,15 +67,16 @@ def measured_speed(records: Sequence[dict[str, Any]]) -> tuple[DecodingSpeed, bo
             by_batch[batch][0] += iterations
             by_batch[batch][1] += seconds
     curve = IterationCurve(tuple((batch, seconds / count) for batch, (count, seconds) in sorted(by_batch.items())))
-    drafts, accepted = (sum(column) for column in zip(*map(replayed, records), strict=True))
-    speed = DecodingSpeed(curve, 1 + accepted / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
+    drafts, drafted, accepted = (sum(column) for column in zip(*map(replay_counts, records), strict=True))
+    tokens = 1 + accepted / drafts if drafts else ASSUMED_REPLAYED_TOKENS
+    speed = DecodingSpeed(curve, tokens, drafted / drafts if drafts else ASSUMED_REPLAYED_TOKENS)
     shares = [record["metrics"].get("bubble/pregeneration_share") for record in records]
     known = [share for share in shares if share is not None]
     return replace(speed, pregeneration_share=fmean(known)) if known else speed, bool(drafts)
 
 
 def responses(
-    rollouts_dir: Path, records: Sequence[dict[str, Any]], replayed_tokens: float
+    rollouts_dir: Path, records: Sequence[dict[str, Any]], speed: DecodingSpeed
 ) -> list[list[list[SimulatedResponse]]]:
     """Return the responses by step and engine, of which the first rank has written them.
 
@@ -89,31 +90,52 @@ def responses(
     for row in rows:
         lengths[len(row.prompt_tokens)].append(len(row.response_tokens))
     means = {size: fmean(found) for size, found in lengths.items()}
-    paces = {
-        record["step"]: typical_pace([row for rank in step for row in rank], replayed(record))
-        for record, step in zip(records, tables, strict=True)
+    by_step = {
+        record["step"]: [row for rank in step for row in rank] for record, step in zip(records, tables, strict=True)
     }
-    usual = usual_following(rows, replayed_tokens, paces)
+    paces = {record["step"]: typical_pace(by_step[record["step"]], replayed(record)) for record in records}
+    drafts = {record["step"]: typical_drafts(by_step[record["step"]], record) for record in records}
+    usual = usual_following(rows, speed.replayed_tokens, paces)
     if usual is None:
         usual = other_following(records)
 
     def response(row: Rollout) -> SimulatedResponse:
         expected = means[len(row.prompt_tokens)]
-        pace, follows = growth(row, replayed_tokens, paces[row.step])
-        follows = usual if follows is None else follows
-        return SimulatedResponse(row.prompt_id, len(row.response_tokens), expected, pace, follows)
+        pace, found = growth(row, speed.replayed_tokens, paces[row.step])
+        follows = usual if found is None else found
+        iterations = max(1, len(row.response_tokens) - row.num_accepted_tokens)
+        own = drafts[row.step] if row.num_stored else row.num_draft_tokens / iterations
+        return SimulatedResponse(row.prompt_id, len(row.response_tokens), expected, pace, follows, own)
 
     return [[[response(row) for row in rank] for rank in step] for step in tables]
 
 
-def replayed(record: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a step's drafts came from text stored for the prompt, and how many of their tokens were right.
+def replay_counts(record: dict[str, Any]) -> tuple[int, int, int]:
+    """Return how many of a step's drafts came from text stored for the prompt, their tokens, and the accepted ones.
 
     Args:
         record: The step's record.
     """
-    drafts, _, accepted = record["by_source"].get("replay", [0, 0, 0])
+    drafts, drafted, accepted = record["by_source"].get("replay", [0, 0, 0])
+    return drafts, drafted, accepted
+
+
+def replayed(record: dict[str, Any]) -> tuple[int, int]:
+    """Return the drafts of `replay_counts` and their accepted tokens."""
+    drafts, _, accepted = replay_counts(record)
     return drafts, accepted
+
+
+def typical_drafts(rollouts: Sequence[Rollout], record: dict[str, Any]) -> float:
+    """Return the tokens drafted for a response in an iteration where it does not follow text stored for its prompt.
+
+    Args:
+        record: The step's record.
+    """
+    drafts, drafted, _ = replay_counts(record)
+    iterations = sum(len(rollout.response_tokens) - rollout.num_accepted_tokens for rollout in rollouts) - drafts
+    others = sum(rollout.num_draft_tokens for rollout in rollouts) - drafted
+    return max(0.0, others / iterations) if iterations > 0 else 0.0
 
 
 def typical_pace(rollouts: Sequence[Rollout], followed: tuple[int, int]) -> float:

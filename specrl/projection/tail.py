@@ -26,12 +26,13 @@ USES: tuple[BubbleUse, ...] = get_args(BubbleUse)
 class IterationCost(Protocol):
     """The time of an engine iteration."""
 
-    def at(self, running: int, generated: float) -> float:
+    def at(self, running: int, generated: float, drafted: float) -> float:
         """Return the seconds of an iteration.
 
         Args:
             running: The number of running requests.
             generated: The mean number of tokens that they have generated so far.
+            drafted: The mean number of tokens that are drafted for each of them.
         """
 
 
@@ -42,10 +43,10 @@ class IterationCurve:
     points: tuple[tuple[int, float], ...]
     """Pairs of running requests and seconds, ascending in the requests."""
 
-    def at(self, running: int, generated: float = 0.0) -> float:
+    def at(self, running: int, generated: float = 0.0, drafted: float = 0.0) -> float:
         """Return the seconds of an iteration, on straight lines between the points and flat outside of them.
 
-        How much was generated is not looked at: it is in what was measured.
+        How much was generated and drafted is not looked at: it is in what was measured.
         """
         batches = [batch for batch, _ in self.points]
         right = bisect_left(batches, running)
@@ -63,6 +64,8 @@ class DecodingSpeed:
     """The time of an iteration."""
     replayed_tokens: float
     """Tokens per request and iteration along stored text."""
+    replayed_drafts: float = 0.0
+    """The mean number of tokens that are drafted for a request in an iteration along stored text."""
     pregeneration_share: float = 0.9
     """The share of a bubble that `bubbles.use = "both"` gives to pre-generation; the default is the initial share."""
 
@@ -81,6 +84,8 @@ class SimulatedResponse:
     """Tokens per iteration where it does not follow stored text: 1 without speculation, more with it."""
     follows: float = 1.0
     """The share of its stored text that it samples again before it diverges."""
+    drafts: float = 0.0
+    """The mean number of tokens that are drafted for it in an iteration where it does not follow stored text."""
 
     def iterations(self, stored: float, replayed_tokens: float) -> float:
         """Return how many iterations it takes.
@@ -91,6 +96,12 @@ class SimulatedResponse:
         """
         followed = self.follows * min(stored, self.length)
         return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
+
+    def mean_drafts(self, stored: float, speed: DecodingSpeed) -> float:
+        """Return how many tokens are drafted for it in an iteration, with so many tokens of stored text."""
+        along = self.follows * min(stored, self.length) / speed.replayed_tokens
+        share = min(1.0, along / self.iterations(stored, speed.replayed_tokens))
+        return share * speed.replayed_drafts + (1 - share) * self.drafts
 
 
 @dataclass
@@ -136,19 +147,22 @@ def decode(
         limit: The seconds after which decoding stops.
     """
     needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
+    drafts = [response.mean_drafts(text, speed) for response, text in zip(responses, stored, strict=True)]
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
     paces = [item.length / need for item, need in zip(responses, needs, strict=True)]
     started: dict[int, float] = {}
-    now = iterations = pace = missed = 0.0  # the running requests have generated pace * iterations - missed tokens
+    now = iterations = drafted = 0.0
+    pace = missed = 0.0  # the running requests have generated pace * iterations - missed tokens
     while (waiting or running) and now < limit:
         while waiting and len(running) < most_running:
             index = waiting.pop()
             started[index] = iterations
             pace, missed = pace + paces[index], missed + paces[index] * iterations
+            drafted += drafts[index]
             heapq.heappush(running, (iterations + needs[index], index))
         halfway = (iterations + running[0][0]) / 2
-        seconds = speed.curve.at(len(running), (pace * halfway - missed) / len(running))
+        seconds = speed.curve.at(len(running), (pace * halfway - missed) / len(running), drafted / len(running))
         until = running[0][0]
         if now + (until - iterations) * seconds >= limit:  # set the limit itself, which sums of steps may never reach
             now, iterations = limit, iterations + (limit - now) / seconds
@@ -157,6 +171,7 @@ def decode(
         while running and running[0][0] <= iterations + 1e-9:
             _, index = heapq.heappop(running)
             pace, missed = pace - paces[index], missed - paces[index] * started[index]
+            drafted -= drafts[index]
     done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
     return Decoding(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
 

@@ -9,12 +9,13 @@ import pytest
 from flows.cli import invoke
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
-from specrl.bench.rollouts.roofline import Machine, Network, Roofline, drafter_networks, policy_network
+from specrl.bench.rollouts.roofline import Network, Roofline, drafter_networks, policy_network
 from specrl.bench.rollouts.rounds import orders
 from specrl.bench.rollouts.workloads import workloads
 from specrl.bench.settings import LossSettings, RolloutSettings, methods_of, middle_of, speculation_of
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
 from specrl.config import ConfigError, DrafterConfig, SpeculationConfig, parse_config
+from specrl.projection.steps.arithmetic import Machine
 from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response
 

@@ -10,9 +10,9 @@ from specrl.bench.growth.fit import Growth, PointTimes, exponent, growth
 from specrl.bench.growth.page import write_page
 from specrl.bench.growth.points import MODELS, Point, series_of
 from specrl.bench.job import BenchJob
-from specrl.bench.rollouts.roofline import Machine
 from specrl.bench.settings import GrowthSettings
-from specrl.bench.step import arithmetic
+from specrl.projection.steps import arithmetic
+from specrl.projection.steps.arithmetic import Machine
 
 TINY, MACHINE = MODELS["tiny"], Machine(bytes_per_s=1e10, flops_per_s=1e11)
 

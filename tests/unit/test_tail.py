@@ -139,7 +139,7 @@ def test_each_step_has_a_pace_of_its_own(tmp_path: Path) -> None:
         rows = [replace(make_rollout(accepted, 0), step=step), replace(make_rollout(18, 20), step=step)]
         write_rollouts(rollout_path(tmp_path, step, 0), rows)
     records: list[dict[str, Any]] = [{"step": step, "by_source": {"replay": [2, 32, 18]}} for step in range(2)]
-    (first, text), (second, _) = (step[0] for step in responses(tmp_path, records, 10.0))
+    (first, text), (second, _) = (step[0] for step in responses(tmp_path, records, DecodingSpeed(CURVE, 10.0)))
     assert (first.pace, second.pace, text.follows) == (1.0, 2.0, 1.0)
 
 

@@ -14,9 +14,10 @@ from specrl.bench.growth.points import MODELS, Point, series_of
 from specrl.bench.interleaved.side import PARTS, TrainStep, begin_anew, train_side
 from specrl.bench.job import BenchJob, say
 from specrl.bench.pages import write_rows
-from specrl.bench.rollouts.roofline import Machine
+from specrl.bench.rollouts.machine import measure_machine
 from specrl.bench.settings import GrowthSettings
-from specrl.bench.step import arithmetic
+from specrl.projection.steps import arithmetic
+from specrl.projection.steps.arithmetic import Machine
 
 
 def main(job: BenchJob) -> None:
@@ -29,7 +30,7 @@ def main(job: BenchJob) -> None:
     for series in series_of(settings):
         for size, point in series.points.items():
             if point.model not in machines:
-                machines[point.model] = arithmetic.measure_machine(MODELS[point.model], threads=1)
+                machines[point.model] = measure_machine(MODELS[point.model], threads=1)
             if point not in measured:
                 measured[point] = measure(point, job.run_dir / f"point-{len(measured)}", settings, machines)
             item = PointTimes(size, point, *measured[point])

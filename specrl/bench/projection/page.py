@@ -24,8 +24,8 @@ GPUs (`specrl/projection/simulator`), with one set of assumptions for all rows. 
 arXiv:2604.26779: measured for Qwen3-8B, projected by its authors for Qwen3-235B-A22B. The paper gives neither response
 lengths nor layouts. They were chosen so that the step *without* speculation takes what was published; the constants of
 the assumptions were then chosen once, for all rows together. Not simulated: whether the KV cache holds all running
-responses, attention in training, and specrl's own runs on CPUs (`specrl project RUN` compares a run's generation with
-what was measured of it)."""
+responses, and attention in training. specrl's own runs on CPUs are simulated with costs that were measured in other
+steps, by `specrl project RUN`: `2026-11-23-project-runs.md`."""
 LAG = """\
 The row with a lag of 2 steps is the one that misses. Its published speedups are those that the simulator finds without
 a lag (3.49 and 2.62). With one, the simulator decodes the responses of two steps together, and divides the GPUs anew

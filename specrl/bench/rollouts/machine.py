@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from specrl.bench.rollouts.roofline import Machine
+from specrl.models.shapes import ModelShape
+from specrl.projection.steps.arithmetic import Machine
 
 READ_BYTES = 1 << 29
 """The size of the tensor that is read, 512 MiB, which no cache holds."""
@@ -33,6 +34,15 @@ def measure(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.de
 
     read = _best(lambda: float(memory.sum()), device)
     return Machine(READ_BYTES / read, products * 2 * ROWS * hidden * intermediate / _best(multiply, device))
+
+
+def measure_machine(shape: ModelShape, threads: int) -> Machine:
+    """Return this machine's rates with so many threads, its matrix rate on products of this shape."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found = measure(shape.hidden_size, shape.intermediate_size, torch.bfloat16, torch.device("cpu"))
+    torch.set_num_threads(before)
+    return found
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

@@ -9,15 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specrl.projection.steps.arithmetic import Machine
 
-@dataclass(frozen=True)
-class Machine:
-    """The measured speed of this machine, with the benchmark's threads."""
-
-    bytes_per_s: float
-    """The rate of reading memory, in bytes per second."""
-    flops_per_s: float
-    """The rate of matrix products in the model's type and shapes with many rows, in operations per second."""
+ONE_PER_SECOND = Machine(1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Roofline:
     """The drafter's layer and head; None if drafts need no network."""
     fusion: Network | None = None
     """The drafter's `fc`, which combines the features of each row once per iteration."""
-    machine: Machine = Machine(1.0, 1.0)
+    machine: Machine = ONE_PER_SECOND
 
     def plain_seconds(self, batch: int) -> float:
         """Return the least time of a plain iteration with `batch` requests."""

@@ -10,13 +10,14 @@ from specrl.artifacts import PrepareResult, write_json
 from specrl.bench.interleaved.side import TrainSide, TrainStep, begin_anew, train_side
 from specrl.bench.interleaved.turns import Worker
 from specrl.bench.job import BenchJob, say
+from specrl.bench.rollouts.machine import measure_machine
 from specrl.bench.settings import StepSettings
-from specrl.bench.step import arithmetic
 from specrl.bench.step.contexts import make_context
 from specrl.bench.step.page import write_page
 from specrl.bench.step.results import PeerStep, StepFindings, UpdateProducts
 from specrl.context import StageContext
 from specrl.models.shapes import model_shape
+from specrl.projection.steps import arithmetic
 
 PEER, PACKAGE = "TRL", "trl"
 
@@ -62,7 +63,7 @@ def update_products(context: StageContext, step: TrainStep, settings: StepSettin
     """Return what the matrix products of a step's update take at the rate that this machine reaches on them."""
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     shape = model_shape(context.config.model.model_copy(update={"source": str(policy_dir)}))
-    machine = arithmetic.measure_machine(shape, settings.threads)
+    machine = measure_machine(shape, settings.threads)
     prompts: dict[int, int] = {}
     responses = 0
     for rollout in step.rollouts(context.stage_dir / "rollouts"):

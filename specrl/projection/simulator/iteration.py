@@ -35,8 +35,11 @@ class EngineModel:
     """The length of a prompt in tokens."""
     draft_vocab_size: int = 32000
 
-    def at(self, running: int, generated: float) -> float:
-        """Return the seconds of an iteration of `running` requests that have generated so many tokens on average."""
+    def at(self, running: int, generated: float, drafted: float = 0.0) -> float:
+        """Return the seconds of an iteration of `running` requests that have generated so many tokens on average.
+
+        What was drafted for them elsewhere is not looked at: `k` tokens are.
+        """
         rows = running * (self.k + 1)
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s

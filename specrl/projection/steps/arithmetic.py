@@ -7,11 +7,8 @@ sampler, probes and everything else are left out, so that these are lower bounds
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-
-from specrl.bench.rollouts.machine import measure
-from specrl.bench.rollouts.roofline import Machine
 from specrl.models.shapes import ModelShape
 
 BYTES = 2
@@ -19,17 +16,21 @@ BYTES = 2
 MASTER_BYTES = 28
 """What the optimizer reads and writes of a parameter: gradient, master and two moments in FP32, each but the gradient
 written too."""
+MICRO_BATCH_BYTES = 16
+"""What the two passes over a micro-batch read and write of a parameter: the weight twice, and its gradient, which is
+added to the sum in FP32."""
 REFIT_BYTES = 3 * BYTES
 """What a refit reads and writes of a parameter: the trainer's weight, and the engine's, which is then packed."""
 
 
-def measure_machine(shape: ModelShape, threads: int) -> Machine:
-    """Return this machine's rates with so many threads, its matrix rate on products of this shape."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found = measure(shape.hidden_size, shape.intermediate_size, torch.bfloat16, torch.device("cpu"))
-    torch.set_num_threads(before)
-    return found
+@dataclass(frozen=True)
+class Machine:
+    """The measured speed of a machine, with the threads of a rank."""
+
+    bytes_per_s: float
+    """The rate of reading memory, in bytes per second."""
+    flops_per_s: float
+    """The rate of matrix products in the model's type and shapes with many rows, in operations per second."""
 
 
 def generation_s(shape: ModelShape, prompts: Sequence[int], responses: Sequence[int], machine: Machine) -> float:
@@ -62,6 +63,18 @@ def update_s(shape: ModelShape, prompts: Sequence[int], responses: Sequence[int]
     return products + 3 * attention_s(shape, lengths, machine) + moved
 
 
+def update_bytes(shape: ModelShape, updates: int, micro_batches: int) -> float:
+    """Return what the updates of a step read and write of the parameters, in bytes.
+
+    The optimizer of a data-parallel rank touches only its share of them, but the exchange of gradients and parameters
+    moves about as much as that saves, so that it is counted as a whole.
+
+    Args:
+        micro_batches: The number of micro-batches of a rank in all updates.
+    """
+    return shape.parameters * (updates * MASTER_BYTES + micro_batches * MICRO_BATCH_BYTES)
+
+
 def training_products_s(shape: ModelShape, tokens: int, responses: int, machine: Machine) -> float:
     """Return the least seconds of the linear layers in a forward and a backward pass, which takes twice as many.
 
@@ -69,8 +82,24 @@ def training_products_s(shape: ModelShape, tokens: int, responses: int, machine:
         tokens: The number of tokens.
         responses: How many of them are response tokens: only these need the output layer.
     """
-    weights = shape.num_layers * shape.linear_parameters_per_layer * tokens + shape.embedding_parameters * responses
-    return 3 * 2 * weights / machine.flops_per_s
+    return training_flops(shape, tokens, responses) / machine.flops_per_s
+
+
+def training_flops(shape: ModelShape, tokens: int, responses: int) -> float:
+    """Return the operations of the linear layers in a forward and a backward pass, which takes twice as many.
+
+    Args:
+        tokens: The number of tokens.
+        responses: How many of them are response tokens: only these need the output layer.
+    """
+    weights = active_weights_per_layer(shape) * shape.num_layers * tokens + shape.embedding_parameters * responses
+    return 3 * 2 * weights
+
+
+def active_weights_per_layer(shape: ModelShape) -> int:
+    """Return the number of weights of a layer that one token is multiplied with: of the experts only its own."""
+    idle = shape.num_experts - shape.experts_per_token
+    return shape.linear_parameters_per_layer - idle * shape.expert_parameters
 
 
 def refit_s(shape: ModelShape, machine: Machine) -> float:
@@ -90,5 +119,10 @@ def products_s(shape: ModelShape, tokens: int, machine: Machine) -> float:
 
 def attention_s(shape: ModelShape, lengths: Sequence[int], machine: Machine) -> float:
     """Return the least seconds of causal attention over whole sequences in one forward pass."""
+    return attention_flops(shape, lengths) / machine.flops_per_s
+
+
+def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Return the operations of causal attention over whole sequences in one forward pass."""
     pairs = sum(length * (length + 1) / 2 for length in lengths)
-    return 4 * shape.query_size * shape.num_layers * pairs / machine.flops_per_s
+    return 4 * shape.query_size * shape.num_layers * pairs
