@@ -209,9 +209,9 @@ def _read_steps(name: str, runs_dir: Path) -> RunSteps:
     model = config.model.model_copy(update={"source": str(prepared.policy_dir)}) if prepared else config.model
     try:
         generation = read_run(train_dir / "steps", train_dir / "rollouts")
+        return RunSteps.read(run_dir.name, config, train_dir, model_shape(model), generation)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RunSteps.read(run_dir.name, config, train_dir, model_shape(model), generation)
 
 
 def _cells(part: PartComparison) -> tuple[str, ...]:

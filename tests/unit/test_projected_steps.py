@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.folder import write_config
-from specrl.config import Config, parse_config
+from specrl.config import Config, ConfigError, parse_config
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.measured import MeasuredRun, read_run, typical_drafts
 from specrl.projection.steps.arithmetic import training_flops, update_bytes
@@ -231,3 +232,6 @@ def test_the_command_compares_a_run_with_itself(tmp_path: Path) -> None:
     run = read_run(train / "steps", train / "rollouts")
     assert len(run.steps) == 6
     assert abs(rows["step"]["error"]) < 0.1
+    shutil.rmtree(train / "rollouts" / "step=000003")
+    with pytest.raises(ConfigError, match="no rollouts of step 3 in "):
+        CliRunner().invoke(app, command, catch_exceptions=False)

@@ -69,12 +69,17 @@ def read_steps(steps_dir: Path, rollouts_dir: Path, config: Config, shape: Model
 
     Args:
         shape: That of the policy.
+
+    Raises:
+        ValueError: The rollouts of a step are gone.
     """
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
     found = []
     for record in records:
         files = sorted((rollouts_dir / f"step={record['step']:06d}").glob("rank-*.arrow"))
         engines = [rows for path in files if (rows := read_rollouts(path))]
+        if not engines:
+            raise ValueError(f"no rollouts of step {record['step']} in {rollouts_dir}: steps are simulated from them")
         found.append(measured_step(record, engines, config, shape))
     return found
 
