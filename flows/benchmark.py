@@ -18,11 +18,9 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 from flows.display import PlainReporter
-from slurm.backend import STOP_FILE
-from specrl.artifacts import write_text
 from tasks.cells import Cell, Outcome
 from tasks.measure import measure
-from tasks.run import cancel_jobs
+from tasks.run import cancel_jobs, end_jobs
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -43,16 +41,15 @@ def benchmark(folder: str, cells: list[Cell], code: Path, on_outcome: Callable[[
         on_outcome: Called in this thread as soon as a cell has finished or failed.
     """
     reporter = PlainReporter(Console(highlight=False, soft_wrap=True))
-    futures = [measure.submit(cell, code, reporter) for cell in cells]
     outcomes: dict[str, Outcome] = {}
     try:
+        futures = [measure.submit(cell, code, reporter) for cell in cells]
         for future in as_completed(futures):
             outcome = future.result()
             outcomes[outcome.cell.context.key] = outcome
             on_outcome(outcome)
     except KeyboardInterrupt:
-        write_text(Path(folder) / STOP_FILE, "")  # so that no waiting cell is submitted any more
-        cancel_jobs(Path(folder), reporter.note)
+        end_jobs(Path(folder), reporter.note)
         raise
     return [outcomes[cell.context.key] for cell in cells]
 

@@ -175,8 +175,10 @@ def work(context: StageContext, entry: str, code: Path, reporter: Reporter, labe
         JobError: The job failed.
         StoppedError: The run was asked to stop.
     """
-    while not stop_asked(context.run_dir):
+    while True:
         with _submitting:
+            if stop_asked(context.run_dir):
+                raise StoppedError(stopped_line(context))
             job = attach_or_submit(context, entry, code)
         if job is None:
             return
@@ -185,7 +187,6 @@ def work(context: StageContext, entry: str, code: Path, reporter: Reporter, labe
             return
         reason = read_segments(context.stage_dir)[-1].reason
         reporter.note(f"{label}: job {job.job_id} ended ({reason}); it goes on in another one")
-    raise StoppedError(stopped_line(context))
 
 
 def _work(run: Run, context: StageContext, entry: str) -> None:
@@ -249,6 +250,17 @@ def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
     key = run.record.stage_keys[stage]
     record = Record.read(JobKey(run.config, key).record_path)
     return Finished(stage, key, folder, seconds, record.job_id if record else None, cached)
+
+
+def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
+    """Cancel every pending or running job of a run, and let no thread of this process submit another one.
+
+    Args:
+        say: Called with a line about what became of each job.
+    """
+    write_text(run_dir / STOP_FILE, "")
+    with _submitting:  # the job that another thread is submitting is among those that are cancelled
+        cancel_jobs(run_dir, say)
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:

@@ -96,6 +96,15 @@ def _at_least_one(values: tuple[object, ...]) -> tuple[object, ...]:
     return values
 
 
+def _drafting(methods: tuple[str, ...]) -> tuple[str, ...]:
+    # Plain decoding is not among them: every method is compared with it.
+    allowed = [name for name, row in METHODS.items() if row.drafts]
+    if unknown := [method for method in methods if method not in allowed]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
+    return methods
+
+
+Methods = Annotated[tuple[str, ...], AfterValidator(_drafting)]
 K = Annotated[int | str, _number_or(ADAPTIVE, WHOLE)]
 Batch = Annotated[int | str, _number_or(TAIL)]
 
@@ -106,7 +115,7 @@ class RolloutSettings(BenchSettings):
     The two run in turn, and the page shows what limits the speedup.
     """
 
-    methods: tuple[str, ...] = ()
+    methods: Methods = ()
     """Draft methods separated by commas, such as eagle3,ngram; by default all that the run's drafter allows."""
     ks: tuple[K, ...] = (1, 3, 5, 7, ADAPTIVE)
     """Longest drafts in tokens, separated by commas; `adaptive` lets the controller choose, `whole` does so too but
@@ -122,15 +131,6 @@ class RolloutSettings(BenchSettings):
 
     def check(self, config: Config) -> None:
         methods_of(self, config)
-
-    @field_validator("methods")
-    @classmethod
-    def _known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
-        # Plain decoding is not among them: every method is compared with it.
-        allowed = [name for name, row in METHODS.items() if row.drafts]
-        if unknown := [method for method in methods if method not in allowed]:
-            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
-        return methods
 
     @field_validator("ks", "batches")
     @classmethod

@@ -14,8 +14,8 @@ class TinyModelConfig(Section):
     """The shape of the random model that `model.source = "tiny"` makes on the spot."""
 
     family: str = "llama"
-    """The name of a row in `specrl/models/families.py`; `mimo` is a Qwen2 with a multi-token-prediction layer, for
-    `speculation.method = "mtp"`."""
+    """The name of a row in `specrl/models/families.py`; `mimo`, `exaone_moe` (with the layers of Qwen3-Next) and
+    `ernie4_5_moe` have multi-token-prediction layers, for `speculation.method = "mtp"`."""
     num_layers: Annotated[int, Field(ge=6)] = 6
     """Number of transformer layers: at least 6, so that EAGLE-3's three feature layers lie apart."""
     hidden_size: PositiveInt = 128
@@ -33,6 +33,8 @@ class TinyModelConfig(Section):
     """Number of attention heads; it divides `hidden_size`."""
     num_kv_heads: PositiveInt = 2
     """Number of key-value heads; it divides `num_heads`."""
+    mtp_layers: PositiveInt = 1
+    """Number of multi-token-prediction layers, for a family with such layers. vLLM drafts with the first of them."""
     tie_embeddings: bool | None = None
     """Whether the output layer shares the embeddings' matrix; by default it does wherever the family can (`mimo`
     cannot)."""

@@ -82,14 +82,20 @@ def _check_family(config: dict[str, Any], family: Family, directory: Path) -> No
             f"{directory}: {family.architecture} with tie_word_embeddings = true is not supported: "
             "vLLM needs the output layer of this architecture in the checkpoint"
         )
-    if family.mtp is None:
-        return
-    layers = config.get("num_nextn_predict_layers", 0)
-    if layers != 1:
+    layers = config.get("num_hidden_layers", 0)
+    if (key := family.experts_from) is not None and (start := config.get(key, 0)) < layers:
         raise ConfigError(
-            f"{directory}: num_nextn_predict_layers = {layers}: it must be 1, because vLLM drafts with one layer"
+            f"{directory}: {family.architecture} with {key} = {start} is not supported: no layer may have experts, so "
+            f"it must be at least num_hidden_layers = {layers}"
         )
-    if (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
+    for key, entry in family.every_layer:
+        found = config.get(key) or ["none given"]
+        if other := [value for value in found if value != entry]:
+            raise ConfigError(
+                f'{directory}: {family.architecture} with {key} = "{other[0]}" in {len(other)} of {len(found)} layers '
+                f'is not supported: it must be "{entry}" in all of them'
+            )
+    if family.mtp is not None and (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
         raise ConfigError(
             f"{directory}: {family.architecture} with scaled rotary embeddings is not supported: remove rope_scaling"
         )

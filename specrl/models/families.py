@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from specrl.config.base import ConfigError
 from specrl.config.model import TinyModelConfig
+from specrl.models.mtp_modules import ERNIE_MTP, MIMO_MTP, MTP_LAYERS, QWEN3_NEXT_MTP, MtpModule
 
 Layout = Literal["qkv", "gate_up", "columns"]
 """How Megatron lays out the matrices of one linear layer, and how tensor parallelism splits them.
@@ -110,18 +111,6 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
-class MtpLayer:
-    """A layer after the last one that predicts the token after the next; its tensors are part of the checkpoint."""
-
-    prefix: str
-    """The prefix of the names of its tensors."""
-
-
-MIMO_LAYER = MtpLayer("model.mtp_layers.0.")
-"""The layer of MiMo (Xiaomi, 2025), which `training/drafter/mtp.py` computes."""
-
-
-@dataclass(frozen=True)
 class Family:
     """One row: a family of decoders with RMS norms, rotary embeddings and SwiGLU, and how it differs from Llama."""
 
@@ -141,10 +130,16 @@ class Family:
     """The linear layers after attention."""
     router: Router | None = None
     """The router, where the linear layers after attention are those of experts in every transformer layer."""
-    mtp: MtpLayer | None = None
-    """The multi-token-prediction layer, for `speculation.method = "mtp"`; None where the family has no such layer."""
+    mtp: MtpModule | None = None
+    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
     can_tie: bool = True
     """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
+    rotary_interleaved: bool = False
+    """Whether the policy rotates channels 2i and 2i + 1 of a head against each other, and not its halves."""
+    experts_from: str | None = None
+    """The key of `config.json` that holds the first layer with experts; none of the policy's layers may have any."""
+    every_layer: tuple[tuple[str, str], ...] = ()
+    """Keys of `config.json` that list something for each transformer layer, and the one entry that is supported."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of a published `config.json` that are removed from the copy that transformers and vLLM read."""
 
@@ -196,20 +191,57 @@ register_family(
         router=Router("mlp.router", "mlp.gate"),
     )
 )
-# MiMo is a Qwen2 with one more layer, the smallest model whose layer vLLM's CPU build can draft with. Its checkpoints
-# call themselves `mimo` and bring remote code; without the ignored keys they are the Qwen2 that transformers and vLLM
-# compute anyway. vLLM needs an untied head in the checkpoint.
+# MiMo is a Qwen2 with multi-token-prediction layers. Its checkpoints call themselves `mimo` and bring remote code;
+# without the ignored keys they are the Qwen2 that transformers and vLLM compute anyway. vLLM needs an untied head in
+# the checkpoint.
 register_family(
     Family(
         "mimo",
         "MiMoForCausalLM",
         "qwen2",
         qkv_bias=True,
-        mtp=MIMO_LAYER,
+        mtp=MIMO_MTP,
         can_tie=False,
         ignored_keys=("auto_map", "attention_bias", "use_mrope"),
     )
 )
+# K-EXAONE without experts and sliding windows is a Qwen3 with the multi-token-prediction layers of Qwen3-Next. With
+# them, as it is published, the trainer could compute neither its router nor its layers without rotary embeddings.
+register_family(
+    Family(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        qk_norm=True,
+        mtp=QWEN3_NEXT_MTP,
+        every_layer=(("mlp_layer_types", "dense"), ("layer_types", "full_attention")),
+    )
+)
+# ERNIE 4.5 without experts is a Llama with interleaved rotary embeddings. Its router adds a correction bias to scores
+# that are a softmax, which Megatron-core has for sigmoids alone (`transformer_config.py`).
+register_family(
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        mtp=ERNIE_MTP,
+        rotary_interleaved=True,
+        experts_from="moe_layer_start_index",
+    )
+)
+
+NO_DELTA_NETS = "Megatron-core has no gated delta nets for CPUs"
+NO_SIGMOID_ROUTER = "the trainer has neither shared experts nor a router with sigmoid scores and a correction bias"
+UNSUPPORTED = {
+    "Qwen3NextForCausalLM": NO_DELTA_NETS,
+    "Qwen3_5ForCausalLM": NO_DELTA_NETS,
+    "Qwen3_5ForConditionalGeneration": NO_DELTA_NETS,
+    "DeepseekV3ForCausalLM": "the trainer has no multi-head latent attention",
+    "Glm4MoeForCausalLM": NO_SIGMOID_ROUTER,
+    "HYV3ForCausalLM": NO_SIGMOID_ROUTER,
+    "Step3p5ForCausalLM": "the trainer has no norms that scale by one plus their weight",
+}
+"""Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -223,7 +255,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if family.architecture == architecture:
             return family
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise ConfigError(f"unsupported architecture: {architecture}; supported: {supported}")
+    reason = f" ({UNSUPPORTED[architecture]})" if architecture in UNSUPPORTED else ""
+    raise ConfigError(f"unsupported architecture: {architecture}{reason}; supported: {supported}")
+
+
+def num_mtp_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`.
+
+    Raises:
+        ConfigError: No row has its architecture.
+    """
+    return 0 if family_of(config).mtp is None else int(config.get(MTP_LAYERS) or 0)
 
 
 def family_of_model(hf: Any) -> Family:

@@ -11,7 +11,8 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
-from specrl.models.families import FAMILIES, family_of, tiny_family
+from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
+from specrl.models.mtp_modules import MTP_LAYERS
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """The form of a hub id, owner/name."""
@@ -68,7 +69,8 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
         directory: The model's Hugging Face directory, if it has been written.
 
     Raises:
-        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer.
+        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer, or not as many as vLLM needs
+            for drafts of `speculation.k` tokens.
     """
     if not config.speculation.draft_method.is_policy_layer:
         return
@@ -77,17 +79,36 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
         return
     if directory is None and kind == "directory":
         directory = Path(model.source).expanduser()
+    family: Family | None = None
+    layers = 0
     if directory is not None:
-        found = family_of(check_directory(directory, model.max_length)).mtp is not None
-    else:
-        found = kind == "tiny" and tiny_family(model.tiny).mtp is not None
-    if not found:
+        found = check_directory(directory, model.max_length)
+        family, layers = family_of(found), num_mtp_layers(found)
+    elif kind == "tiny":
+        family, layers = tiny_family(model.tiny), model.tiny.mtp_layers
+    _check_layers(config, family, layers)
+
+
+def _check_layers(config: Config, family: Family | None, layers: int) -> None:
+    """Raise ConfigError unless a model of a family with a number of multi-token-prediction layers can draft."""
+    model = config.model
+    if family is None or family.mtp is None or not layers:
         families = [family for family in FAMILIES.values() if family.mtp is not None]
         raise ConfigError(
             f'speculation.method = "mtp": model.source = {model.source!r} has no multi-token-prediction layer; '
             f"supported: directories with architecture {' or '.join(family.architecture for family in families)}, "
             f"and tiny with model.tiny.family = {' or '.join(family.name for family in families)}; "
             'other models take "eagle3"'
+        )
+    if layers > 1 and not family.mtp.several:
+        raise ConfigError(
+            f'speculation.method = "mtp": model.source = {model.source!r} has {MTP_LAYERS} = {layers}: it must be 1, '
+            f"because vLLM loads no more of {family.architecture}"
+        )
+    if (k := config.speculation.k) > layers and k % layers:
+        raise ConfigError(
+            f"speculation.k = {k}: model.source = {model.source!r} has {MTP_LAYERS} = {layers}, and vLLM drafts more "
+            f"tokens than that only in multiples of it: allowed are 1 to {layers}, {2 * layers}, {3 * layers} and so on"
         )
 
 

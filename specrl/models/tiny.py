@@ -15,6 +15,7 @@ from specrl.config import ModelConfig
 from specrl.models.directory import WEIGHTS_FILE
 from specrl.models.families import ties_embeddings, tiny_family
 from specrl.models.hf_io import write_tensors
+from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.models.shapes import TINY_VOCAB_SIZE
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -47,6 +48,9 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     if family.router is not None:  # the published checkpoints state these
         sizes |= {"head_dim": tiny.hidden_size // tiny.num_heads, "norm_topk_prob": True}
         sizes |= {name: getattr(tiny, name) for name in EXPERT_SIZES}
+    sizes |= {key: [entry] * tiny.num_layers for key, entry in family.every_layer}
+    if family.experts_from is not None:
+        sizes[family.experts_from] = tiny.num_layers
     hf_config = config_class(
         architectures=[family.architecture],
         dtype=config.dtype,
@@ -68,8 +72,10 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
         torch.manual_seed(seed)
         weights = one_by_one(model_class(hf_config).state_dict())
         if family.mtp is not None:
-            weights |= {family.mtp.prefix + name: weight for name, weight in _mtp_layer(model_class, hf_config).items()}
-            hf_config.update({"num_nextn_predict_layers": 1})
+            for layer in range(tiny.mtp_layers):
+                found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)
+                weights |= {family.mtp.name_on_disk(name, layer): weight for name, weight in found.items()}
+            hf_config.update({MTP_LAYERS: tiny.mtp_layers})
     if tied:
         del weights["lm_head.weight"]
     dtype = getattr(torch, config.dtype)
@@ -97,13 +103,15 @@ def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def _mtp_layer(model_class: Any, hf_config: Any) -> dict[str, Tensor]:
-    """Return a random multi-token-prediction layer: a decoder layer, a projection before it, and three more norms."""
-    one_layer = model_class(type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": 1, "layer_types": None}))
+def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dict[str, Tensor]:
+    """Return a random multi-token-prediction layer: a decoder layer, a projection before it, and its other norms."""
+    lists = {key: value[:1] for key, value in hf_config.to_dict().items() if key.endswith("layer_types") and value}
+    one_layer = model_class(type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": 1, **lists}))
     size = hf_config.hidden_size
     weights = dict(one_layer.model.layers[0].state_dict())
     weights["input_proj.weight"] = torch.randn(size, 2 * size) * INITIAL_STD
-    return weights | {f"{name}_layernorm.weight": torch.ones(size) for name in ("token", "hidden", "final")}
+    norms = ("token", "hidden", "final") if has_final_norm else ("token", "hidden")
+    return weights | {f"{name}_layernorm.weight": torch.ones(size) for name in norms}
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

@@ -162,12 +162,14 @@ class Rank:
 
         With hidden size H, EAGLE-3 has a projection from all features, decoder layers, of which the first one's
         attention reads 2 H, and a head over the draft vocabulary. A multi-token-prediction layer has a projection from
-        2 H, a layer like the policy's, and three more norms.
+        2 H, a layer like the policy's, and two or three more norms.
         """
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
         if self.config.speculation.draft_method.is_policy_layer:
-            return 2 * hidden * hidden + shape.parameters_per_layer + 3 * hidden
+            layout = shape.family.mtp
+            norms = 2 if layout is not None and layout.final_norm is None else 3
+            return 2 * hidden * hidden + shape.parameters_per_layer + norms * hidden
         read = hidden * (shape.query_size + 2 * shape.kv_size)
         layer = read + hidden * shape.query_size + 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
         ends = drafter.num_features * hidden * hidden + drafter.draft_vocab_size * hidden
@@ -408,8 +410,7 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
     if rank.gpu and config.engine.compile:
         items.append(_item(GRAPHS, GRAPHS_GIB * GIB, "assumed"))
     longest = max(config.speculation.draft_lengths) if speculate else 0
-    masked = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
-    batched = batched_tokens(config.engine.max_num_seqs, longest, parallel=masked)
+    batched = batched_tokens(config.engine.max_num_seqs, longest)
     verified = config.engine.max_num_seqs * (longest + 1)
     hidden = batched * (4 * shape.hidden_size + 3 * shape.active_mlp_size / parallel) * size
     scores = max(verified * shape.vocab_size * 3 * FP32, PROBE_TOKENS * shape.vocab_size * SCORED_BYTES)

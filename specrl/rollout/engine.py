@@ -26,6 +26,7 @@ from specrl.rollout.requests import Generation, Request, Response, SequenceScore
 from specrl.rollout.vllm.arguments import (
     engine_arguments,
     generation_params,
+    gpu_memory,
     scoring_params,
     stop_tokens,
     without_weights,
@@ -49,10 +50,16 @@ from specrl.rollout.vllm.timing import IterationTimes, iteration_times
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
 
-def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> Engine:
+def start_engine(
+    config: Config, policy_dir: Path, drafter_dir: Path | None, *, gpu_share: float | None = None
+) -> Engine:
     """Start an engine on a trained policy, in the precision that its training ended with (collective).
 
     No trainer is beside it.
+
+    Args:
+        gpu_share: The share of a GPU's memory that the engine takes, where other engines live at the same time; None
+            where it is alone and takes most of it. On CPUs it has no meaning.
 
     Raises:
         ValueError: `precision` asks for FP8 and the training left no recipe for it.
@@ -63,7 +70,10 @@ def start_engine(config: Config, policy_dir: Path, drafter_dir: Path | None) -> 
             f"precision asks for FP8, but {policy_dir} has no {RECIPE_FILE}: its training used none, and the engine "
             'would silently compute in BF16; train it with this precision, or set all of it to "bf16"'
         )
-    return Engine(policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe, alone=True)
+    overrides = gpu_memory(gpu_share) if gpu_share is not None else None
+    return Engine(
+        policy_dir, drafter_dir, config=config, seed=config.seed, recipe=recipe, alone=True, overrides=overrides
+    )
 
 
 class Engine:

@@ -10,16 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.pipeline_runs import finish, rollouts, run_smoke
-from tests.mimo import PREFIX
+from tests.mtp_models import PREFIX
 
 pytestmark = pytest.mark.pipeline
+THREE_LAYERS = ("--set", "model.tiny.family=mimo", "--set", "model.tiny.mtp_layers=3")
+"""As many as the drafts have tokens; vLLM drafts all of them with the first layer."""
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; its folder."""
     runs_dir = tmp_path_factory.mktemp("mtp") / "runs"
-    output = finish(run_smoke(runs_dir, "--set", "speculation.method=mtp", "--set", "model.tiny.family=mimo"))
+    output = finish(run_smoke(runs_dir, "--set", "speculation.method=mtp", *THREE_LAYERS))
     assert '{"method": "mtp", "num_speculative_tokens": 3}' in output
     return runs_dir / "smoke"
 
@@ -47,4 +49,6 @@ def test_the_layer_is_exported_as_it_was_trained_along_with_the_policy(run_dir: 
     assert before.keys() == after.keys()
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert any(name.startswith(PREFIX) for name in changed)
+    assert any(name.startswith("model.mtp_layers.2.") for name in after.keys() - changed)
+    assert not any(name.startswith(("model.mtp_layers.1.", "model.mtp_layers.2.")) for name in changed)
     assert any(not name.startswith(PREFIX) for name in changed)

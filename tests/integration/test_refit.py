@@ -164,6 +164,9 @@ def test_a_missing_or_unknown_tensor_is_an_error_with_its_name(case: Case) -> No
     without_mapping = {key: tensor for key, tensor in case.drafter.items() if key != "d2t"}
     with pytest.raises(RefitError, match="d2t"):
         case.engine.refit(policy.items(), without_mapping.items(), 6)
+    ids = case.drafter["d2t"] + torch.arange(len(case.drafter["d2t"])) + case.policy(6)[EMBEDDINGS].shape[0]
+    with pytest.raises(RefitError, match=r"drafter whose d2t\[0\] = .* d2t must hold offsets"):
+        case.engine.refit(policy.items(), {**case.drafter, "d2t": ids}.items(), 6)
     case.engine.refit(policy.items(), case.drafter.items(), 7)
     case.check(policy)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flows.cli import invoke
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
+from specrl.bench.rollouts import engines
 from specrl.bench.rollouts.roofline import Network, Roofline, drafter_networks, policy_network
 from specrl.bench.rollouts.rounds import orders
 from specrl.bench.rollouts.workloads import workloads
 from specrl.bench.settings import LossSettings, RolloutSettings, methods_of, middle_of, speculation_of
+from specrl.bench.subject import Subject
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
-from specrl.config import ConfigError, DrafterConfig, SpeculationConfig, parse_config
+from specrl.config import Config, ConfigError, DrafterConfig, SpeculationConfig, parse_config
 from specrl.projection.steps.arithmetic import Machine
 from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response
@@ -130,6 +133,25 @@ def test_methods_are_those_that_the_drafter_of_the_run_allows() -> None:
 @pytest.mark.parametrize(("ks", "middle"), [((1, 3, 5, 7, "adaptive"), 3), ((1, 3, 5), 3), ((5,), 5)])
 def test_the_middle_draft_length_stands_for_the_others(ks: tuple[int | str, ...], middle: int) -> None:
     assert middle_of(ks) == middle
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_engines_that_live_at_once_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    shares: list[float] = []
+
+    def start(*_: object, gpu_share: float) -> SimpleNamespace:
+        shares.append(gpu_share)
+        return SimpleNamespace(replays=False)
+
+    monkeypatch.setattr(engines, "start_engine", start)
+    settings = RolloutSettings(methods=("ngram", "eagle3"), compile=compiled)
+    config = Config(name="shared", speculation=SpeculationConfig(method="eagle3"))
+    started = engines.Engines(Subject(config, tmp_path, tmp_path, tmp_path, tmp_path), settings)
+    for method in settings.methods:
+        started._variant(method, 3, compiled)
+    default = started._config("none", compiled).engine.gpu_memory_fraction
+    assert len(shares) == 3 + compiled
+    assert sum(shares) + default <= 0.85
 
 
 def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs
 from specrl.training.features import Features
-from tests.mimo import greedy_features, write_mimo
+from tests.mtp_models import greedy_features, write_mtp_model
 from tests.peak_memory import peak_bytes
 from tests.unit.test_drafter import (
     ALONE,
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_one_graph_over_all_chains(policy_dir: Path, step
 
 
 def test_a_policys_own_layer_trains_in_parts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = write_mimo(tmp_path / "mimo")
+    directory = write_mtp_model(tmp_path / "mimo")
     drafter = Drafter.of_policy(directory, DrafterConfig(), ALONE)
     prompts = torch.randint(128, (3, 3), generator=torch.Generator().manual_seed(4))
     features = greedy_features(directory, prompts, 12)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specrl.config import DrafterConfig
+from specrl.config import Config, DrafterConfig
 from specrl.rollout.errors import RefitError
+from specrl.rollout.vllm.arguments import engine_arguments
 from specrl.rollout.vllm.load import check_own_head
+from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
-from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, HIDDEN, VOCAB, make_drafter, make_features, write_policy
+from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, VOCAB, make_drafter, make_features, write_policy
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +53,22 @@ def test_file_has_the_published_names_and_types(saved: tuple[Drafter, Path]) -> 
     assert dict(drafter.named_weights()).keys() == tensors.keys()
 
 
-def test_a_parallel_drafter_has_its_mask_as_vllm_reads_it(policy_dir: Path, tmp_path: Path) -> None:
-    drafter = make_drafter(policy_dir, parallel=True)
-    drafter.update([make_features(drafter, [(3, 9), (6, 3)])], lr=1e-3)
-    drafter.save(tmp_path / "drafter", policy_version=7)
-    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert config["parallel_drafting"] is True and config["ptd_token_id"] == 2  # the policy's end token
-    mask = load_file(tmp_path / "drafter" / "model.safetensors")["mask_hidden"]
-    assert mask.shape == (1, 3 * HIDDEN) and mask.dtype == torch.bfloat16
-    loaded = Drafter.load(tmp_path / "drafter", policy_dir, DrafterConfig(), ALONE)
-    assert loaded.shape == drafter.shape and loaded.config.parallel
-    assert torch.equal(loaded.model.get_parameter("mask_hidden"), mask.float())
-
-
 def test_d2t_holds_offsets(saved: tuple[Drafter, Path]) -> None:
     drafter, directory = saved
     tensors = load_file(directory / "model.safetensors")
     assert torch.equal(tensors["d2t"] + torch.arange(DRAFT_VOCAB), drafter.draft_tokens)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], drafter.draft_tokens)
+
+
+def test_an_engine_refuses_token_ids_in_the_place_of_offsets(saved: tuple[Drafter, Path], policy_dir: Path) -> None:
+    drafter, directory = saved
+    config = Config(name="drafter")
+    start = partial(engine_arguments, config, policy_dir, directory, 0, 3, EnginePrecision(config.precision, None))
+    assert start(alone=True)["speculative_config"]["model"] == str(directory)
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | {"d2t": drafter.draft_tokens}, path)
+    with pytest.raises(ValueError, match=rf"the drafter in {directory}: d2t\[\d+\] = \d+ makes .* allowed are 0 to 49"):
+        start(alone=True)
 
 
 def test_config_states_every_flag(saved: tuple[Drafter, Path]) -> None:
@@ -85,7 +86,7 @@ def test_config_states_every_flag(saved: tuple[Drafter, Path]) -> None:
     ("damage", "message"),
     [
         ("no d2t", "lacks d2t"),
-        ("d2t of other tokens", "d2t and t2d disagree"),
+        ("d2t of other tokens", "d2t and t2d disagree; it holds values from .* the ids of tokens go from 0 to 49"),
         ("no fc", "lacks fc.weight"),
         ("norm of a flag that is off", "has input_norm.weight"),
         ("flag without its norm", r"lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),

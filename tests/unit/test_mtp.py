@@ -1,16 +1,17 @@
-"""Models with a multi-token-prediction layer: on disk, in the trainer, unrolled as it drafts, apart from the policy."""
+"""Models with multi-token-prediction layers: on disk, in the trainer, unrolled as it drafts, apart from the policy."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
@@ -27,12 +28,22 @@ from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs, unroll
 from specrl.training.megatron.policy import Policy
-from tests.mimo import PREFIX, LiteralMtp, greedy_features, last_hidden, mtp_weights, trunk, write_mimo
+from tests.mtp_models import (
+    FAMILIES,
+    PREFIX,
+    LiteralMtp,
+    greedy_features,
+    last_hidden,
+    mtp_weights,
+    trunk,
+    write_mtp_model,
+)
 
 # isort: split
 from megatron.core import parallel_state
 
 STEPS = 4
+in_each_family = pytest.mark.parametrize("policy_dir", list(FAMILIES), indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +54,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mimo(tmp_path_factory.mktemp("models") / "mimo")
+def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = getattr(request, "param", "mimo")
+    return write_mtp_model(tmp_path_factory.mktemp("models") / family, family)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +74,16 @@ def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, 
     return -logprobs.sum() / 60, {}
 
 
-def test_the_trunk_is_a_qwen2_to_transformers_and_to_the_trainer(policy_dir: Path, policy: Policy) -> None:
+def test_mimo_is_a_qwen2_to_transformers(policy_dir: Path) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(policy_dir, output_loading_info=True)
     assert isinstance(model, Qwen2ForCausalLM)
     assert not report["missing_keys"]
     assert report["unexpected_keys"] == set(mtp_weights(policy_dir))
+
+
+@in_each_family
+def test_the_trainer_computes_the_policy_without_its_layers(policy_dir: Path, policy: Policy) -> None:
+    model = trunk(policy_dir)
     logprobs = policy.logprobs(batches())
     for batch, found in zip(batches(), logprobs, strict=True):
         for places, length, row, mask in zip(batch.places(), batch.lengths, found, batch.mask, strict=True):
@@ -77,6 +94,7 @@ def test_the_trunk_is_a_qwen2_to_transformers_and_to_the_trainer(policy_dir: Pat
             torch.testing.assert_close(row[mask], expected, atol=1e-4, rtol=0)
 
 
+@in_each_family
 def test_the_features_are_the_residual_stream_before_the_final_norm(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(), policy.ranks)
     for features in policy.forward_features(batches(), drafter.feature_spec):
@@ -89,6 +107,7 @@ def test_the_features_are_the_residual_stream_before_the_final_norm(policy_dir: 
         torch.testing.assert_close(found, logits[features.mask], atol=1e-3, rtol=0)
 
 
+@in_each_family
 def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Path, ranks: Ranks) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(ttt_steps=STEPS), ranks)
     prompts = torch.randint(128, (3, 3), generator=torch.Generator().manual_seed(4))
@@ -112,15 +131,23 @@ def test_unrolled_training_equals_literal_drafting_at_every_step(policy_dir: Pat
     torch.testing.assert_close(probs.argmax(-1), batch.target_top1)
 
 
-def test_slot_0_has_no_embedding(policy_dir: Path, ranks: Ranks) -> None:
+def test_slot_0_has_no_embedding_in_mimo(policy_dir: Path, ranks: Ranks) -> None:
     model = Drafter.of_policy(policy_dir, DrafterConfig(), ranks).model
     embedded = model.embed(torch.tensor([7, 7]), torch.tensor([0, 1]))
     assert embedded[0].abs().max() == 0 and embedded[1].abs().max() > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layer_comes_back_bit_by_bit_with_and_without_a_drafter(tmp_path: Path, ranks: Ranks, dtype: str) -> None:
-    source = write_mimo(tmp_path / "source", dtype=dtype)
+@pytest.mark.parametrize(
+    ("family", "dtype", "layers"),
+    [
+        *(("mimo", "float32", 1), ("mimo", "bfloat16", 3)),
+        *(("exaone_moe", "float32", 2), ("exaone_moe", "bfloat16", 1), ("ernie4_5_moe", "bfloat16", 1)),
+    ],
+)
+def test_the_layers_come_back_bit_by_bit_with_and_without_a_drafter(
+    tmp_path: Path, ranks: Ranks, family: str, dtype: str, layers: int
+) -> None:
+    source = write_mtp_model(tmp_path / "source", family, layers=layers, dtype=dtype)
     policy = Policy(source, PolicyConfig(), dtype=dtype, ranks=ranks, seed=0, trainable=False)
     drafter = Drafter.of_policy(source, DrafterConfig(), ranks)
     policy.save_pretrained(tmp_path / "carried")
@@ -133,9 +160,11 @@ def test_the_layer_comes_back_bit_by_bit_with_and_without_a_drafter(tmp_path: Pa
             torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in expected.items()
         )
         written = json.loads((tmp_path / name / "config.json").read_text())
-        assert written["architectures"] == ["MiMoForCausalLM"] and written["num_nextn_predict_layers"] == 1
+        assert written["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
+        assert written["num_nextn_predict_layers"] == layers
 
 
+@in_each_family
 def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(policy_dir: Path, policy: Policy) -> None:
     drafter = Drafter.of_policy(policy_dir, DrafterConfig(lr=3e-3), policy.ranks)
 
@@ -211,12 +240,17 @@ def test_a_published_directory_is_written_as_the_qwen2_that_it_is(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2: .* must be 1"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        (
+            {"architectures": ["ExaoneMoeForCausalLM"], "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4},
+            'mlp_layer_types = "sparse" in 4 of 6 layers .* must be "dense"',
+        ),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "moe_layer_start_index = 0 .* at least num_hidden_layers = 6"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM .*gated delta nets.*; supported: .*MiMo"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
     ],
 )
-def test_a_mimo_that_would_be_computed_wrongly_is_one_line(
+def test_a_model_that_would_be_computed_wrongly_is_one_line(
     policy_dir: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -225,7 +259,8 @@ def test_a_mimo_that_would_be_computed_wrongly_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("method", "family", "fits"), [("mtp", "mimo", True), ("mtp", "qwen2", False), ("eagle3", "mimo", True)]
+    ("method", "family", "fits"),
+    [("mtp", "mimo", True), ("mtp", "exaone_moe", True), ("mtp", "qwen2", False), ("eagle3", "mimo", True)],
 )
 def test_mtp_needs_a_model_with_the_layer(method: str, family: str, fits: bool) -> None:
     model = {"source": "tiny", "tiny": {"family": family}, "dtype": "float32", "max_length": 256}
@@ -235,6 +270,18 @@ def test_mtp_needs_a_model_with_the_layer(method: str, family: str, fits: bool) 
     lines = [line for line in check_model(config) if "mtp" in line]
     assert bool(lines) != fits
     assert fits or ('speculation.method = "mtp"' in lines[0] and "eagle3" in lines[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "k", "fits"), [(1, 3, True), (2, 1, True), (2, 4, True), (2, 3, False), (4, 3, True)]
+)
+def test_drafts_longer_than_the_layers_are_multiples_of_their_number(layers: int, k: int, fits: bool) -> None:
+    """As vLLM wants it (`SpeculativeConfig`)."""
+    tiny = {"source": "tiny", "tiny": {"family": "mimo", "mtp_layers": layers}}
+    config = Config.model_validate({"name": "x", "model": tiny, "speculation": {"method": "mtp", "k": k}})
+    lines = [line for line in check_model(config) if "speculation.k" in line]
+    assert bool(lines) != fits
+    assert fits or (f"speculation.k = {k}" in lines[0] and "allowed are 1 to 2, 4, 6" in lines[0])
 
 
 def test_a_directory_without_the_layer_is_refused_for_mtp(policy_dir: Path, tmp_path: Path) -> None:
@@ -253,8 +300,9 @@ def test_a_directory_without_the_layer_is_refused_for_mtp(policy_dir: Path, tmp_
         Drafter.of_policy(without_layer(policy_dir, tmp_path), DrafterConfig(), Ranks(0, 1, 0, torch.device("cpu")))
 
 
+@in_each_family
 def test_planned_parameters_are_the_layers(policy_dir: Path, ranks: Ranks) -> None:
-    shape = {"family": "mimo", "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1}
+    shape = {"family": policy_dir.name, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1}
     config = Config.model_validate(
         {"name": "x", "model": {"source": "tiny", "tiny": shape}, "speculation": {"method": "mtp"}}
     )
@@ -272,7 +320,9 @@ def test_the_policys_directory_alone_is_served() -> None:
 
 def without_layer(policy_dir: Path, tmp_path: Path) -> Path:
     directory = tmp_path / "without"
-    trunk(policy_dir).save_pretrained(directory)
+    shutil.copytree(policy_dir, directory)
+    weights = {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if "mtp" not in name}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig, parse_config
 from specrl.distributed import Ranks, join, leave
-from specrl.models.families import LLAMA
+from specrl.models.families import FAMILIES, LLAMA
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.models.tiny import write_tiny_model
 from specrl.projection import memory
@@ -124,8 +124,8 @@ def drafter_of(shape: ModelShape, config: Config, directory: Path) -> Drafter:
     if config.speculation.method == "eagle3":
         tokens = torch.arange(config.drafter.draft_vocab_size)
         return Drafter.create(directory, config.drafter, tokens, ALONE)
-    layer = mtp_shape(AutoConfig.from_pretrained(directory))
-    return Drafter(Mtp(layer), torch.arange(shape.vocab_size), directory, config.drafter, ALONE, seed=0)
+    layer = Mtp(mtp_shape(AutoConfig.from_pretrained(directory)), FAMILIES["mimo"])
+    return Drafter(layer, torch.arange(shape.vocab_size), directory, config.drafter, ALONE, seed=0)
 
 
 def random_features(drafter: Drafter, length: int) -> Features:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from rich.console import Console
 
+from flows.display import PlainReporter
 from flows.folder import write_config
 from slurm import watch
-from slurm.backend import Failure, JobError, SilentSchedulerError, State
+from slurm.backend import Failure, JobError, JobKey, SilentSchedulerError, StageRequest, State, StoppedError
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, read_segments
-from tasks.run import cancel_jobs
+from tasks.run import cancel_jobs, end_jobs, stop_asked, work
 
 MINUTE = 60.0
 
@@ -68,6 +74,55 @@ def test_time_in_which_a_job_is_suspended_is_no_running_time(
         wait(job, context(config), job.pass_time, job.clock)
     assert job.cancelled
     assert job.now / MINUTE == pytest.approx(minutes, abs=1)
+
+
+class SlowJob(LongJob):
+    """A job that is queued until it is cancelled."""
+
+    backend = "slow"
+
+    def __init__(self) -> None:
+        super().__init__(range(0))
+
+    def state(self) -> State:
+        return State("ended", "CANCELLED", failed=True, cause="cancelled") if self.cancelled else State("pending", "")
+
+
+class SlowScheduler:
+    """A scheduler that takes a job only once all jobs are being cancelled."""
+
+    name = "slow"
+    jobs: ClassVar[dict[str, SlowJob]] = {}
+    submitting, asked = threading.Event(), threading.Event()
+
+    def find(self, key: JobKey) -> SlowJob | None:
+        if self.submitting.is_set():
+            self.asked.set()
+        job = self.jobs.get(key.job_name)
+        return job if job is not None and not job.cancelled else None
+
+    def submit(self, request: StageRequest, environment: dict[str, str]) -> SlowJob:
+        self.submitting.set()
+        while not stop_asked(request.context.run_dir):
+            time.sleep(0.001)
+        self.asked.wait(0.2)  # nobody asks as long as this job may still come
+        return self.jobs.setdefault(request.key.job_name, SlowJob())
+
+
+def test_a_job_that_is_submitted_while_all_are_cancelled_is_cancelled_and_the_last_one(tmp_path: Path) -> None:
+    more = {"cluster": {"backend": f"{__name__}:SlowScheduler"}, "model": {"source": "tiny"}}
+    config = parse_config({"name": "sweep", "runs_dir": str(tmp_path), **more})
+    config.run_dir.mkdir()
+    write_config(config)
+    contexts = [StageContext(config, "prepare", f"prepare-{n}", tmp_path / str(n), {}, "") for n in range(2)]
+    reporter = PlainReporter(Console(quiet=True))
+    with ThreadPoolExecutor() as threads:
+        cells = [threads.submit(work, context, "", tmp_path, reporter, context.key) for context in contexts]
+        assert SlowScheduler.submitting.wait(60)
+        end_jobs(config.run_dir, lambda line: None)
+    assert all(isinstance(cell.exception(), JobError | StoppedError) for cell in cells)
+    (job,) = SlowScheduler.jobs.values()
+    assert job.cancelled
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 from specrl.config import ConfigError
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import LOSS_KEY
-from specrl.models.families import FAMILIES, family_of
+from specrl.models.families import FAMILIES, num_mtp_layers
 from specrl.training.drafter.io import adopt_drafter
 
 PLAIN, NGRAM = "plain", "ngram"
@@ -51,7 +51,7 @@ def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
     kind = _kind(folder, config, policy_dir)
     layers = config.get("transformer_layer_config", config).get("num_hidden_layers", 1)
     if kind == "mtp":
-        layers = config.get("num_nextn_predict_layers", 1)
+        layers = num_mtp_layers(config)
     return Candidate(str(folder), kind, int(layers), _loss(config), folder)
 
 
@@ -83,7 +83,7 @@ def _kind(folder: Path, config: dict[str, Any], policy_dir: Path) -> str:
         return "eagle3"
     if not trained_with and any(family.architecture in architectures for family in FAMILIES.values()):
         is_policy = architectures == read_model_config(policy_dir).get("architectures")
-        return "mtp" if is_policy and family_of(config).mtp is not None else "draft_model"
+        return "mtp" if is_policy and num_mtp_layers(config) else "draft_model"
     known = ", ".join(family.architecture for family in FAMILIES.values())
     raise ConfigError(
         f"--drafter {folder}: {trained_with or ' '.join(architectures) or 'no architecture'} in its config.json is not "

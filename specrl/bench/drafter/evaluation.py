@@ -22,6 +22,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.outcome_log import VerifiedDraft, by_length, counters
 from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.vllm.arguments import gpu_memory
 
 GPU_SHARE = 0.85
 """The share of a GPU's memory that all engines have together."""
@@ -291,9 +292,7 @@ class Evaluation:
     def _engine(self, candidate: Candidate) -> Engine:
         own = candidate.folder is not None and candidate.folder.resolve() == self.policy_dir.resolve()
         drafter_dir = candidate.folder if candidate.kind in ("eagle3", "mtp") and not own else None
-        overrides = None
-        if torch.cuda.is_available():
-            overrides = {"gpu_memory_utilization": GPU_SHARE / (1 + len(self.candidates))}
+        overrides = gpu_memory(GPU_SHARE / (1 + len(self.candidates)))
         config = self._config(candidate)
         return Engine(self.policy_dir, drafter_dir, config=config, seed=0, alone=True, overrides=overrides)
 

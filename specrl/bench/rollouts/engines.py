@@ -146,7 +146,7 @@ class Engines:
         config = self._config(method, compiled)
         started = time.monotonic()
         drafter_dir = self.subject.drafter_dir if method != PLAIN else None
-        engine = start_engine(config, self.subject.policy_dir, drafter_dir)
+        engine = start_engine(config, self.subject.policy_dir, drafter_dir, gpu_share=self._gpu_share)
         variant = Variant(method, k, engine, compiled)
         say(f"engine {method}, {variant.kind}: started in {time.monotonic() - started:.0f} s")
         return variant

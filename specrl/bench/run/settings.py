@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from specrl.bench.settings import BenchSettings, speculation_of, train_plainly
+from specrl.bench.settings import BenchSettings, Methods, speculation_of, train_plainly
 from specrl.bench.uses import PLAIN, Use, parse_use
 from specrl.config import Config, ConfigError, PositiveInt, parse_config
 from specrl.config.base import NonNegativeInt
@@ -186,7 +186,7 @@ class SweepSettings(BenchSettings):
 
     always_jobs = True
 
-    methods: Annotated[tuple[str, ...], Field(min_length=1)] = ("eagle3",)
+    methods: Annotated[Methods, Field(min_length=1)] = ("eagle3",)
     """Draft methods, separated by commas."""
     ks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (3,)
     """Longest drafts of the drafter in tokens, separated by commas."""
@@ -212,14 +212,6 @@ class SweepSettings(BenchSettings):
     """Longest response in tokens; the run's own by default."""
     validate_every: NonNegativeInt = 0
     """Number of steps from one validation on the held-out prompts to the next; 0 validates never."""
-
-    @field_validator("methods")
-    @classmethod
-    def _known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
-        allowed = [name for name, row in METHODS.items() if row.drafts]
-        if unknown := [method for method in methods if method not in allowed]:
-            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
-        return methods
 
     def check(self, config: Config) -> None:
         points = self.points()

@@ -12,10 +12,11 @@ import torch
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import MASK_TOKEN, PARALLEL
+from specrl.models.hf_io import TensorReader
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.sampler import seed_argument
+from specrl.training.drafter.io import check_offsets
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -66,8 +67,6 @@ def engine_arguments(
     The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
     and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
     """
-    drafter = read_model_config(drafter_dir) if drafter_dir is not None else {}
-    parallel = config.speculation.draft_method.model == "drafter" and MASK_TOKEN in drafter
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
     arguments: dict[str, Any] = {
@@ -75,7 +74,7 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": seed,
         "max_num_seqs": config.engine.max_num_seqs,
-        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest, parallel=parallel),
+        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest),
         "tensor_parallel_size": config.engine.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
         "async_scheduling": False,
@@ -91,7 +90,7 @@ def engine_arguments(
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if "layer_types" in drafter:
+    if drafter_dir is not None and "layer_types" in json.loads((drafter_dir / "config.json").read_text()):
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
         # each with a table of blocks of its own.
         arguments["disable_hybrid_kv_cache_manager"] = True
@@ -104,7 +103,6 @@ def engine_arguments(
             # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
             "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
             **_proposer(config, policy_dir, drafter_dir),
-            **({PARALLEL: True} if parallel else {}),
         }
     return arguments
 
@@ -143,6 +141,8 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
         _refuse_misleading_path(str(directory))
     if method.model != "policy_layer":
         _check_positions(directory, policy_dir, config.model.max_length)
+    if method.model == "drafter":
+        _check_draft_vocabulary(directory, policy_dir)
     return {
         **method.vllm,
         "model": str(directory),
@@ -226,10 +226,15 @@ def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     return hf_config
 
 
+def gpu_memory(share: float) -> dict[str, Any]:
+    """Return the argument by which an engine takes this share of a GPU's memory; none on CPUs."""
+    return {"gpu_memory_utilization": share} if torch.cuda.is_available() else {}
+
+
 def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         fraction = config.engine.gpu_memory_fraction
-        return {"gpu_memory_utilization": max(fraction, ALONE_FRACTION) if alone else fraction}
+        return gpu_memory(max(fraction, ALONE_FRACTION) if alone else fraction)
     cache_bytes = int(config.engine.kv_cache_gib * 2**30)
     return {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK_TOKENS}
 
@@ -249,6 +254,16 @@ def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None
             f"the drafter in {directory} has {POSITIONS} = {longest}, and a policy with sequences of {needed} tokens "
             f"needs as many; train it for that length, or write {needed} there if its rotary embeddings are plain"
         )
+
+
+def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
+    """Raise ValueError if a drafter has a token that vLLM would map to none of the policy's."""
+    reader = TensorReader(directory)
+    if "d2t" in reader.names:
+        try:
+            check_offsets(reader.read("d2t"), read_model_config(policy_dir)["vocab_size"])
+        except ValueError as error:
+            raise ValueError(f"the drafter in {directory}: {error}") from error
 
 
 def _refuse_misleading_path(directory: str) -> None:

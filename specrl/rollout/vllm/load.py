@@ -14,15 +14,13 @@ from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, computes_with_expert, pack_anew
 from specrl.rollout.vllm.group import own_part
+from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MASK_HIDDEN = "mask_hidden"
-"""What a drafter of all positions in one pass reads in the place of the policy's hidden states."""
 NOT_LOADED = frozenset({"t2d"})
 """The drafter's tensors that the engine derives from others."""
-MTP_BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-"""The parts of a multi-token-prediction layer that the engine keeps one level deeper."""
+MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
 PROBE_ROWS = 4
 """The number of random inputs on which a linear layer is compared."""
 READ_BACK_TOLERANCE = 0.02
@@ -31,20 +29,15 @@ a relative 2^-9."""
 
 
 def policy_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of the policy's tensors in its directory; a multi-token-prediction layer is left out."""
-    names = TensorReader(directory).names
-    return names - _mtp_names(names)
+    """Return the names of the policy's tensors in its directory; multi-token-prediction layers are left out."""
+    prefixes = tuple(module.prefix for module in MTP_MODULES)
+    return frozenset(name for name in TensorReader(directory).names if not name.startswith(prefixes))
 
 
 def drafter_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of a drafter's tensors: those of a multi-token-prediction layer if there is one, else all."""
+    """Return the names of a drafter's tensors: of the multi-token-prediction layer that drafts, if there is one."""
     names = TensorReader(directory).names
-    return _mtp_names(names) or names
-
-
-def _mtp_names(names: frozenset[str]) -> frozenset[str]:
-    prefixes = tuple(family.mtp.prefix for family in FAMILIES.values() if family.mtp is not None)
-    return frozenset(name for name in names if name.startswith(prefixes))
+    return frozenset(name for name in names if any(module.drafts(name) for module in MTP_MODULES)) or names
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -77,11 +70,17 @@ def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names:
     """Load the drafter, whose tensors on disk have these names; its embeddings are the policy's.
 
     Raises:
-        RefitError: A tensor is missing or unknown.
+        RefitError: A tensor is missing or unknown, or a draft token would stand for none of the policy's tokens.
     """
     delivery = Delivery(names - NOT_LOADED, names | NOT_LOADED, tied=False)
     reload_weights(vllm_config, drafter, delivery.through(weights))
     delivery.check()
+    offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
+    if offsets is not None:
+        try:
+            check_offsets(offsets, vllm_config.model_config.get_vocab_size())
+        except ValueError as error:
+            raise RefitError(f"refit was sent a drafter whose {error}") from error
 
 
 def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
@@ -176,14 +175,14 @@ def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, dra
         family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any policy.
         drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
     """
-    prefix = family.mtp.prefix if family.mtp is not None else None
     waiting: dict[str, dict[int, tuple[str, Tensor]]] = {}
     wrong: list[str] = []
     for name, tensor in weights:
         if name in NOT_LOADED:
             continue
-        if prefix is not None and name.startswith(prefix):
-            engine_name, fused = _mtp_engine_name(model, name, prefix), family.fused
+        if family.mtp is not None and name.startswith(family.mtp.prefix):
+            config: Any = model.config
+            engine_name, fused = family.mtp.name_in_engine(name, config.num_hidden_layers), family.fused
         elif drafter:
             engine_name, fused = _eagle3_engine_name(name), LLAMA.fused
         else:
@@ -223,16 +222,8 @@ def _differing_parts(model: nn.Module, fused_name: str, parts: Mapping[int, tupl
     return [] if _matches(layer, kind, own_part(layer, kind, tensors)) else list(names)
 
 
-def _mtp_engine_name(model: nn.Module, name: str, prefix: str) -> str:
-    container = prefix.removesuffix(".").rpartition(".")[0]  # such as `model.mtp_layers`
-    layers: Any = model.get_submodule(container)
-    rest = name.removeprefix(prefix)
-    # The engine counts on from the policy's layers.
-    return f"{container}.{next(iter(layers))}.{'mtp_block.' if rest.startswith(MTP_BLOCK) else ''}{rest}"
-
-
 def _eagle3_engine_name(name: str) -> str:
-    if name in (HEAD, MASK_HIDDEN):
+    if name == HEAD:
         return name
     if name == "d2t":
         return "draft_id_to_target_id"

@@ -19,19 +19,9 @@ from transformers import AutoConfig
 
 from specrl.artifacts import write_json
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config, weight_files
-from specrl.models.drafters import (
-    ARCHITECTURES,
-    LAYERS,
-    MASK_TOKEN,
-    NORM_FLAGS,
-    PARALLEL,
-    PICKLED_FILE,
-    read_published,
-    suited,
-)
+from specrl.models.drafters import ARCHITECTURES, LAYERS, NORM_FLAGS, PICKLED_FILE, read_published, suited
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.eagle3 import Eagle3Shape
-from specrl.training.drafter.parallel import eagle3_module
+from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
 
 MAPPINGS = ("d2t", "t2d")
 NEW_NAMES = {
@@ -63,6 +53,26 @@ def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tenso
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool, device=draft_tokens.device)
     is_drafted[draft_tokens] = True
     return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
+
+
+def check_offsets(d2t: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless every draft token stands for a token of the policy, as vLLM and SGLang read `d2t`.
+
+    They add `d2t` to the draft token's id without a look at the sum: one beyond the vocabulary is a bare IndexError on
+    CPUs, and on GPUs ends the CUDA context.
+
+    Args:
+        d2t: The offsets, integers `[draft_vocab]`.
+        vocab_size: The number of tokens of the policy.
+    """
+    targets = d2t.long() + torch.arange(len(d2t), device=d2t.device)  # [draft_vocab]
+    outside = ((targets < 0) | (targets >= vocab_size)).nonzero()[:, 0]
+    if len(outside):
+        first = int(outside[0])
+        raise ValueError(
+            f"d2t[{first}] = {int(d2t[first])} makes draft token {first} token {int(targets[first])} of the policy, "
+            f"and allowed are 0 to {vocab_size - 1}: d2t must hold offsets, a token's id less that of its draft token"
+        )
 
 
 def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> dict[str, Any]:
@@ -103,7 +113,6 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
         LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
         **_window(shape),
-        **({} if shape.mask_token is None else {PARALLEL: True, MASK_TOKEN: shape.mask_token}),
     }
 
 
@@ -191,7 +200,10 @@ def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape,
     fitting = [name for name, tokens in readings.items() if _is_vocabulary(tokens, drafted, shape.vocab_size)]
     if not fitting:
         reason = "a vocabulary of distinct tokens" if drafted is None else "the tokens of t2d: d2t and t2d disagree"
-        raise ValueError(f"{directory}: neither as offsets nor as token ids is d2t {reason}")
+        raise ValueError(
+            f"{directory}: neither as offsets nor as token ids is d2t {reason}; it holds values from {int(ids.min())} "
+            f"to {int(ids.max())}, and the ids of tokens go from 0 to {shape.vocab_size - 1}"
+        )
     if len(fitting) == 2 and not torch.equal(*readings.values()):
         raise ValueError(
             f"{directory}: d2t can be read as offsets and as token ids, and there is no t2d to tell which; add t2d, "
@@ -243,7 +255,7 @@ def _about_embeddings(embeddings: Tensor, policy_dir: Path) -> str:
 def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Path) -> None:
     """Raise ValueError unless the tensors are the parameters of a drafter of this shape."""
     with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in eagle3_module(shape).state_dict().items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(shape).state_dict().items()}
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{directory} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):

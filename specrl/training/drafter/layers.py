@@ -1,9 +1,9 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `ttt.py` drives.
 
-There are three drafters: EAGLE-3 (`eagle3.py`), its kind that drafts all positions in one pass (`parallel.py`), and the
-multi-token-prediction layer of a policy that has one (`mtp.py`). All run their decoder layers, most often one, for each
-drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary position i: this is what
-vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
+There are two drafters: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`).
+Both run their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's
+hidden state of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts
+the ids, not the positions).
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ class DraftModule(nn.Module, ABC):
     Tensors of the policy (`SHARED`) are held as copies that no gradient reaches.
     """
 
-    PREFIX: ClassVar[str] = ""
-    """The prefix of every parameter's name on disk."""
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
     """The policy's tensors that drafting reads: the name on disk to the attribute here."""
 
@@ -115,6 +113,10 @@ class DraftModule(nn.Module, ABC):
         # A refit streams its tensors in inference mode; one made there could not be used in training.
         with torch.inference_mode(False), torch.no_grad():
             setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
+
+    def name_on_disk(self, name: str) -> str:
+        """Return the name on disk of a parameter, given that in this module."""
+        return name
 
     @property
     def policy_head(self) -> Callable[[Tensor], Tensor] | None:
@@ -138,18 +140,6 @@ class DraftModule(nn.Module, ABC):
     def feed(self, features: Tensor) -> Tensor:
         """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
-    def advance(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the module reads where it drafts on, in a step after the first one.
-
-        Args:
-            embedded: The results of `embed` for the tokens before, `[n, hidden]`.
-            hidden: The module's own output in the step before, `[n, hidden]`.
-
-        Returns:
-            What takes the place of each; the two themselves, unless the module drafts without knowing them.
-        """
-        return embedded, hidden
-
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
@@ -158,7 +148,7 @@ class DraftModule(nn.Module, ABC):
             layer: The number of the layer, from 0.
             embedded: The result of `embed`, which the first layer alone reads.
             hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
-                step, and of `advance` in later ones.
+                step, and the last layer's in later ones.
         """
 
     @abstractmethod
@@ -199,11 +189,12 @@ class Attention(nn.Module):
     Args:
         width: The size of its input.
         bias: Whether queries, keys and values have a bias, as in Qwen2.
+        qk_norm: Whether each head's queries and keys pass an RMS norm before they are rotated, as in Qwen3.
     """
 
     frequencies: Tensor
 
-    def __init__(self, shape: DraftShape, width: int, *, bias: bool) -> None:
+    def __init__(self, shape: DraftShape, width: int, *, bias: bool, qk_norm: bool = False) -> None:
         super().__init__()
         self.shape = shape
         kv_size = shape.num_kv_heads * shape.head_dim
@@ -211,19 +202,25 @@ class Attention(nn.Module):
         self.k_proj = linear(width, kv_size, bias=bias)
         self.v_proj = linear(width, kv_size, bias=bias)
         self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else None
         frequencies, self.rope_scale = rope_frequencies(shape.rope, shape.head_dim, shape.max_position_embeddings)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
         q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
         return self._rotate(q * self.shape.head_dim**-0.5, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
-        keys = self._rotate(self.k_proj(x).unflatten(-1, heads), positions)
-        return keys, self.v_proj(x).unflatten(-1, heads)
+        keys = self.k_proj(x).unflatten(-1, heads)
+        if self.k_norm is not None:
+            keys = self.k_norm(keys)
+        return self._rotate(keys, positions), self.v_proj(x).unflatten(-1, heads)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return `x` `[n, heads, head_dim]` rotated by its positions `[n]`, halves against each other as in Llama."""

@@ -1,9 +1,9 @@
-"""The multi-token-prediction layer of a policy that has one, as vLLM and the published checkpoints have it (MiMo).
+"""The first multi-token-prediction layer of a policy that has some, as vLLM drafts with it.
 
-One Qwen2 decoder layer after a projection of two normed inputs, in this order:
-`input_proj([hidden_layernorm(h), token_layernorm(e)])`. h is the policy's residual stream after its last layer, before
-its final norm, or the layer's own normed output when it drafts on; e is the embedding of the token after it, zero in
-slot 0. Embeddings and head are the policy's.
+One decoder layer of the policy's family after a projection of two normed inputs: a hidden state h, and the embedding e
+of the token after it. h is the policy's last hidden state, or the layer's own normed output when it drafts on. The
+family's `MtpModule` says in which order they are projected, whether the policy's final norm comes before h, and whether
+e is zero in slot 0. Embeddings and head are the policy's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specrl.models.families import MIMO_LAYER
+from specrl.models.families import Family
 from specrl.training.drafter.layers import EMBEDDINGS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -38,24 +38,28 @@ def mtp_shape(hf_config: Any) -> DraftShape:
 class Mtp(DraftModule):
     """The layer; embeddings, final norm and head are copies of the policy's."""
 
-    PREFIX: ClassVar[str] = MIMO_LAYER.prefix
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", NORM: "norm", HEAD: "head"}
 
     embeddings: Tensor
     norm: Tensor
     head: Tensor
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, shape: DraftShape, family: Family) -> None:
         super().__init__(shape)
+        assert family.mtp is not None
+        self.layout = family.mtp
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.token_layernorm = RMSNorm(hidden, eps)
         self.hidden_layernorm = RMSNorm(hidden, eps)
         self.input_proj = linear(2 * hidden, hidden)
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(shape, hidden, bias=True)
+        self.self_attn = Attention(shape, hidden, bias=family.qkv_bias, qk_norm=family.qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(shape)
-        self.final_layernorm = RMSNorm(hidden, eps)
+        self.final_layernorm = RMSNorm(hidden, eps) if self.layout.final_norm is not None else None
+
+    def name_on_disk(self, name: str) -> str:
+        return self.layout.name_on_disk(name)
 
     @property
     def policy_head(self) -> Callable[[Tensor], Tensor]:
@@ -66,26 +70,34 @@ class Mtp(DraftModule):
         return (self.self_attn,)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        embedded: Tensor = self.token_layernorm(self.embeddings[tokens].masked_fill(positions[:, None] == 0, 0))
-        return embedded
+        embedded = self.embeddings[tokens]
+        if self.layout.masks_first:
+            embedded = embedded.masked_fill(positions[:, None] == 0, 0)
+        normed: Tensor = self.token_layernorm(embedded)
+        return normed
 
     def feed(self, features: Tensor) -> Tensor:
-        return features
+        return self._policy_norm(features) if self.layout.reads_normed else features
 
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        residual: Tensor = self.input_proj(torch.cat([self.hidden_layernorm(hidden), embedded], -1))
+        parts = [self.hidden_layernorm(hidden), embedded]
+        residual: Tensor = self.input_proj(torch.cat(parts[::-1] if self.layout.token_first else parts, -1))
         return residual, self.input_layernorm(residual)
 
     def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        output: Tensor = self.final_layernorm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
-        return output
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output if self.final_layernorm is None else self.final_layernorm(output)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head)
 
     @torch.no_grad()
     def _policy_logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._policy_norm(hidden), self.head)
+
+    @torch.no_grad()
+    def _policy_norm(self, hidden: Tensor) -> Tensor:
         wide = hidden.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps)
-        return F.linear((wide * scale * self.norm.float()).to(hidden.dtype), self.head)
+        return (wide * scale * self.norm.float()).to(hidden.dtype)

@@ -196,7 +196,7 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
         ValueError: The line names what the model's configuration asks for and what is supported.
     """
     family = family_of_model(hf)
-    allowed = {"attention_bias": family.qkv_bias, "attention_out_bias": False, "mlp_bias": False}
+    allowed = {"attention_bias": family.qkv_bias, "attention_out_bias": False, "mlp_bias": False, "use_bias": False}
     for key, value in allowed.items():
         if getattr(hf, key, value) != value:
             raise ValueError(

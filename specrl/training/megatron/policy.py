@@ -320,16 +320,16 @@ class Policy:
         """
         return export(self.model, self._weights)
 
-    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
 
         Tied models stay tied.
 
         Args:
-            mtp_layer: The tensors of the model's multi-token-prediction layer (`Drafter.named_weights`). Without it the
-                layer that the model was loaded with, if there is one, is written unchanged.
+            mtp_layer: The tensors of a multi-token-prediction layer that was trained (`Drafter.named_weights`). All
+                others that the model was loaded with are written unchanged.
         """
-        tensors = chain(self._named_for_disk(), self._mtp_layer_as_loaded() if mtp_layer is None else mtp_layer)
+        tensors = chain(self._named_for_disk(), self._mtp_tensors(dict(mtp_layer)))
         write_model(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
@@ -338,12 +338,12 @@ class Policy:
             if name != "lm_head.weight" or not self._weights.tied:
                 yield name, tensor
 
-    def _mtp_layer_as_loaded(self) -> Iterator[tuple[str, Tensor]]:
+    def _mtp_tensors(self, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self.family.mtp is None:
             return
         reader = TensorReader(self.model_dir)
         for name in sorted(name for name in reader.names if name.startswith(self.family.mtp.prefix)):
-            yield name, reader.read(name).to(self.dtype)
+            yield name, trained[name] if name in trained else reader.read(name).to(self.dtype)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -97,6 +97,8 @@ class WeightMap:
     vocab_size: int
     tied: bool
     """Whether the output layer is the embeddings' matrix."""
+    interleaved: bool = False
+    """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
 
     def shape_on_disk(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the shape of the parameter's Hugging Face tensors stacked below each other."""
@@ -111,6 +113,7 @@ class WeightMap:
         """
         if parameter.split == "qkv":
             groups = self.num_groups // size
+            tensors = self._reordered(tensors, halves=False)
             return torch.cat([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)
         if parameter.split == "vocabulary":
             padding = parameter.shape[0] // size - len(tensors[0])
@@ -127,8 +130,26 @@ class WeightMap:
         """
         if parameter.split == "qkv":
             groups = merged.reshape(self.num_groups // size, -1, *merged.shape[1:])
-            return [part.flatten(0, 1).contiguous() for part in torch.split(groups, self._group_rows(parameter), 1)]
+            parts = [part.flatten(0, 1) for part in torch.split(groups, self._group_rows(parameter), 1)]
+            return [part.contiguous() for part in self._reordered(parts, halves=True)]
         return list(merged.chunk(len(parameter.hf)))
+
+    def _reordered(self, tensors: Sequence[Tensor], *, halves: bool) -> Sequence[Tensor]:
+        """Return queries, keys and values, and of interleaved queries and keys with the other order of channels.
+
+        Args:
+            tensors: Each `[heads * head_dim, ...]`.
+            halves: Whether the channels that are rotated against each other lie in the two halves of a head, and not
+                side by side.
+        """
+        if not self.interleaved:
+            return tensors
+        width = self.head_dim // 2
+        shape = (-1, 2, width) if halves else (-1, width, 2)
+        queries, keys = (
+            tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape) for tensor in tensors[:2]
+        )
+        return [queries, keys, tensors[2]]
 
     def part_shapes(self, parameter: Parameter, size: int) -> list[tuple[int, ...]]:
         """Return the shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
@@ -201,7 +222,14 @@ def weight_map(
         parameters.append(Parameter("output_layer.weight", last, "vocabulary", (HEAD,), vocabulary))
     elif last > 0:
         parameters.append(Parameter("output_layer.weight", last, "vocabulary", (EMBEDDINGS,), vocabulary, is_copy=True))
-    return WeightMap(tuple(parameters), hf.num_key_value_heads, head_dim(hf), hf.vocab_size, hf.tie_word_embeddings)
+    return WeightMap(
+        tuple(parameters),
+        hf.num_key_value_heads,
+        head_dim(hf),
+        hf.vocab_size,
+        hf.tie_word_embeddings,
+        family_of_model(hf).rotary_interleaved,
+    )
 
 
 @dataclass(frozen=True)
