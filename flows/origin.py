@@ -86,14 +86,16 @@ def _find_checkpoint(run_dir: Path, step: str, config: Config) -> Origin:
         kept = ", ".join(map(str, sorted(found)))
         raise ConfigError(f"--from {run_dir.name}@{wanted}: it has checkpoints after these steps: {kept}")
     stage_dir = found[int(wanted)]
-    method, own = METHODS[read_run_config(run_dir).speculation.method], config.speculation.draft_method
+    theirs, own = read_run_config(run_dir), config.speculation.draft_method
     start = Continuation(
         run=run_dir.name,
         key=stage_dir.name,
         step=int(wanted),
         stage_dir=ORIGIN,
         counts_on=False,
-        has_drafter=own.has_weights and own.same_model(method),
+        has_drafter=own.has_weights
+        and own.same_model(METHODS[theirs.speculation.method])
+        and (own.is_policy_layer or theirs.drafter.parallel == config.drafter.parallel),
     )
     return Origin(
         start,

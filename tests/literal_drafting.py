@@ -45,7 +45,7 @@ class LiteralDrafter:
         _, logits, hidden = self.prefill(tokens, features, start)
         drafts = [int(draft_tokens[logits.argmax()])]
         for step in range(1, k):
-            logits, hidden = self.feed(drafts[-1], hidden, start + step)
+            logits, hidden = self.go_on(drafts[-1], hidden, start + step)
             drafts.append(int(draft_tokens[logits.argmax()]))
         return drafts
 
@@ -53,9 +53,16 @@ class LiteralDrafter:
         """Logits of k steps when the true tokens are fed instead of the drafter's own."""
         all_logits, logits, hidden = self.prefill(tokens, features, start)
         for step in range(1, k):
-            logits, hidden = self.feed(tokens[start + step + 1], hidden, start + step)
+            logits, hidden = self.go_on(tokens[start + step + 1], hidden, start + step)
             all_logits.append(logits)
         return all_logits
+
+    def go_on(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """The slot after another one of the drafter's own; a parallel drafter reads the same mask in all of them."""
+        if self.shape.mask_token is None:
+            return self.feed(token, hidden, position)
+        fed = self.weights["fc.weight"] @ self._normed_features(self.weights["mask_hidden"][0])
+        return self.feed(self.shape.mask_token, fed, position)
 
     def prefill(self, tokens: list[int], features: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """Slots 0..start from the policy's features `[seq, layers * hidden]`."""

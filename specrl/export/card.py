@@ -8,13 +8,16 @@ from pathlib import Path
 
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
+from specrl.models.drafters import PARALLEL
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
 """The head of the table of what the export has measured."""
 
 
-def serve_arguments(policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None) -> list[str]:
+def serve_arguments(
+    policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None, *, parallel: bool = False
+) -> list[str]:
     """Return the words of the `vllm serve` command that uses the drafter.
 
     With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
@@ -26,10 +29,11 @@ def serve_arguments(policy: Path | str, drafter_dir: Path, k: int, config: Confi
         drafter_dir: The drafter's directory; the same as `policy` where a layer of the policy drafts.
         k: The number of tokens drafted per iteration.
         config: The run's configuration; None leaves the rest to vLLM.
+        parallel: Whether the drafter drafts all positions in one pass.
     """
-    speculative: dict[str, str | int] = {"method": "mtp"}
+    speculative: dict[str, str | int | bool] = {"method": "mtp"}
     if drafter_dir != policy:
-        speculative = {"method": "eagle3", "model": str(drafter_dir)}
+        speculative = {"method": "eagle3", "model": str(drafter_dir), **({PARALLEL: True} if parallel else {})}
     speculative["num_speculative_tokens"] = k
     words = ["vllm", "serve", str(policy), "--speculative-config", json.dumps(speculative)]
     return words if config is None else [*words, *_options(config)]
@@ -45,9 +49,9 @@ def _options(config: Config) -> list[str]:
     return words
 
 
-def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None) -> str:
-    """Return the same as one line for a shell."""
-    return shlex.join(serve_arguments(policy, drafter_dir, k, config))
+def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config) -> str:
+    """Return the same as one line for a shell, for the drafter of a run."""
+    return shlex.join(serve_arguments(policy, drafter_dir, k, config, parallel=config.drafter.parallel))
 
 
 def model_card(

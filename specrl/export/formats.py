@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.config import ConfigError
-from specrl.export.card import serve_command
+from specrl.export.card import serve_arguments
 from specrl.export.exported import ExportedDrafter
 from specrl.export.sglang import sglang_command, write_sglang
 from specrl.export.speculators import write_speculators
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.drafters import MASK_TOKEN
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def _write_eagle3(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def _eagle3_command(drafter: ExportedDrafter, directory: Path) -> str:
-    return serve_command(drafter.policy, directory, drafter.k)
+    parallel = MASK_TOKEN in drafter.config
+    return shlex.join(serve_arguments(drafter.policy, directory, drafter.k, parallel=parallel))
 
 
 def _speculators_command(_: ExportedDrafter, directory: Path) -> str:

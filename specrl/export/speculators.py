@@ -12,7 +12,7 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.export.exported import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import LAYERS, NORM_FLAGS
+from specrl.models.drafters import LAYERS, MASK_TOKEN, NORM_FLAGS
 from specrl.models.hf_io import TensorReader, write_tensors
 
 # Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
@@ -66,6 +66,11 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
         ValueError: The library refuses such a drafter.
     """
     eagle3 = drafter.config
+    if MASK_TOKEN in eagle3:
+        raise ValueError(
+            "speculators has drafters of all positions in one pass as a kind of its own, which specrl does not write; "
+            "take --format eagle3"
+        )
     if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
         raise ValueError(
             "speculators refuses a drafter with both norm_before_fc and fc_norm; take --format eagle3 or sglang"

@@ -48,7 +48,6 @@ MUST_BE = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
-    "parallel_drafting": False,
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -68,6 +67,10 @@ LOSS_KEY = "specrl_loss"
 """The key of the loss that specrl has trained a drafter with."""
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 """The key of the layers whose inputs are the features."""
+PARALLEL = "parallel_drafting"
+"""The key that says whether a drafter drafts all positions in one pass."""
+MASK_TOKEN = "ptd_token_id"
+"""The key of the token that stands for those not known yet in such a drafter; no other drafter has it."""
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
 """The keys of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
@@ -169,6 +172,12 @@ def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> N
             suited(published, read_model_config(policy_dir), directory)
     except ConfigError as error:
         raise ConfigError(f"drafter.source: {error}") from error
+    if (published.config[MASK_TOKEN] is not None) != config.drafter.parallel:
+        how, other = ("one after another", "false") if config.drafter.parallel else ("in one pass", "true")
+        raise ConfigError(
+            f"drafter.parallel = {str(config.drafter.parallel).lower()}: the drafter of drafter.source in {directory} "
+            f"drafts its positions {how}; set drafter.parallel = {other}"
+        )
 
 
 def read_published(directory: Path) -> PublishedDrafter:
@@ -238,6 +247,7 @@ def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_res
     filled["partial_rotary_factor"] = _of_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     filled["rope_parameters"] = rope_of(config)
     filled |= {flag: bool(filled.get(flag)) for flag in NORM_FLAGS}
+    filled[MASK_TOKEN] = filled.get(MASK_TOKEN)
     if layers:
         filled[LAYERS] = list(layers)
     return filled
@@ -249,6 +259,11 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
         value = config.get(key)
         if value is not None and value != wanted:
             raise ConfigError(f"{path}: {key} = {value!r}: specrl computes drafters with {wanted!r} only")
+    if config.get(PARALLEL) not in (None, config[MASK_TOKEN] is not None):
+        raise ConfigError(
+            f"{path}: {PARALLEL} = {config[PARALLEL]!r} and {MASK_TOKEN} = {config[MASK_TOKEN]!r}: a drafter of all "
+            "positions in one pass has both, and no other has one of them"
+        )
     if missing := [key for key in SIZES if not config.get(key)]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}")
     if len(types := set(config.get("layer_types") or ())) > 1:

@@ -112,7 +112,7 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
         drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)
         try:
             write_speculators(drafter, stage_dir / "drafter-speculators")
-        except ValueError as error:  # drafters of others, which `drafter.source` names, may not fit into the format
+        except ValueError as error:  # a parallel drafter, or one of others (`drafter.source`), may not fit into it
             logger.warning("no drafter-speculators: %s", error)
 
 

@@ -121,10 +121,11 @@ def write_policy(directory: Path, weights: dict[str, Tensor], *, tied: bool = Fa
     return directory
 
 
-def write_trained_drafter(directory: Path, policy_dir: Path) -> Path:
+def write_trained_drafter(directory: Path, policy_dir: Path, *, parallel: bool = False) -> Path:
     """An EAGLE-3 drafter over the likely tokens, taught by responses of the policy, so that it is often right."""
     generator, likely = torch.Generator().manual_seed(0), torch.tensor(likely_tokens())
-    drafter = Drafter.create(policy_dir, DrafterConfig(lr=3e-3), likely, Ranks(0, 1, 0, torch.device("cpu")))
+    config = DrafterConfig(lr=3e-3, parallel=parallel, ttt_steps=5 if parallel else 3)
+    drafter = Drafter.create(policy_dir, config, likely, Ranks(0, 1, 0, torch.device("cpu")))
     policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     tokens = likely[torch.randint(NUM_LIKELY, (128, 6), generator=generator)]
     with torch.no_grad():

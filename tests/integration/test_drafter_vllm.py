@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ SHAPES = {
         "feature_layers": [1, 3, 4, 6],
         "sliding_window": 16,
     },
+    "all positions in one pass": {"draft_vocab_size": 100, "parallel": True},
 }
 
 
@@ -117,7 +119,8 @@ def test_vllm_drafts_what_the_module_drafts(
     config = DrafterConfig.model_validate(shape)
     vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), config.draft_vocab_size)
     drafter = Drafter.create(policy_dir, config, vocabulary, ALONE)
-    check_drafts(drafter, policy_dir, tmp_path, monkeypatch, "speculators" if config.num_layers == 1 else "eagle3")
+    form = "speculators" if config.num_layers == 1 and not config.parallel else "eagle3"
+    check_drafts(drafter, policy_dir, tmp_path, monkeypatch, form)
 
 
 def test_vllm_drafts_what_a_published_drafter_with_all_norms_and_yarn_drafts(
@@ -200,7 +203,7 @@ def vllm_proposals(
         enable_prefix_caching=False,
         disable_hybrid_kv_cache_manager=True,
         disable_log_stats=False,
-        speculative_config={"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": K},
+        speculative_config=speculative_config(policy_dir, drafter_dir),
     )
     proposer = engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     propose, proposals = proposer.propose, []
@@ -226,6 +229,13 @@ def vllm_proposals(
     lifecycle.stop(engine.llm_engine)
     dist.destroy_process_group()  # vLLM's own, which no variable of the environment tells of
     return proposals, alone, together
+
+
+def speculative_config(policy_dir: Path, drafter_dir: Path) -> Any:
+    """As the command has it that serves the drafter."""
+    command = FORMATS["eagle3"].command(ExportedDrafter(drafter_dir, policy_dir, str(policy_dir), K), drafter_dir)
+    words = shlex.split(command)
+    return json.loads(words[words.index("--speculative-config") + 1])
 
 
 def counters(engine: Any) -> list[int]:

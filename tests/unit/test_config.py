@@ -41,6 +41,8 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["seed=4294967296"], ["seed", "4294967296", "less than 4294967296"]),
         (["engine.max_num_seqs=2049"], ["engine.max_num_seqs", "2049", "less than or equal to 2048"]),
         (["policy.beta1=1"], ["policy.beta1", "less than 1"]),
+        (["drafter.parallel=true", "speculation.method=mtp"], ["drafter.parallel = true", "mtp"]),
+        (["drafter.parallel=true", "speculation.k=4"], ["speculation.k = 4", "drafter.ttt_steps = 3"]),
         (["drafter.num_prompts=1"], ["drafter.num_prompts", "1", "greater than or equal to 2"]),
         (["policy.lr=inf"], ["policy.lr", "inf", "finite"]),
         (["sampling.top_k=1"], ["sampling.top_k = 1", "0 (all tokens) or at least 2"]),

@@ -79,6 +79,19 @@ def test_a_format_gives_back_two_layers(policy_dir: Path, tmp_path: Path, form: 
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), drafter.model.parameters(), strict=True))
 
 
+def test_a_parallel_drafter_is_written_for_vllm_alone(policy_dir: Path, tmp_path: Path) -> None:
+    config = DrafterConfig(draft_vocab_size=VOCAB, parallel=True)
+    drafter = Drafter.create(policy_dir, config, torch.arange(VOCAB), ALONE)
+    drafter.save(tmp_path / "drafter", policy_version=0)
+    exported = ExportedDrafter(tmp_path / "drafter", policy_dir, "someone/policy", 3)
+    FORMATS["eagle3"].write(exported, tmp_path / "eagle3")
+    assert Drafter.load(tmp_path / "eagle3", policy_dir, config, ALONE).shape == drafter.shape
+    assert '"parallel_drafting": true' in FORMATS["eagle3"].command(exported, tmp_path / "eagle3")
+    for form in ("speculators", "sglang"):
+        with pytest.raises(ValueError, match="all positions in one pass"):
+            FORMATS[form].write(exported, tmp_path / form)
+
+
 @pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)], ids="+".join)
 def test_sglang_finds_each_of_its_parameters_once(policy_dir: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """As `LlamaForCausalLMEagle3` of SGLang 0.5.23 loads: it drops, without a word, what it has no place for."""

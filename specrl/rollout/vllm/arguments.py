@@ -12,6 +12,7 @@ import torch
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
+from specrl.models.drafters import MASK_TOKEN, PARALLEL
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
@@ -67,6 +68,8 @@ def engine_arguments(
     The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
     and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
     """
+    drafter = read_model_config(drafter_dir) if drafter_dir is not None else {}
+    parallel = config.speculation.draft_method.model == "drafter" and MASK_TOKEN in drafter
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
     arguments: dict[str, Any] = {
@@ -74,7 +77,7 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": seed,
         "max_num_seqs": config.engine.max_num_seqs,
-        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest),
+        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest, parallel=parallel),
         "tensor_parallel_size": config.engine.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
         "async_scheduling": False,
@@ -90,7 +93,7 @@ def engine_arguments(
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if drafter_dir is not None and "layer_types" in json.loads((drafter_dir / "config.json").read_text()):
+    if "layer_types" in drafter:
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
         # each with a table of blocks of its own.
         arguments["disable_hybrid_kv_cache_manager"] = True
@@ -103,6 +106,7 @@ def engine_arguments(
             # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
             "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
             **_proposer(config, policy_dir, drafter_dir),
+            **({PARALLEL: True} if parallel else {}),
         }
     return arguments
 

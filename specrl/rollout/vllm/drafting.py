@@ -213,9 +213,11 @@ class GreedyDrafts:
     vocabularies ascend and ties go to the lowest id.
     """
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Any, proposer: Any) -> None:
         self._drafter = drafter
+        self._proposer = proposer
         self._confidences: list[Tensor] = []
+        """The probabilities of the tokens of each pass, [requests, positions]."""
 
     @classmethod
     def install(cls, runner: Any) -> GreedyDrafts | None:
@@ -223,12 +225,15 @@ class GreedyDrafts:
         drafter: Any = draft_model(runner)
         if drafter is None or not hasattr(runner.drafter, "_greedy_sample"):
             return None
-        greedy = cls(drafter)
+        greedy = cls(drafter, runner.drafter)
         runner.drafter._greedy_sample = greedy
         return greedy
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the policy's token ids, int64 [n], for the drafter's outputs [n, hidden size]."""
+        """Return the policy's token ids, int64 [n], for the drafter's outputs [n, hidden size].
+
+        A pass has one position of each request, or in parallel drafting all of them, one request after another.
+        """
         offsets: Tensor | None = getattr(self._drafter, "draft_id_to_target_id", None)
         if offsets is None:
             logits = self._drafter.compute_logits(hidden)
@@ -236,10 +241,12 @@ class GreedyDrafts:
             logits = self._drafter.logits_processor(self._drafter.lm_head, hidden)
         drafted = most_likely(logits)
         wide = logits.float()
-        self._confidences.append((wide.gather(1, drafted[:, None])[:, 0] - wide.logsumexp(-1)).exp())
+        confidences = (wide.gather(1, drafted[:, None])[:, 0] - wide.logsumexp(-1)).exp()
+        positions = self._proposer.num_speculative_tokens if self._proposer.parallel_drafting else 1
+        self._confidences.append(confidences.view(-1, positions))
         return drafted if offsets is None else drafted + offsets[drafted]
 
     def take(self) -> NDArray[np.float64] | None:
-        """Return the probabilities of the tokens picked since the last call, [requests, passes]; None without any."""
+        """Return the probabilities of the tokens picked since the last call, [requests, positions], if any were."""
         found, self._confidences = self._confidences, []
-        return torch.stack(found, dim=1).double().cpu().numpy() if found else None
+        return torch.cat(found, dim=1).double().cpu().numpy() if found else None

@@ -28,6 +28,7 @@ from specrl.rollout.vllm.arguments import ENVIRONMENT
 from specrl.rollout.vllm.cpu_layers import use_kernels
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
+from specrl.rollout.vllm.parallel import ParallelDrafting
 from specrl.rollout.vllm.shared_prompts import SharedPrompts, can_share
 
 VLLM_VERSION = "0.32.0"
@@ -79,6 +80,7 @@ class VllmEngine:
             use_kernels(self.policy)
             if self.drafter is not None:
                 use_kernels(self.drafter)
+        self._parallel = ParallelDrafting.install(self.runner)
         self.shared_prompts: SharedPrompts | None = None
         """Lets requests with one prompt share what was read of it; None where blocks are small or routes are kept."""
         scheduler = self.llm.engine_core.engine_core.scheduler
@@ -159,7 +161,11 @@ class VllmEngine:
         if self.drafter is None:
             raise RefitError("refit was sent a drafter, but the engine has none")
         check_own_head(self.drafter, self.policy, names)
-        refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
+        if self._parallel is None:
+            refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
+        else:
+            refit_drafter(self.llm.vllm_config, self.drafter, self._parallel.noted(weights), names)
+            self._parallel.refresh()
 
     @property
     def can_sleep(self) -> bool:

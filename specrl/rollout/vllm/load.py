@@ -18,6 +18,8 @@ from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MASK_HIDDEN = "mask_hidden"
+"""What a drafter of all positions in one pass reads in the place of the policy's hidden states."""
 NOT_LOADED = frozenset({"t2d"})
 """The drafter's tensors that the engine derives from others."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
@@ -223,7 +225,7 @@ def _differing_parts(model: nn.Module, fused_name: str, parts: Mapping[int, tupl
 
 
 def _eagle3_engine_name(name: str) -> str:
-    if name == HEAD:
+    if name in (HEAD, MASK_HIDDEN):
         return name
     if name == "d2t":
         return "draft_id_to_target_id"

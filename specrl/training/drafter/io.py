@@ -19,9 +19,19 @@ from transformers import AutoConfig
 
 from specrl.artifacts import write_json
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config, weight_files
-from specrl.models.drafters import ARCHITECTURES, LAYERS, NORM_FLAGS, PICKLED_FILE, read_published, suited
+from specrl.models.drafters import (
+    ARCHITECTURES,
+    LAYERS,
+    MASK_TOKEN,
+    NORM_FLAGS,
+    PARALLEL,
+    PICKLED_FILE,
+    read_published,
+    suited,
+)
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.eagle3 import Eagle3Shape
+from specrl.training.drafter.parallel import eagle3_module
 
 MAPPINGS = ("d2t", "t2d")
 NEW_NAMES = {
@@ -113,6 +123,7 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
         LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
         **_window(shape),
+        **({} if shape.mask_token is None else {PARALLEL: True, MASK_TOKEN: shape.mask_token}),
     }
 
 
@@ -255,7 +266,7 @@ def _about_embeddings(embeddings: Tensor, policy_dir: Path) -> str:
 def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Path) -> None:
     """Raise ValueError unless the tensors are the parameters of a drafter of this shape."""
     with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(shape).state_dict().items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in eagle3_module(shape).state_dict().items()}
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{directory} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):

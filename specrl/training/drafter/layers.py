@@ -1,9 +1,9 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `ttt.py` drives.
 
-There are two drafters: EAGLE-3 (`eagle3.py`) and the multi-token-prediction layer of a policy that has one (`mtp.py`).
-Both run their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's
-hidden state of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts
-the ids, not the positions).
+There are three drafters: EAGLE-3 (`eagle3.py`), its kind that drafts all positions in one pass (`parallel.py`), and the
+multi-token-prediction layer of a policy that has one (`mtp.py`). All run their decoder layers, most often one, for each
+drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary position i: this is what
+vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
 """
 
 from __future__ import annotations
@@ -140,6 +140,18 @@ class DraftModule(nn.Module, ABC):
     def feed(self, features: Tensor) -> Tensor:
         """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
+    def advance(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the module reads where it drafts on, in a step after the first one.
+
+        Args:
+            embedded: The results of `embed` for the tokens before, `[n, hidden]`.
+            hidden: The module's own output in the step before, `[n, hidden]`.
+
+        Returns:
+            What takes the place of each; the two themselves, unless the module drafts without knowing them.
+        """
+        return embedded, hidden
+
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
@@ -148,7 +160,7 @@ class DraftModule(nn.Module, ABC):
             layer: The number of the layer, from 0.
             embedded: The result of `embed`, which the first layer alone reads.
             hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
-                step, and the last layer's in later ones.
+                step, and of `advance` in later ones.
         """
 
     @abstractmethod

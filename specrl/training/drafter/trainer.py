@@ -31,6 +31,7 @@ from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_tensors, write_drafter
 from specrl.training.drafter.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.mtp import HEAD, Mtp, mtp_shape
+from specrl.training.drafter.parallel import eagle3_module
 from specrl.training.drafter.progress import Boundaries, TrainingProgress
 from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
@@ -182,10 +183,11 @@ class Drafter:
             num_layers=config.num_layers,
             chosen_layers=config.feature_layers,
             sliding_window=config.sliding_window,
+            parallel=config.parallel,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = Eagle3(shape)
+            model = eagle3_module(shape)
         initialise_from_policy(model, policy_dir, draft_tokens.cpu())
         return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
 
@@ -200,7 +202,7 @@ class Drafter:
         """
         dtype = AutoConfig.from_pretrained(policy_dir).dtype or torch.bfloat16
         stored = read_drafter(directory, policy_dir, dtype)
-        model = Eagle3(stored.shape)
+        model = eagle3_module(stored.shape)
         model.load_state_dict(stored.tensors)
         shape = stored.shape
         sizes = {
@@ -209,6 +211,7 @@ class Drafter:
             "feature_layers": shape.feature_layers,
             "intermediate_size": shape.intermediate_size,
             "sliding_window": shape.sliding_window,
+            "parallel": shape.mask_token is not None,
         }
         config = config.model_copy(update=sizes)
         return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
