@@ -132,6 +132,8 @@ class Family:
     """The router, where the linear layers after attention are those of experts in every transformer layer."""
     mtp: MtpModule | None = None
     """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
+    eagle3: bool = True
+    """Whether vLLM's model hands out the hidden states between its layers, which EAGLE-3 drafters read."""
     can_tie: bool = True
     """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
     rotary_interleaved: bool = False
@@ -214,6 +216,7 @@ register_family(
         "exaone_moe",
         qk_norm=True,
         mtp=QWEN3_NEXT_MTP,
+        eagle3=False,
         every_layer=(("mlp_layer_types", "dense"), ("layer_types", "full_attention")),
     )
 )
@@ -225,6 +228,7 @@ register_family(
         "Ernie4_5_MoeForCausalLM",
         "ernie4_5_moe",
         mtp=ERNIE_MTP,
+        eagle3=False,
         rotary_interleaved=True,
         experts_from="moe_layer_start_index",
     )

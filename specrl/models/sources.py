@@ -10,6 +10,7 @@ from typing import Any
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
+from specrl.config.methods import METHODS
 from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
@@ -70,9 +71,10 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
 
     Raises:
         ConfigError: The method is `mtp` and the model has no multi-token-prediction layer, or not as many as vLLM needs
-            for drafts of `speculation.k` tokens.
+            for drafts of `speculation.k` tokens; or it needs an EAGLE-3 drafter, and vLLM has none for the model.
     """
-    if not config.speculation.draft_method.is_policy_layer:
+    method = config.speculation.draft_method
+    if not method.has_weights:
         return
     model, kind = config.model, _kind(config.model.source)
     if directory is None and kind == "hub":
@@ -86,7 +88,13 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
         family, layers = family_of(found), num_mtp_layers(found)
     elif kind == "tiny":
         family, layers = tiny_family(model.tiny), model.tiny.mtp_layers
-    _check_layers(config, family, layers)
+    if method.is_policy_layer:
+        _check_layers(config, family, layers)
+    elif family is not None and not family.eagle3:
+        others = ", ".join(row.name for row in METHODS.values() if row.model != method.model)
+        raise ConfigError(
+            f'speculation.method = "{method.name}": vLLM has no EAGLE-3 for {family.architecture}; allowed are {others}'
+        )
 
 
 def _check_layers(config: Config, family: Family | None, layers: int) -> None:

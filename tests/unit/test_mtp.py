@@ -272,6 +272,15 @@ def test_mtp_needs_a_model_with_the_layer(method: str, family: str, fits: bool) 
     assert fits or ('speculation.method = "mtp"' in lines[0] and "eagle3" in lines[0])
 
 
+@pytest.mark.parametrize(("family", "fits"), [("mimo", True), ("exaone_moe", False), ("ernie4_5_moe", False)])
+def test_an_eagle3_drafter_needs_a_policy_whose_hidden_states_vllm_hands_out(family: str, fits: bool) -> None:
+    model = {"source": "tiny", "tiny": {"family": family}}
+    config = Config.model_validate({"name": "x", "model": model, "drafter": {"draft_vocab_size": 64}})
+    lines = [line for line in check_model(config) if "EAGLE-3" in line]
+    assert bool(lines) != fits
+    assert fits or ('speculation.method = "eagle3"' in lines[0] and "allowed are none, mtp, ngram" in lines[0])
+
+
 @pytest.mark.parametrize(
     ("layers", "k", "fits"), [(1, 3, True), (2, 1, True), (2, 4, True), (2, 3, False), (4, 3, True)]
 )
