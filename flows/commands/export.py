@@ -34,6 +34,12 @@ def export(
         typer.Option(metavar="NAME", help="The policy's hub id or folder, as the server will name it."),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|fp8", help="Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
+        ),
+    ] = None,
 ) -> None:
     """Write the drafter of a finished run in a format that inference servers load.
 
@@ -43,8 +49,12 @@ def export(
     from specrl.export.card import CARD_FILE, model_card
     from specrl.export.exported import ExportedDrafter
     from specrl.export.formats import find_format
+    from specrl.export.quantised import find_scheme, quantisation_paragraph, write_quantised
 
     chosen, run_dir = find_format(form), find_run(name, runs_dir)
+    scheme = None if quantize is None else find_scheme(quantize)
+    if scheme is not None and form != "eagle3":
+        raise ConfigError(f"--quantize {quantize}: only --format eagle3 can be quantized, not {form}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to {to}: it exists and is not an empty folder")
     stages = find_stages(run_dir)
@@ -61,9 +71,13 @@ def export(
         )
     drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, served, config.speculation.k)
     try:
-        chosen.write(drafter, to)
+        if scheme is None:
+            chosen.write(drafter, to)
+        else:
+            write_quantised(drafter, to, scheme)
     except ValueError as error:
         raise ConfigError(f"--format {form}: {error}") from error
     command = chosen.command(drafter, to.absolute())
-    write_text(to / CARD_FILE, model_card(config, trained, validated, exported, command))
+    about = "" if scheme is None else quantisation_paragraph(scheme, drafter.directory)
+    write_text(to / CARD_FILE, model_card(config, trained, validated, exported, command, about))
     print(f"drafter of {run_dir.name} as {form}: {to.absolute()}\nserve it with the policy:\n  {command}")

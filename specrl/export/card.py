@@ -55,7 +55,12 @@ def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config)
 
 
 def model_card(
-    config: Config, trained: TrainResult, validated: ValidateResult, exported: ExportResult, command: str
+    config: Config,
+    trained: TrainResult,
+    validated: ValidateResult,
+    exported: ExportResult,
+    command: str,
+    about: str = "",
 ) -> str:
     """Return the card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
 
@@ -63,6 +68,7 @@ def model_card(
 
     Args:
         command: The command that serves the exported directory.
+        about: A paragraph about what departs from the trained drafter.
     """
     data, temperature = _data(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
@@ -79,7 +85,7 @@ def model_card(
         _table(ALONE, [_row(found) for found in exported.acceptance]),
         _table("batch | generation speedup (median of matched pairs) | range", speed),
     )
-    return "\n".join([f"# {_title(config, trained)}", "", *filter(None, tables), f"    {command}", ""])
+    return "\n".join([f"# {_title(config, trained)}", "", *filter(None, (about, *tables)), f"    {command}", ""])
 
 
 def _row(found: Acceptance) -> str:

@@ -258,7 +258,8 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
     for key, wanted in MUST_BE.items():
         value = config.get(key)
         if value is not None and value != wanted:
-            raise ConfigError(f"{path}: {key} = {value!r}: specrl computes drafters with {wanted!r} only")
+            found = "{...}" if isinstance(value, dict) else repr(value)
+            raise ConfigError(f"{path}: {key} = {found}: specrl computes drafters with {wanted!r} only")
     if config.get(PARALLEL) not in (None, config[MASK_TOKEN] is not None):
         raise ConfigError(
             f"{path}: {PARALLEL} = {config[PARALLEL]!r} and {MASK_TOKEN} = {config[MASK_TOKEN]!r}: a drafter of all "

@@ -19,6 +19,7 @@ from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
 from specrl.export.exported import ExportedDrafter
 from specrl.export.formats import FORMATS
+from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.models.drafters import NORM_FLAGS
 from specrl.rollout.vllm import lifecycle
 from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
@@ -120,7 +121,12 @@ def test_vllm_drafts_what_the_module_drafts(
     vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), config.draft_vocab_size)
     drafter = Drafter.create(policy_dir, config, vocabulary, ALONE)
     form = "speculators" if config.num_layers == 1 and not config.parallel else "eagle3"
-    check_drafts(drafter, policy_dir, tmp_path, monkeypatch, form)
+    tokens, counts = check_drafts(drafter, policy_dir, tmp_path, monkeypatch, form)
+    if form == "speculators":
+        exported = ExportedDrafter(tmp_path / "drafter", policy_dir, str(policy_dir), K)
+        write_quantised(exported, tmp_path / "int8", SCHEMES["int8"])
+        _, quantised, _ = vllm_proposals(policy_dir, tmp_path / "int8", tokens, monkeypatch)
+        assert length(quantised) == pytest.approx(length(counts), rel=0.1)
 
 
 def test_vllm_drafts_what_a_published_drafter_with_all_norms_and_yarn_drafts(
@@ -143,8 +149,11 @@ def test_vllm_drafts_what_a_published_drafter_with_all_norms_and_yarn_drafts(
 
 def check_drafts(
     drafter: Drafter, policy_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str = "eagle3"
-) -> None:
+) -> tuple[Tensor, list[int]]:
     """Train the drafter, and compare what vLLM drafts with it to what the module drafts, draft by draft.
+
+    Returns:
+        The sequences, and the counts of vLLM's drafts of them, see `vllm_proposals`.
 
     Args:
         form: The format of the folder that vLLM loads.
@@ -170,8 +179,14 @@ def check_drafts(
     assert compared > 20
     expected = drafter.update([features], lr=0.0)["acceptance_length"]
     assert expected > 1.3, "a drafter that is never right would test little"
-    assert 1 + sum(alone[1:]) / alone[0] == pytest.approx(expected, rel=0.02)
+    assert length(alone) == pytest.approx(expected, rel=0.02)
     assert together == alone, "running requests together must not change what is drafted and accepted"
+    return features.tokens, alone
+
+
+def length(counts: list[int]) -> float:
+    """The acceptance length."""
+    return 1 + sum(counts[1:]) / counts[0]
 
 
 def vllm_proposals(

@@ -1,0 +1,119 @@
+"""The drafter with 8-bit linear layers, in the layout of the `compressed-tensors` library, which vLLM loads as it is.
+
+A weight becomes an 8-bit matrix with one float32 scale per output channel, each value rounded to the nearest; nothing
+is calibrated. While serving, vLLM quantises what a layer reads, with one scale per token. The layers of the decoder are
+quantised. Norms and head stay as they are, and so does `fc`, which reads the policy's hidden states: in many models a
+few of their elements are far larger than the others, and set the scale of a token alone. vLLM computes both formats on
+CPUs, too: INT8 natively, FP8 with PyTorch's matrix product, which saves no time there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specrl.artifacts import write_json
+from specrl.config import ConfigError
+from specrl.export.exported import ExportedDrafter
+from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.hf_io import TensorReader, write_tensors
+from specrl.precision.blocks import quantise
+
+INT8_MAX = 127
+"""The largest number that is used of int8, so that the range is symmetric."""
+QUANTISED = "_proj.weight"
+"""The end of the names of the weights that are quantised."""
+KEPT = ("fc", "lm_head")
+"""The linear layers that are not."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A number format of weights and of what the layers read."""
+
+    words: str
+    """Its name on the model card."""
+    kind: str
+    """What `compressed-tensors` calls its numbers."""
+    layout: str
+    """What `compressed-tensors` calls the layout of the tensors."""
+
+
+SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e4m3)", "float", "float-quantized")}
+"""All schemes by name."""
+
+
+def find_scheme(name: str) -> Scheme:
+    """Return a scheme.
+
+    Raises:
+        ConfigError: There is no such scheme.
+    """
+    if name not in SCHEMES:
+        raise ConfigError(f"--quantize {name}: allowed are {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -> None:
+    """Write the EAGLE-3 directory with its decoder layers quantised."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in TensorReader(drafter.directory).items():
+        if name.endswith(QUANTISED):
+            tensors[name], tensors[f"{name}_scale"] = quantised(tensor, scheme)
+        else:
+            tensors[name] = tensor
+    write_tensors(directory / WEIGHTS_FILE, tensors)
+    write_json(directory / CONFIG_FILE, drafter.config | {"quantization_config": quantisation_config(scheme)})
+
+
+def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Round a weight `[out, in]` to 8 bits.
+
+    Returns:
+        The rounded weight, int8 or float8_e4m3fn `[out, in]`, and the scales, float32 `[out, 1]`. Their product
+        approximates the weight.
+    """
+    if scheme.kind == "float":
+        return quantise(weight, (1, weight.shape[1]))
+    values = weight.float()
+    scales = values.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
+    return (values / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales
+
+
+def quantisation_config(scheme: Scheme) -> dict[str, Any]:
+    """Return what `config.json` says of the quantisation."""
+    numbers = {"num_bits": 8, "type": scheme.kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": scheme.layout,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**numbers, "strategy": "channel", "dynamic": False},
+                "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+            }
+        },
+        # vLLM puts a prefix before these names, and other readers do not.
+        "ignore": [f"re:(.*\\.)?{name}$" for name in KEPT],
+    }
+
+
+def quantisation_paragraph(scheme: Scheme, original: Path) -> str:
+    """Return what the model card says of the quantisation.
+
+    Args:
+        original: The folder of the drafter that was quantised.
+    """
+    return f"""The linear layers of its decoder have {scheme.words} weights, in the layout of `compressed-tensors`: each
+rounded to the nearest, with one scale per output channel and without calibration. What they read is quantised while
+serving, with one scale per token. Norms, head and `fc` are not quantised. The figures below were measured before the
+quantisation; this measures both drafters side by side:
+
+    specrl bench drafter --model POLICY --drafter {original},FOLDER --data PROMPTS.jsonl
+"""
