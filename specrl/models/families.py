@@ -203,6 +203,7 @@ register_family(
         "qwen2",
         qkv_bias=True,
         mtp=MIMO_MTP,
+        eagle3=False,
         can_tie=False,
         ignored_keys=("auto_map", "attention_bias", "use_mrope"),
     )
