@@ -57,7 +57,8 @@ def serve_model(
     chosen = _checked(port) if port is not None else free_port()
     address = ["--host", LOOPBACK, "--port", str(chosen)]
     k = config.speculation.k
-    command = [*serve_arguments(exported.policy_dir, exported.drafter_dir, k, config), *address]
+    drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config, parallel=config.drafter.parallel)
+    command = [*drafting, *address]
     print(shlex.join(command), flush=True)
     with _log() as log, ModelServer(command[1:], chosen, log) as server:
         _serve(server, config, exported, prompts, check=check)

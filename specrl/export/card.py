@@ -8,7 +8,8 @@ from pathlib import Path
 
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
-from specrl.models.drafters import PARALLEL
+from specrl.models.directory import CONFIG_FILE as MODEL_CONFIG
+from specrl.models.drafters import PARALLEL, has_window
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
@@ -16,7 +17,13 @@ ALONE = "this directory loaded on its own, held-out set | temperature | tokens b
 
 
 def serve_arguments(
-    policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None, *, parallel: bool = False
+    policy: Path | str,
+    drafter_dir: Path,
+    k: int,
+    config: Config | None = None,
+    *,
+    parallel: bool = False,
+    files: Path | None = None,
 ) -> list[str]:
     """Return the words of the `vllm serve` command that uses the drafter.
 
@@ -30,13 +37,24 @@ def serve_arguments(
         k: The number of tokens drafted per iteration.
         config: The run's configuration; None leaves the rest to vLLM.
         parallel: Whether the drafter drafts all positions in one pass.
+        files: Where the drafter's files are now, if they are not in `drafter_dir` yet.
     """
     speculative: dict[str, str | int | bool] = {"method": "mtp"}
     if drafter_dir != policy:
         speculative = {"method": "eagle3", "model": str(drafter_dir), **({PARALLEL: True} if parallel else {})}
     speculative["num_speculative_tokens"] = k
     words = ["vllm", "serve", str(policy), "--speculative-config", json.dumps(speculative)]
+    words += window_options(files or drafter_dir)
     return words if config is None else [*words, *_options(config)]
+
+
+def window_options(directory: Path) -> list[str]:
+    """Return what `vllm serve` must be told about a drafter with a sliding window; nothing for any other one.
+
+    vLLM would divide the policy's layers into groups as small as the drafter, each with a table of blocks of its own.
+    """
+    windowed = (directory / MODEL_CONFIG).is_file() and has_window(directory)
+    return ["--disable-hybrid-kv-cache-manager"] if windowed else []
 
 
 def _options(config: Config) -> list[str]:
@@ -49,9 +67,9 @@ def _options(config: Config) -> list[str]:
     return words
 
 
-def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config) -> str:
+def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config, *, files: Path | None = None) -> str:
     """Return the same as one line for a shell, for the drafter of a run."""
-    return shlex.join(serve_arguments(policy, drafter_dir, k, config, parallel=config.drafter.parallel))
+    return shlex.join(serve_arguments(policy, drafter_dir, k, config, parallel=config.drafter.parallel, files=files))
 
 
 def model_card(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.config import ConfigError
-from specrl.export.card import serve_arguments
+from specrl.export.card import serve_arguments, window_options
 from specrl.export.exported import ExportedDrafter
 from specrl.export.sglang import sglang_command, write_sglang
 from specrl.export.speculators import write_speculators
@@ -40,7 +40,7 @@ def _eagle3_command(drafter: ExportedDrafter, directory: Path) -> str:
 
 
 def _speculators_command(_: ExportedDrafter, directory: Path) -> str:
-    return shlex.join(["vllm", "serve", str(directory)])
+    return shlex.join(["vllm", "serve", str(directory), *window_options(directory)])
 
 
 FORMATS: dict[str, Format] = {

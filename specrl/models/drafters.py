@@ -15,6 +15,7 @@ from typing import Any
 
 from specrl.config import Config, ConfigError
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
+from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -132,13 +133,18 @@ def fetch_source(config: Config) -> Path:
     return find_source(config) or download("drafter.source", config.drafter.source, FILES)
 
 
-def with_source_sizes(config: Config) -> Config:
-    """Return a configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
+def _known_source(config: Config) -> dict[str, Any] | None:
+    """Return what the drafter of `drafter.source` says of itself, if there is one that can be read from here."""
     try:
         directory = find_source(config) if config.adopts_drafter else None
-        found = None if directory is None else read_published(directory).config
+        return None if directory is None else read_published(directory).config
     except ConfigError:  # it is told where the drafter is checked
-        return config
+        return None
+
+
+def with_source_sizes(config: Config) -> Config:
+    """Return a configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
+    found = _known_source(config)
     if found is None:
         return config
     sizes = {
@@ -148,6 +154,29 @@ def with_source_sizes(config: Config) -> Config:
         "intermediate_size": found["intermediate_size"],
     }
     return config.model_copy(update={"drafter": config.drafter.model_copy(update=sizes)})
+
+
+def with_source_heads(config: Config, policy: ModelShape) -> ModelShape:
+    """Return the policy's shape with the attention heads of the drafter: its own where it is that of `drafter.source`.
+
+    A new drafter, and one that cannot be read from here, has the policy's.
+    """
+    found = _known_source(config)
+    if found is None:
+        return policy
+    return replace(
+        policy,
+        num_heads=found["num_attention_heads"],
+        num_kv_heads=found["num_key_value_heads"],
+        head_dim=found["head_dim"],
+    )
+
+
+def has_window(directory: Path) -> bool:
+    """Return whether the drafter in a folder, of any layout, sees a sliding window of positions."""
+    config = read_model_config(directory)
+    config = {**config, **(config.get("transformer_layer_config") or {})}
+    return "sliding_attention" in (config.get("layer_types") or ())
 
 
 def check_source_drafter(config: Config, policy_dir: Path | None) -> None:

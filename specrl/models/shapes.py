@@ -56,6 +56,10 @@ class ModelShape:
         """The number of channels of all key heads together, which is also that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
+    def heads_divide(self, ranks: int) -> bool:
+        """Return whether the attention heads can be divided among ranks, which may hold copies of KV heads."""
+        return self.num_heads % ranks == 0 and max(self.num_kv_heads, ranks) % min(self.num_kv_heads, ranks) == 0
+
     @property
     def attention_parameters_per_layer(self) -> int:
         """The number of weights in the linear layers of one layer's attention."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from specrl.config import Config
 from specrl.config.rollout import batched_tokens
 from specrl.models.buckets import BUCKET_BYTES
+from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
 from specrl.projection.exchange import ExchangeShape, exchange_cost
@@ -156,6 +158,11 @@ class Rank:
         """The parameters whose masters and moments the distributed optimizer keeps on one rank."""
         return self.shared_parameters / self.data_parallel + self.expert_parameters / self.expert_data_parallel
 
+    @cached_property
+    def drafter_shape(self) -> ModelShape:
+        """The policy's shape with the attention heads of the drafter."""
+        return with_source_heads(self.config, self.shape)
+
     @property
     def drafter_parameters(self) -> int:
         """The parameters of the drafter.
@@ -170,8 +177,9 @@ class Rank:
             layout = shape.family.mtp
             norms = 2 if layout is not None and layout.final_norm is None else 3
             return 2 * hidden * hidden + shape.parameters_per_layer + norms * hidden
-        read = hidden * (shape.query_size + 2 * shape.kv_size)
-        layer = read + hidden * shape.query_size + 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
+        heads = self.drafter_shape
+        read = hidden * (heads.query_size + 2 * heads.kv_size)
+        layer = read + hidden * heads.query_size + 3 * hidden * (drafter.intermediate_size or shape.intermediate_size)
         ends = drafter.num_features * hidden * hidden + drafter.draft_vocab_size * hidden
         return ends + read + drafter.num_layers * layer
 
@@ -336,7 +344,7 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     Args:
         tokens: The tokens of the micro-batch.
     """
-    shape, drafter, size = rank.shape, rank.config.drafter, rank.dtype_bytes
+    shape, drafter, size = rank.drafter_shape, rank.config.drafter, rank.dtype_bytes
     hidden, steps = shape.hidden_size, drafter.ttt_steps
     policy_layer = rank.config.speculation.draft_method.is_policy_layer
     vocabulary = shape.vocab_size if policy_layer else drafter.draft_vocab_size
@@ -443,8 +451,11 @@ def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
     method = rank.config.speculation.draft_method
     layers = rank.config.drafter.num_layers if not method.is_policy_layer else 1
     drafter = layers * rank.dtype_bytes if method.has_weights else 0
-    heads = max(rank.shape.num_kv_heads / rank.config.engine.tensor_parallel, 1)
-    return 2 * (rank.shape.num_layers * size + drafter) * heads * rank.shape.head_dim
+
+    def channels(shape: ModelShape) -> float:
+        return max(shape.num_kv_heads / rank.config.engine.tensor_parallel, 1) * shape.head_dim
+
+    return 2 * (rank.shape.num_layers * size * channels(rank.shape) + drafter * channels(rank.drafter_shape))
 
 
 def refit_item(rank: Rank) -> MemoryItem:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from specrl.config import STAGES, Config, ConfigError, StageName
-from specrl.models.drafters import with_source_sizes
+from specrl.models.drafters import with_source_heads, with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.advice import Fit, what_fits
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
@@ -183,18 +183,14 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
         ("policy.tensor_parallel", config.policy.tensor_parallel),
         ("engine.tensor_parallel", config.engine.tensor_parallel),
     ):
-        if shape.num_heads % parallel or max(shape.num_kv_heads, parallel) % min(shape.num_kv_heads, parallel):
-            heads = f"{shape.num_heads} attention and {shape.num_kv_heads} KV heads"
-            problems.append(f"{key} = {parallel} does not divide the {heads} of {source}")
+        problems += _head_problems(key, parallel, shape, source)
     problems += _expert_problems(config, shape)
     if shape.num_layers % config.policy.pipeline_parallel:
         stages = config.policy.pipeline_parallel
         problems.append(
             f"policy.pipeline_parallel = {stages} does not divide the {shape.num_layers} layers of {source}"
         )
-    if not config.resources_of("train").gpus_per_rank and shape.head_dim not in CPU_HEAD_SIZES:
-        allowed = ", ".join(map(str, CPU_HEAD_SIZES))
-        problems.append(f"{source} has heads of {shape.head_dim} channels; on CPUs vLLM allows {allowed}")
+    problems += _head_size_problems(config, shape, source)
     method = config.speculation.draft_method
     if method.has_weights and not method.is_policy_layer:
         problems += _drafter_problems(config, shape)
@@ -213,7 +209,28 @@ def _drafter_problems(config: Config, shape: ModelShape) -> list[str]:
     if drafter.num_layers > shape.num_layers:
         own = f"drafter.num_layers = {drafter.num_layers}"
         problems.append(f"{own} must be at most the {shape.num_layers} layers of {source}")
+    own_shape = with_source_heads(config, shape)
+    if own_shape != shape:
+        of = f"drafter.source = {drafter.source}"
+        problems += _head_problems("engine.tensor_parallel", config.engine.tensor_parallel, own_shape, of)
+        problems += _head_size_problems(config, own_shape, of)
     return problems
+
+
+def _head_problems(key: str, parallel: int, shape: ModelShape, source: str) -> list[str]:
+    """Return a line if a tensor parallel size does not divide the attention heads of a model."""
+    if shape.heads_divide(parallel):
+        return []
+    heads = f"{shape.num_heads} attention and {shape.num_kv_heads} KV heads"
+    return [f"{key} = {parallel} does not divide the {heads} of {source}"]
+
+
+def _head_size_problems(config: Config, shape: ModelShape, source: str) -> list[str]:
+    """Return a line if vLLM has no kernels for the heads of a model on the run's machines."""
+    if config.resources_of("train").gpus_per_rank or shape.head_dim in CPU_HEAD_SIZES:
+        return []
+    allowed = ", ".join(map(str, CPU_HEAD_SIZES))
+    return [f"{source} has heads of {shape.head_dim} channels; on CPUs vLLM allows {allowed}"]
 
 
 def _expert_problems(config: Config, shape: ModelShape) -> list[str]:

@@ -106,7 +106,7 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
     config, stage_dir = context.config, context.stage_dir
     policy_dir, k, place = stage_dir / "policy", config.speculation.k, context.run_dir / "export"
     validated = context.input("validate", ValidateResult)
-    command = serve_command(place / "policy", place / drafter_dir.name, k, config)
+    command = serve_command(place / "policy", place / drafter_dir.name, k, config, files=drafter_dir)
     write_text(drafter_dir / CARD_FILE, model_card(config, trained, validated, exported, command))
     if drafter_dir != policy_dir:
         drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)

@@ -22,6 +22,7 @@ from specrl.artifacts import (
     write_result,
 )
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
+from specrl.export.card import serve_arguments
 from specrl.export.exported import ExportedDrafter
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
@@ -50,6 +51,20 @@ def make(policy_dir: Path, folder: Path, *flags: str, layers: list[int] | None =
     drafter = Drafter.load(source, policy_dir, DrafterConfig(), ALONE)
     drafter.save(folder / "drafter", policy_version=3)
     return drafter, folder / "drafter"
+
+
+@pytest.mark.parametrize("form", ["eagle3", "speculators"])
+def test_a_windowed_drafter_is_served_without_groups_of_layers(policy_dir: Path, tmp_path: Path, form: str) -> None:
+    directory = make(policy_dir, tmp_path)[1]
+    drafter, option = ExportedDrafter(directory, policy_dir, "someone/policy", 3), "--disable-hybrid-kv-cache-manager"
+    FORMATS[form].write(drafter, tmp_path / "plain")
+    assert option not in FORMATS[form].command(drafter, tmp_path / "plain")
+    config = json.loads((directory / "config.json").read_text())
+    window = {"sliding_window": 16, "layer_types": ["sliding_attention"]}
+    (directory / "config.json").write_text(json.dumps(config | window))
+    FORMATS[form].write(drafter, tmp_path / "windowed")
+    assert option in FORMATS[form].command(drafter, tmp_path / "windowed").split()
+    assert option in serve_arguments("someone/policy", Path("not yet"), 3, files=directory)
 
 
 @pytest.mark.parametrize("form", FORMATS)

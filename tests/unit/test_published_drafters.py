@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specrl.artifacts import PrepareResult, read_result
-from specrl.config import ConfigError, DrafterConfig, parse_config
+from specrl.config import ConfigError, DrafterConfig, dump_config, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.keys import run_keys
 from specrl.models.drafters import NORM_FLAGS, check_source_drafter, rope_of, with_source_sizes
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.shapes import TINY_VOCAB_SIZE, model_shape
+from specrl.projection.memory import Rank, kv_bytes_per_token
+from specrl.projection.plan import plan
 from specrl.stages import prepare
 from specrl.training.drafter.drafters import new_drafter
 from specrl.training.drafter.io import read_drafter
@@ -300,6 +302,26 @@ def test_the_memory_plan_counts_a_source_by_its_own_sizes(tiny: Path) -> None:
     assert (found.draft_vocab_size, found.intermediate_size, found.feature_layers) == (16, 40, (2, 3, 4))
     plain = parse_config({"name": "x", **SETTINGS})
     assert with_source_sizes(plain) == plain
+
+
+def test_the_plan_counts_and_checks_the_heads_of_a_source(tiny: Path) -> None:
+    path = tiny / "drafter" / "config.json"
+    found = json.loads(path.read_text())
+    more = {"resources": {"ranks_per_node": 4}, "engine": {"tensor_parallel": 4}}
+    config = parse_config(json.loads(dump_config(context(tiny).config)) | more)
+    shape = model_shape(config.model)
+
+    def planned(**heads: int) -> tuple[int, float]:
+        path.write_text(json.dumps(found | heads))
+        rank = Rank(shape, config, gpu=0, data_parallel=1)
+        return rank.drafter_parameters, kv_bytes_per_token(rank)
+
+    as_policy, wider = planned(), planned(head_dim=2 * shape.head_dim)
+    assert wider[0] - as_policy[0] == shape.hidden_size * (4 * shape.kv_size + 3 * shape.query_size)
+    assert wider[1] > as_policy[1]
+    planned(num_attention_heads=2, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 4 does not divide the 2 attention and 1 KV heads"):
+        plan(config)
 
 
 def test_a_source_is_checked_before_the_run(tiny: Path) -> None:

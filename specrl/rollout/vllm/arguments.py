@@ -12,7 +12,7 @@ import torch
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import MASK_TOKEN, PARALLEL
+from specrl.models.drafters import MASK_TOKEN, PARALLEL, has_window
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
@@ -93,7 +93,7 @@ def engine_arguments(
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if "layer_types" in drafter:
+    if drafter_dir is not None and has_window(drafter_dir):
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
         # each with a table of blocks of its own.
         arguments["disable_hybrid_kv_cache_manager"] = True
