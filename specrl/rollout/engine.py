@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from specrl.rollout.vllm.arguments import (
     without_weights,
 )
 from specrl.rollout.vllm.drafting import Drafting, GreedyDrafts
+from specrl.rollout.vllm.fingerprint import fingerprint
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.lifecycle import VllmEngine, require_version, set_environment
 from specrl.rollout.vllm.load import (
@@ -452,6 +453,13 @@ class Engine:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
         assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
 
+    def fingerprint(self) -> str:
+        """Return a digest of the policy that this rank's part of the engine holds, experts aside.
+
+        Engines on the same kind of device that hold the same weights have the same; see `vllm.fingerprint`.
+        """
+        return fingerprint(self._vllm.policy)
+
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Return the log-probs and the experts of each sequence's tokens.
 
@@ -467,12 +475,13 @@ class Engine:
         added = enumerate(self._vllm.add(tokens, params) for tokens in sequences)
         running = {name: (index, internal) for index, (name, internal) in added}
         results: dict[int, SequenceScore] = {}
-        while running:
-            for request in self._vllm.step():
-                index, internal = running.pop(request.name)
-                self._sampler.records.pop(internal)
-                routes = self._vllm.routes(internal, len(sequences[index]) - 1)
-                results[index] = SequenceScore(request.prompt_logprobs, routes)
+        with self._drafting.paused() if self._drafting is not None else nullcontext():
+            while running:
+                for request in self._vllm.step():
+                    index, internal = running.pop(request.name)
+                    self._sampler.records.pop(internal)
+                    routes = self._vllm.routes(internal, len(sequences[index]) - 1)
+                    results[index] = SequenceScore(request.prompt_logprobs, routes)
         return [results[index] for index in range(len(sequences))]
 
     def agreed(self, *values: float) -> list[float]:

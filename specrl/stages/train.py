@@ -24,6 +24,7 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import Recipe, check_shards, load_recipe
 from specrl.progress import Progress
+from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
@@ -106,6 +107,8 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     source = PromptSource(config, load_tokenizer(prepared.policy_dir), begun)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
+    place = EngineRank.of(ranks, config.engine.tensor_parallel)
+    requests = guard_requests(pretrained.rollouts_dir, config)
     return Trainer(
         config=config,
         ranks=ranks,
@@ -122,7 +125,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             policy,
             drafter,
             RefitProbe(probe_sequences(pretrained.rollouts_dir), config),
-            DrafterGuard(engine, drafter, guard_requests(pretrained.rollouts_dir, config), ranks),
+            DrafterGuard(engine, drafter, requests[place.engine :: place.num_engines], ranks),
             ranks=ranks,
             verify_every=config.engine.verify_every,
             counts_path=context.stage_dir / REFITS_FILE,

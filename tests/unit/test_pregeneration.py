@@ -17,6 +17,7 @@ from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
+from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, RolloutWatch
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
@@ -29,6 +30,7 @@ class CountingEngine:
 
     replays = True
     speculates = True
+    is_first = True
     k: int | None = 1
     longest_k = 3
 
@@ -188,6 +190,22 @@ def test_the_guard_probes_when_rollouts_cast_doubt_and_before_a_checkpoint() -> 
     restored.restore(guard.state())
     assert restored.state() == guard.state()
     assert len(engine.asked) == 4
+
+
+def test_the_engines_share_the_guards_probe_and_judge_the_drafter_by_all_of_it() -> None:
+    """Too few drafts are accepted on the other engine alone."""
+    others = [drafted_of(100, 80), drafted_of(100, 0)]
+
+    def gather(value: Any) -> list[Any]:
+        return [value, None, (others[0], 9)] if isinstance(value, tuple) else [value]
+
+    drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict, changes=0)
+    ranks: Any = SimpleNamespace(gather=gather)
+    guard = DrafterGuard(cast(Engine, CountingEngine()), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ranks)
+    assert guard.check(0).acceptance_length == 1 + 81 / 101
+    del others[0]
+    with pytest.raises(DrafterCollapseError, match=r"fell to 0\.010 of 101 drafts"):
+        guard._check_acceptance(1)
 
 
 def drafted_of(drafts: int, accepted: int) -> SpeculationStats:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specrl.config import Config
 from specrl.distributed import Ranks
-from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.rollout.vllm.load import Weights
@@ -152,6 +152,13 @@ class DrafterGuard:
     """
 
     def __init__(self, engine: Engine, drafter: TrainedDrafter | None, requests: list[Request], ranks: Ranks) -> None:
+        """Guard the drafter of one engine.
+
+        Args:
+            drafter: The trainer's drafter; None where none is trained.
+            requests: This engine's part of the probe. The engines hold one drafter, which is judged by what is accepted
+                of it on all of them.
+        """
         self._engine = engine
         self._drafter = drafter
         self._requests = requests
@@ -275,10 +282,14 @@ class DrafterGuard:
         self._engine.verify_drafter(self._drafter.named_weights())
 
     def _check_acceptance(self, version: int) -> None:
+        """Let each engine answer its part of the probe, and judge all answers together (collective)."""
         generation = self._probe()
-        self._stats = generation.stats
+        longest = max((len(response.tokens) for response in generation.responses), default=0)
+        found = self._ranks.gather((generation.stats, longest) if self._engine.is_first else None)
+        parts = [part for part in found if part is not None]
+        self._stats = over_engines([stats for stats, _ in parts])
         # In responses of one or two tokens there may be nothing to draft, with any drafter.
-        if self._stats.num_drafts or any(len(response.tokens) > 2 for response in generation.responses):
+        if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
             self._watch.check(self._stats, version)
 
     def _probe(self) -> Generation:
@@ -305,7 +316,7 @@ class DrafterGuard:
 
 
 def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:
-    """Return a fixed probe: the first prompts that the drafter was pretrained on, at the run's sampling settings."""
+    """Return the fixed probe of all engines: the first prompts of pretraining, at the run's sampling settings."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     prompts = dict.fromkeys(tuple(rollout.prompt_tokens) for rollout in read_rollouts(first))
     sampling = config.sampling

@@ -22,6 +22,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -111,9 +112,12 @@ class Refit:
             self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
-        self._on_all_ranks(
-            lambda: self._engine.refit(self._policy_weights(), drafter_weights, version=version, kv_scales=kv_scales)
-        )
+        with heap.kept(until_the_next=True):  # what is packed anew takes the memory of what was packed before
+            self._on_all_ranks(
+                lambda: self._engine.refit(
+                    self._policy_weights(), drafter_weights, version=version, kv_scales=kv_scales
+                )
+            )
         verification_s = self._verify()
         parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
         guard = self._guard.check(version, probes=probes_drafter or not self._num_loads)

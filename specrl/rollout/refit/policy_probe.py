@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from specrl.config import Config, PrecisionConfig
+from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.parity import ParityReport, check_moved_on, check_policy
+from specrl.rollout.requests import SequenceScore
 from specrl.schemas import read_rollouts
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
+logger = logging.getLogger(__name__)
 NUM_SEQUENCES = 4
 """The most sequences of the probe."""
 MAX_TOKENS = 64
@@ -54,6 +58,7 @@ class RefitProbe:
 
     def __init__(self, sequences: list[list[int]], config: Config) -> None:
         self._sequences = sequences
+        self._engine_size = config.engine.tensor_parallel
         self._tolerance = config.engine.parity_tolerance + expected_difference(config.precision)
         self._earlier: list[list[float]] | None = None
         """The trainer's log-probs under the last policy that the engine was shown to hold, at first any."""
@@ -61,14 +66,14 @@ class RefitProbe:
     def check(self, engine: Engine, policy: Policy) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
-        The data-parallel ranks hold the same policy, and each computes the trainer's log-probs of some sequences; every
-        engine computes those of all. A policy with experts sends the probe's tokens to the engine's experts.
+        The data-parallel ranks hold the same policy, and each computes the trainer's log-probs of some sequences. A
+        policy with experts sends the probe's tokens to the engine's experts.
 
         Raises:
             PolicyParityError: Log-probs differ on average by more than `engine.parity_tolerance` and
                 `expected_difference` allow, or are still those of an earlier policy.
         """
-        scores = engine.score(self._sequences)
+        scores = self._engine_scores(engine, policy.ranks, may_share=policy.routing is None)
         found = [score.logprobs for score in scores]
         routes = [score.routes for score in scores]
         trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
@@ -76,6 +81,32 @@ class RefitProbe:
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):
             self._earlier = trainer
         return report
+
+    def _engine_scores(self, engine: Engine, ranks: Ranks, *, may_share: bool) -> list[SequenceScore]:
+        """Return the scores of every sequence by this rank's engine (collective).
+
+        Engines that hold the same weights compute the same. So where all fingerprints are equal, each engine computes
+        some of the sequences, at least one, and takes the scores of the others from those that computed them.
+
+        Args:
+            may_share: Whether to do so; otherwise every engine computes all. Fingerprints leave experts out.
+        """
+        number, engines = ranks.rank // self._engine_size, ranks.world_size // self._engine_size
+        if engines == 1 or not may_share or not self._are_equal(ranks.gather(engine.fingerprint())):
+            return engine.score(self._sequences)
+        count = len(self._sequences)
+        own = [index for index in range(count) if index % engines == number % count]
+        scores = dict(zip(own, engine.score([self._sequences[index] for index in own]), strict=True))
+        sent = scores if number < count and engine.is_first else {}
+        gathered = {index: score for part in ranks.gather(sent) for index, score in part.items()}
+        return [scores.get(index, gathered[index]) for index in range(count)]
+
+    def _are_equal(self, fingerprints: list[str]) -> bool:
+        """Return whether the ranks at the same place of all engines have the same fingerprint."""
+        equal = fingerprints == fingerprints[: self._engine_size] * (len(fingerprints) // self._engine_size)
+        if not equal:
+            logger.info("the engines' fingerprints differ: each is compared with the trainer on the whole probe")
+        return equal
 
     def _trainer_logprobs(self, policy: Policy, routes: list[NDArray[Any] | None]) -> list[list[float]]:
         """Return the trainer's log-probs of every sequence, on all ranks (collective).

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,7 @@ class Drafting:
         """The draft lengths to use instead of the controller's choice; None leaves the choice to the controller."""
         self._learns = True
         """Whether the generation that is under way teaches the controller and the text sources anything."""
+        self._is_paused = False
         self._lengths = NO_DRAFTS
         self._last_end: float | None = None
         self._drafter_proposals = runner.propose_draft_token_ids
@@ -86,6 +88,15 @@ class Drafting:
         self._last_end = None
         self._learns = learn
         self.texts.begin(recall)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Draft nothing inside the block, and let the drafter read nothing: its requests end with their first token."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def remember(self, response: Sequence[int]) -> None:
         """Show the text sources a response of this generation, finished or stopped."""
@@ -108,6 +119,8 @@ class Drafting:
     def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
         """Return the next drafts of all requests in the order of the runner's batch, as the runner's method does."""
         iteration = self.sampler.last
+        if self._is_paused:
+            return [[] for _ in iteration.ids]
         batch = len(iteration.ids)
         verified = self._lengths
         if self._learns:

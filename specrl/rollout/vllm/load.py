@@ -333,6 +333,7 @@ def _load_and_pack(model: nn.Module, weights: Weights) -> None:
             layer.register_parameter("weight", weight)
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
+        head.cpu_linear = None  # frees the largest of what is packed, whose memory the new one then takes
         head.quant_method.process_weights_after_loading(head)
 
 

@@ -110,9 +110,13 @@ class DraftModule(nn.Module, ABC):
         if name not in self.SHARED:
             return
         device = next(self.parameters()).device
+        held: Tensor | None = getattr(self, self.SHARED[name])
         # A refit streams its tensors in inference mode; one made there could not be used in training.
         with torch.inference_mode(False), torch.no_grad():
-            setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
+            if held is None:
+                setattr(self, self.SHARED[name], tensor.to(device, self.shape.dtype, copy=True))
+            else:
+                held.copy_(tensor)  # the pages of new memory would have to be mapped first
 
     def name_on_disk(self, name: str) -> str:
         """Return the name on disk of a parameter, given that in this module."""
