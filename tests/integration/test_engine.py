@@ -60,8 +60,10 @@ def test_the_first_engine_on_a_model_starts_no_process_to_look_at_it(
     directories: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would import vLLM again, for longer than the engine takes to start."""
+    from vllm import envs
     from vllm.model_executor.models import registry
 
+    envs.disable_envs_cache()  # an engine before this one makes vLLM remember its variables
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where vLLM keeps what it saw
     registry._try_inspect_model_cls.cache_clear()
     commands: list[object] = []
