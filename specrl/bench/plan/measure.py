@@ -32,7 +32,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.host_copy import HostTensors
-from specrl.training.drafter.online import OnlineTraining
+from specrl.training.drafter.online import BEST, OnlineTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -160,7 +160,9 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
             _, features = policy.train_step(random_batches(size), mean_loss, features=drafter.feature_spec)
         with phase(f"drafter update {step}"):
             online.update(features)
-        del features
+            best = {BEST + name: tensor for name, tensor in drafter.state_dict().items()}
+            online.load_state_dict(online.state_dict() | best)  # with moments, as after a later comparison
+        del best, features
         with phase(f"refit {step}"):
             engine.refit(policy.hf_weights(), drafter.named_weights(), version=step + 1)
             last_good.take(drafter.state_dict())
