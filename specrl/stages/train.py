@@ -37,6 +37,7 @@ from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.drafter.drafters import load_drafter
 from specrl.training.drafter.online import OnlineTraining
 from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 from specrl.validation.stopping import EarlyStop
@@ -107,8 +108,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     source = PromptSource(config, load_tokenizer(prepared.policy_dir), begun)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
-    place = EngineRank.of(ranks, config.engine.tensor_parallel)
-    requests = guard_requests(pretrained.rollouts_dir, config)
     return Trainer(
         config=config,
         ranks=ranks,
@@ -120,16 +119,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         rewards=rewards,
         generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
         precision=PrecisionMonitor(config, ranks, engine, training, observe_kv_cache(config, policy), layers_path),
-        refit=Refit(
-            engine,
-            policy,
-            drafter,
-            RefitProbe(probe_sequences(pretrained.rollouts_dir), config),
-            DrafterGuard(engine, drafter, requests[place.engine :: place.num_engines], ranks),
-            ranks=ranks,
-            verify_every=config.engine.verify_every,
-            counts_path=context.stage_dir / REFITS_FILE,
-        ),
+        refit=make_refit(context, ranks, engine, policy, drafter),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         early_stop=EarlyStop(config.train.stop_when, ranks),
         recorder=StepRecorder(ranks, tracker, context.stage_dir / "rollouts", context.stage_dir / "steps"),
@@ -140,6 +130,23 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         ),
         lifetime=lifetime.current(),
         continues=context.continues,
+    )
+
+
+def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:
+    """Return the refit with its checks, whose probes come from the pretraining's responses."""
+    config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
+    place = EngineRank.of(ranks, config.engine.tensor_parallel)
+    own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
+    return Refit(
+        engine,
+        policy,
+        drafter,
+        RefitProbe(probe_sequences(rollouts_dir), config),
+        DrafterGuard(engine, drafter, own_requests, ranks),
+        ranks=ranks,
+        verify_every=config.engine.verify_every,
+        counts_path=context.stage_dir / REFITS_FILE,
     )
 
 
