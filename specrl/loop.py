@@ -40,6 +40,8 @@ from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
+PROBE_EVERY = 4
+"""The number of refits from one probe of a drafter that is trained in idle time to the next."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,8 @@ class Trainer:
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
-        # What is gained by training in idle time is read from the probes of one refit after the other.
-        probes = self.spot is not None or self.may_save(version)
+        # What is gained by training in idle time is read from one probe after the other.
+        probes = self.may_save(version) or (self.spot is not None and version % PROBE_EVERY == 0)
         report = self.refit.load(version, kv_scales, probes_drafter=probes)
         acceptance_length = report.guard.acceptance_length
         if self.drafter is not None and report.guard.speculating and acceptance_length is not None:

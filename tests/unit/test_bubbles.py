@@ -234,6 +234,18 @@ def test_the_share_of_both_follows_what_is_measured() -> None:
     assert bubble_share.pregeneration == 1 - ControlSettings().least_share
 
 
+def test_a_gain_between_two_probes_counts_for_all_the_training_between_them() -> None:
+    every, fourth = BubbleShare(), BubbleShare()
+    seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
+    for step in range(9):
+        every.probed(1.0 + 0.5 * step)
+        if step % 4 == 0:
+            fourth.probed(1.0 + 0.5 * step)
+        every.learn(seconds, stats(replayed=300, drafts=100))
+        fourth.learn(seconds, stats(replayed=300, drafts=100))
+    assert fourth.pregeneration == pytest.approx(every.pregeneration) == pytest.approx(300 / 350)
+
+
 def test_pregeneration_is_first_and_goes_on_while_nobody_knows_for_how_long() -> None:
     bubble_share = BubbleShare()
     assert bubble_share.due({}, None) == bubble_share.due({PREGENERATION: 100.0}, None) == math.inf

@@ -47,16 +47,21 @@ class BubbleTrace:
 def bubble_trace(records: Sequence[StepRecord]) -> BubbleTrace:
     """Return what a run with `bubbles.use = "both"` recorded."""
     trace = BubbleTrace([], [], [])
-    for before, record, after in zip(records, records[1:], records[2:], strict=False):
+    probe, training = (records[0].metrics.get(PROBE) if records else None), 0.0
+    for record, after in zip(records[1:], records[2:], strict=False):
         last = max(rank.bubble.generated_at for rank in record.ranks)
         trace.seconds.append(tuple(last - rank.bubble.generated_at for rank in record.ranks))
         used = by_use([span for rank in record.ranks for span in rank.bubble.spans])
         if used.get(PREGENERATION):
             accepted = after.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens
             trace.pregeneration.append(accepted / used[PREGENERATION])
-        if used.get(SPOT_TRAINING):
-            growth = (record.metrics[PROBE] - before.metrics[PROBE]) / used[SPOT_TRAINING]
-            trace.training.append((growth, after.by_source.get(DRAFTER, SourceCounts()).num_drafts))
+        training += used.get(SPOT_TRAINING, 0.0)
+        if (found := record.metrics.get(PROBE)) is None:  # this refit had no probe
+            continue
+        if probe is not None and training:
+            drafts = after.by_source.get(DRAFTER, SourceCounts()).num_drafts
+            trace.training.append(((found - probe) / training, drafts))
+        probe, training = found, 0.0
     return trace
 
 

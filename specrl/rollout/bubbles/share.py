@@ -17,8 +17,9 @@ class BubbleShare:
     In every bubble pre-generation goes first, for its share of the expected seconds; training has the rest. A bubble
     that lasts longer is shared out again in the same way. Before any length is expected, pre-generation goes on until
     none is left. Gains are measured in the last steps. That of pre-generation is the number of stored tokens accepted
-    in the step after. That of training is the growth of the acceptance length on the guard's probe (always the same
-    prompts and draft length), times the number of the drafter's drafts in the step after.
+    in the step after. That of training is the growth of the acceptance length from one probe of the guard to the next
+    (always the same prompts and draft length), times the number of the drafter's drafts in the step after, over all
+    seconds of training since the probe before.
     """
 
     def __init__(self, settings: ControlSettings | None = None) -> None:
@@ -32,17 +33,24 @@ class BubbleShare:
         self._probe: float | None = None
         """The acceptance length on the last probe."""
         self._gain: float | None = None
-        """By how much the acceptance length on the last probe exceeds that on the one before."""
+        """By how much the acceptance length on the last probe exceeds that on the one before; None before the second."""
+        self._is_new = False
+        """Whether nothing was learned since the last probe."""
+        self._training = 0.0
+        """The seconds of training since the last probe from which something was learned."""
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, as JSON."""
         rates, past = dict(self._rates), dict(self._past)
-        return {"pregeneration": self.pregeneration, "rates": rates, "past": past, "probe": self._probe}
+        probes = {"last": self._probe, "gain": self._gain, "new": self._is_new, "training": self._training}
+        return {"pregeneration": self.pregeneration, "rates": rates, "past": past, "probes": probes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        self.pregeneration, self._probe = state["pregeneration"], state["probe"]
+        self.pregeneration, probes = state["pregeneration"], state["probes"]
         self._rates, self._past = dict(state["rates"]), dict(state["past"])
+        self._probe, self._gain = probes["last"], probes["gain"]
+        self._is_new, self._training = probes["new"], probes["training"]
 
     def due(self, seconds: Mapping[str, float], expected: float | None) -> float:
         """Return the seconds for which pre-generation may go on now; 0 where it is the drafter's turn.
@@ -64,9 +72,12 @@ class BubbleShare:
         self._past = {name: keep * (self._past.get(name, 0.0) + seconds.get(name, 0.0)) for name in names}
 
     def probed(self, acceptance_length: float) -> None:
-        """Take in the acceptance length on the guard's probe of the drafter that the next step drafts with."""
+        """Take in the acceptance length on the guard's probe of the drafter that the next step drafts with.
+
+        Not every drafter is probed; a gain is that of all training since the probe before.
+        """
         self._gain = acceptance_length - self._probe if self._probe is not None else None
-        self._probe = acceptance_length
+        self._probe, self._is_new = acceptance_length, True
 
     def learn(self, seconds: Mapping[str, float], stats: SpeculationStats) -> None:
         """Learn what a bubble's uses brought in the step after it.
@@ -75,17 +86,21 @@ class BubbleShare:
             seconds: The seconds of each use in that bubble, over all ranks.
             stats: The counters of all ranks' drafts in the step after.
         """
-        self._count(PREGENERATION, stats.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens, seconds)
-        if self._gain is not None:
+        replayed = stats.by_source.get(REPLAY, SourceCounts()).num_accepted_tokens
+        self._count(PREGENERATION, replayed, seconds.get(PREGENERATION, 0.0))
+        self._training += seconds.get(SPOT_TRAINING, 0.0)
+        if self._is_new:
             drafts = stats.by_source.get(DRAFTER, SourceCounts()).num_drafts
-            self._count(SPOT_TRAINING, max(0.0, self._gain * drafts), seconds)
+            if self._gain is not None:
+                self._count(SPOT_TRAINING, max(0.0, self._gain * drafts), self._training)
+            self._is_new, self._training = False, 0.0
         pregeneration, training = (self._rates.get(name) for name in (PREGENERATION, SPOT_TRAINING))
         if pregeneration is None or training is None:
             return
         total, least = pregeneration + training, self._settings.least_share
         self.pregeneration = min(max(pregeneration / total, least), 1 - least) if total else 0.5
 
-    def _count(self, name: str, tokens: float, seconds: Mapping[str, float]) -> None:
-        if spent := seconds.get(name, 0.0):
-            rate, keep = tokens / spent, self._settings.share_memory
+    def _count(self, name: str, tokens: float, seconds: float) -> None:
+        if seconds:
+            rate, keep = tokens / seconds, self._settings.share_memory
             self._rates[name] = keep * self._rates.get(name, rate) + (1 - keep) * rate
