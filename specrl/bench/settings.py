@@ -277,8 +277,9 @@ def _check_makes_drafters(name: str, config: Config) -> None:
         )
 
 
-TRAINING_KEYS = ("loss", "position_decay", "ttt_growth", "ttt_steps", "lr")
-"""The settings of `[drafter]` that `specrl bench losses` may vary: those of the training, which leave the shape."""
+TRAINING_KEYS = ("loss", "position_decay", "ttt_growth", "ttt_steps", "lr", "parallel")
+"""The settings of `[drafter]` that `specrl bench losses` may vary: those of the training, and whether all positions are
+drafted in one pass. All of them leave the features and the draft vocabulary."""
 
 
 class LossSettings(BenchSettings):
@@ -299,7 +300,8 @@ class LossSettings(BenchSettings):
         "ttt_growth=0.5",
     )
     """Settings of [drafter] to compare, separated by commas; several for one drafter are joined by +, such as
-    loss=lk_hybrid+position_decay=measured. All else is as in the run."""
+    loss=lk_hybrid+position_decay=measured. All else is as in the run. Drafters with parallel=true, which draft all
+    positions in one pass, have an engine of their own beside that of the others."""
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (1, 2, 3)
     """Seeds of responses, new drafters and the order of training, separated by commas."""
     num_prompts: PositiveInt | None = None
@@ -334,9 +336,15 @@ class LossSettings(BenchSettings):
         _check_makes_drafters("losses", config)
         for variant in self.variants:
             try:
-                self.drafter_config(variant, config.drafter)
+                drafter = self.drafter_config(variant, config.drafter)
             except ValidationError as error:
                 raise ConfigError(explain(error, DrafterConfig, ("drafter",))) from error
+            if drafter.parallel and drafter.ttt_steps < config.drafter.ttt_steps:
+                raise ConfigError(
+                    f"--variants {variant}: drafts have the run's drafter.ttt_steps = {config.drafter.ttt_steps} "
+                    f"tokens, and a parallel drafter never learns positions beyond its own ttt_steps = "
+                    f"{drafter.ttt_steps}"
+                )
 
     def drafter_config(self, variant: str, drafter: DrafterConfig) -> DrafterConfig:
         """Return the run's `[drafter]` with a variant's settings and the benchmark's number of epochs."""

@@ -68,6 +68,10 @@ def test_variants_of_a_drafters_training_set_what_they_name() -> None:
     first, second = (settings.drafter_config(variant, drafter) for variant in settings.variants)
     assert (first.loss.name, first.position_decay, first.epochs, first.clip_grad) == ("lk_hybrid", "measured", 4, 2.0)
     assert (second.loss.name, second.ttt_growth, second.lr) == ("cross_entropy", 0.5, 0.01)
+    parallel = LossSettings(variants=("parallel=true", "parallel=true+ttt_steps=2"))
+    assert parallel.drafter_config("parallel=true", drafter).parallel
+    with pytest.raises(ConfigError, match=r"parallel=true\+ttt_steps=2: drafts have .*ttt_steps = 3 tokens"):
+        parallel.check(parse_config({"name": "run"}))
     with pytest.raises(ValueError, match="'num_layers=2' sets 'num_layers'; allowed: loss, position_decay"):
         LossSettings(variants=("num_layers=2",))
     with pytest.raises(ConfigError, match=r"drafter\.loss = .*kl.*: allowed: cross_entropy"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from specrl.artifacts import SpeedPair
 from specrl.bench.drafter.observed import micro_batches
@@ -16,11 +19,13 @@ from specrl.config import Config, DrafterConfig, PrecisionConfig
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
+from specrl.models.directory import read_model_config
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.matched import matched_pair
+from specrl.rollout.vllm.arguments import gpu_memory
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.megatron.policy import Policy
 
@@ -67,14 +72,24 @@ class LossResult:
 
 
 class LossComparison:
-    """The policy of a run before RL, on one rank, and its engine, which drafts with one drafter after another."""
+    """The policy of a run before RL, on one rank, and its engines, which draft with one drafter after another.
 
-    def __init__(self, subject: Subject, settings: LossSettings, ranks: Ranks) -> None:
+    There is one for drafters of all positions in one pass, one for the others, and both only if there are both.
+    """
+
+    def __init__(self, subject: Subject, settings: LossSettings, ranks: Ranks, folder: Path) -> None:
+        """Start the engines.
+
+        Args:
+            folder: The folder for a drafter of another kind than the run's, for its engine to start with.
+        """
         self.settings, self.ranks = settings, ranks
         self.config = comparison_config(subject.config)
         self.policy_dir = subject.first_policy_dir
         self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
-        self.engine = Engine(self.policy_dir, subject.first_drafter_dir, config=self.config, seed=self.config.seed)
+        variants = [settings.drafter_config(variant, self.config.drafter) for variant in settings.variants]
+        kinds = sorted({variant.parallel for variant in variants})
+        self.engines = {parallel: self._engine(subject, parallel, 1 / len(kinds), folder) for parallel in kinds}
         self.policy = Policy(
             self.policy_dir,
             self.config.policy,
@@ -83,6 +98,27 @@ class LossComparison:
             trainable=False,
             seed=self.config.seed,
         )
+
+    def _engine(self, subject: Subject, parallel: bool, share: float, folder: Path) -> Engine:
+        """Start the engine of a kind of drafters, with the run's own drafter, or with a new one of the other kind.
+
+        Args:
+            share: The share of the GPU memory for engines that this one takes.
+            folder: The folder for the new drafter.
+        """
+        config, drafter = self.config, self.config.drafter
+        overrides = gpu_memory(share * config.engine.gpu_memory_fraction)
+        directory = subject.first_drafter_dir
+        if parallel != drafter.parallel:
+            directory, other = folder, drafter.model_copy(update={"parallel": parallel})
+            tokens = torch.arange(min(drafter.draft_vocab_size, read_model_config(self.policy_dir)["vocab_size"]))
+            Drafter.create(self.policy_dir, other, tokens, self.ranks).save(directory, policy_version=0)
+        return Engine(self.policy_dir, directory, config=config, seed=config.seed, overrides=overrides)
+
+    def shutdown(self) -> None:
+        """Stop the engines."""
+        for engine in self.engines.values():
+            engine.shutdown()
 
     def run(self, seed: int) -> Iterator[LossResult]:
         """Train a drafter for each variant on the same responses and measure it, one after another.
@@ -94,7 +130,9 @@ class LossComparison:
         samples = self.settings.samples_per_prompt or drafter.samples_per_prompt
         origin = Origin(derive_seed(self.config.seed, "losses", seed), step=0)
         prompts = self.source.pretraining(count)
-        rollouts = collect(self.engine, prompts, samples, self.config, None, origin).scored()[0]
+        kind = drafter.parallel if drafter.parallel in self.engines else not drafter.parallel
+        engine = self.engines[kind]  # responses are the same whatever drafts; the run's own drafter saves time
+        rollouts = collect(engine, prompts, samples, self.config, None, origin).scored()[0]
         counts = count_tokens([rollout.response_tokens for rollout in rollouts], self.policy.vocab_size)
         draft_tokens = choose_draft_vocabulary(counts, drafter.draft_vocab_size)
         new = [
@@ -119,17 +157,18 @@ class LossComparison:
         self, variant: str, seed: int, drafter: Drafter, held_out: list[Prompt], training_s: float
     ) -> LossResult:
         """Measure a drafter on held-out prompts; their responses are the same for all drafters and seeds."""
-        self.engine.refit_drafter(drafter.named_weights())
+        engine = self.engines[drafter.config.parallel]
+        engine.refit_drafter(drafter.named_weights())
         k, origin = self.config.speculation.k, Origin(derive_seed(self.config.seed, "held out"), step=0)
-        self.engine.set_k(k)
-        stats = collect(self.engine, held_out, 1, self.config, None, origin).generation.stats
+        engine.set_k(k)
+        stats = collect(engine, held_out, 1, self.config, None, origin).generation.stats
         pairs = []
         for batch in self.settings.batches:
             chosen = range(max(batch, SPEED_REQUESTS))
             requests = [
                 make_request(held_out[i % len(held_out)], i // len(held_out), self.config, origin) for i in chosen
             ]
-            pairs.append(matched_pair(self.engine, requests, batch, k, self.settings.repeats))
+            pairs.append(matched_pair(engine, requests, batch, k, self.settings.repeats))
         return LossResult(variant, drafter.config, seed, training_s, stats, pairs)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from specrl.bench.job import BenchJob
 from specrl.bench.losses.comparison import LossComparison
@@ -17,9 +19,10 @@ def main(job: BenchJob) -> None:
     """Train and measure each variant with each seed, and write the rows and the page."""
     started = time.monotonic()
     settings, subject = LossSettings.model_validate(job.settings), find_subject(job.run_dir)
-    comparison = LossComparison(subject, settings, join())
-    results = [result for seed in settings.seeds for result in comparison.run(seed)]
-    write_rows(job.json_path, [row for result in results for row in result.rows(comparison.config)])
-    write_page(job, settings, results, comparison.config, time.monotonic() - started)
-    comparison.engine.shutdown()
+    with TemporaryDirectory(prefix="losses-") as folder:
+        comparison = LossComparison(subject, settings, join(), Path(folder))
+        results = [result for seed in settings.seeds for result in comparison.run(seed)]
+        write_rows(job.json_path, [row for result in results for row in result.rows(comparison.config)])
+        write_page(job, settings, results, comparison.config, time.monotonic() - started)
+        comparison.shutdown()
     leave()

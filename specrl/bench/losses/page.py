@@ -21,9 +21,9 @@ same order, once with each of {seeds} seeds, which are those of the responses, t
 optimizer steps; the seconds of the training are shown. The engine then drafts with each, k = {k}, at temperature
 {temperature:g}: acceptance is that of its own counters on responses of natural length to {held_out} held-out prompts,
 the same for every drafter, since no token depends on drafts. By position, it is the share of drafts that reach the
-position whose token there is accepted. Speedups are matched pairs with plain decoding (median of {repeats}). Each cell
-is the mean over the seeds, with the least and the greatest; the gain is the mean difference of the acceptance length to
-the first row, seed by seed.
+position whose token there is accepted. Speedups are matched pairs with plain decoding (median of {repeats}), which
+drafters with `parallel=true` have in an engine of their own. Each cell is the mean over the seeds, with the least and
+the greatest; the gain is the mean difference of the acceptance length to the first row, seed by seed.
 """
 
 
