@@ -9,13 +9,12 @@ from specrl.config import Config, ConfigError
 from specrl.models.shapes import model_shape
 from specrl.projection.refit import Layout
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
-from specrl.projection.simulator.step import REPLAYED_TOKENS, Speculation, StepModel, StepTime
+from specrl.projection.simulator.step import LONGEST_K, REPLAYED_TOKENS, Speculation, StepModel, StepTime
 from specrl.projection.simulator.workload import Lengths, Workload
 
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,
 as published for an EAGLE-3 drafter that was trained on the task."""
-LONGEST_K = 7
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
 """The assumed median response length, as a share of the limit, and the standard deviation of its logarithm."""
 
@@ -70,6 +69,7 @@ def model_of(config: Config, hardware: Hardware, lengths: Lengths | None = None)
     limit, policy = config.sampling.max_response_tokens, config.policy
     lengths = lengths or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
     resources = config.resources_of("train")
+    parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
     return StepModel(
         shape=model_shape(config.model),
         hardware=hardware,
@@ -77,6 +77,8 @@ def model_of(config: Config, hardware: Hardware, lengths: Lengths | None = None)
         engine_gpus=config.engine.tensor_parallel,
         workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, lengths),
         is_fp8=config.precision.generation == "fp8",
+        parallel=parallel,
+        longest_k=min(LONGEST_K, config.drafter.ttt_steps) if parallel else LONGEST_K,
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
         layout=Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel),
@@ -84,7 +86,7 @@ def model_of(config: Config, hardware: Hardware, lengths: Lengths | None = None)
 
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
-    """Return no speculation, every k up to `LONGEST_K`, the best k with bubbles, and the same with a lag of 1 and 2.
+    """Return no speculation, every k up to the longest, the best k with bubbles, and the same with a lag of 1 and 2.
 
     Args:
         rates: As in `acceptance_length`.
@@ -95,7 +97,7 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
         return Choice(name, speculation, time, plain.generation / time.generation, plain.total / time.total)
 
     found = [choice("plain", Speculation(), plain)]
-    for k in range(1, LONGEST_K + 1):
+    for k in range(1, model.longest_k + 1):
         speculation = Speculation(k, acceptance_length(rates, k))
         found.append(choice(f"k = {k}", speculation, model.synchronous(speculation)))
     best = min(found, key=lambda item: item.time.total).speculation
@@ -146,6 +148,7 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"{model.workload.responses} responses a step, log-normal with a median of {lengths.median:.0f} tokens and a "
         f"spread of {lengths.spread:g}, at most {lengths.limit}; prompts of {model.prompt_tokens} tokens",
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:g}' for rate in rates)}, falling on as at the end",
+        *_of_parallel(model, rates),
         f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text",
         f"{hardware.name}: {hardware.bf16_flops / 1e12:.0f} and {hardware.fp8_flops / 1e12:.0f} TFLOP/s in BF16 and "
         f"FP8, {hardware.memory_bandwidth / 1e12:g} TB/s, {hardware.link_bandwidth / 1e9:g} GB/s NVLink, "
@@ -153,3 +156,19 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         *model.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging",
     ]
+
+
+def _of_parallel(model: StepModel, rates: Sequence[float]) -> list[str]:
+    """Return what is assumed of a drafter that drafts all positions in one pass, a line for each; none of any other."""
+    if not model.parallel:
+        return []
+    lines = [
+        f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} (drafter.ttt_steps); "
+        "it reads weights and KV cache once, and computes as many positions as a pass for each draft would"
+    ]
+    if tuple(rates) == ACCEPTANCE:
+        lines.append(
+            "those shares were published for a drafter of one position after another; drafts of one pass are right "
+            "less often: give the measured shares with --acceptance"
+        )
+    return lines

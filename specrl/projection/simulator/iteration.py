@@ -31,6 +31,8 @@ class EngineModel:
     """Whether linear layers and the KV cache are in FP8; the output layer and the drafter are in BF16."""
     k: int = 0
     """The number of drafts that are verified for each request."""
+    parallel: bool = False
+    """Whether the drafter drafts all positions in one pass, and not each in a pass of its own."""
     prompt_tokens: int = 512
     """The length of a prompt in tokens."""
     draft_vocab_size: int = 32000
@@ -95,9 +97,15 @@ class EngineModel:
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
     def _drafting_s(self, running: int, context: float) -> float:
-        """Return the seconds of k passes of the drafter and of its pass over the positions that were verified."""
+        """Return the seconds of the drafter's passes and of its products for the positions that were verified.
+
+        There are k passes of one position of each request, or one of k positions. That one reads weights and cache
+        once, and has as many products as k passes.
+        """
+        passes, positions = (1, self.k) if self.parallel else (self.k, 1)
         parameters = self._drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16
-        each = (parameters * BF16 + cache) / self._bandwidth + 2 * running * parameters / self._bf16_flops
-        verified = 2 * running * (self.k + 1) * parameters / self._bf16_flops
-        return self.k * (each + self.efficiency.draft_pass_s) + verified
+        attention = cache * (1 + self.efficiency.verified_row * (positions - 1))
+        products = 2 * running * parameters / self._bf16_flops
+        each = (parameters * BF16 + attention) / self._bandwidth + positions * products
+        return passes * (each + self.efficiency.draft_pass_s) + (self.k + 1) * products

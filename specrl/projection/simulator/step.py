@@ -22,6 +22,8 @@ STEPS = 3
 """The number of steps that are simulated; what is pre-generated helps from the second one on."""
 DIVISIONS = 8
 """In a run with a lag, an eighth of the GPUs is the smallest share that is tried for generation."""
+LONGEST_K = 7
+"""The largest number of drafts that is simulated, unless the drafter has learned fewer positions."""
 REPLAYED_TOKENS = 6.0
 """Tokens per iteration along pre-generated text, as measured at k = 7 (0.17 decoding steps per token)."""
 
@@ -63,6 +65,10 @@ class StepModel:
     workload: Workload
     is_fp8: bool = False
     """Whether the engine computes in FP8."""
+    parallel: bool = False
+    """Whether the drafter drafts all positions in one pass."""
+    longest_k: int = LONGEST_K
+    """The largest number of drafts that is simulated."""
     most_running: int = 1024
     """The largest number of responses that run at once on an engine."""
     prompt_tokens: int = 512
@@ -123,6 +129,7 @@ class StepModel:
             gpus=self.engine_gpus,
             is_fp8=self.is_fp8,
             k=speculation.k,
+            parallel=self.parallel,
             prompt_tokens=self.prompt_tokens,
         )
         speed = DecodingSpeed(cost, max(REPLAYED_TOKENS, pace))
