@@ -17,7 +17,7 @@ from slurm.bench import JOB_FILE
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.bench.job import BenchJob
 from specrl.bench.settings import BenchSettings
-from specrl.config import Config, ConfigError, change_config, dump_config, parse_config
+from specrl.config import Config, change_config, dump_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
@@ -26,7 +26,7 @@ from specrl.report.results import find_stages
 CELLS = "cells"
 """The name of the folder of cells."""
 PLACES = ("cluster.", "resources.", "stage_resources.bench.")
-"""What `--set` may change of a benchmark's jobs."""
+"""The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
 PAGE_FILE, JSON_FILE = "page.md", "rows.json"
 OWN_CODE = ("bench", "projection", "report")
 """The subpackages that benchmarks depend on and stages do not."""
@@ -100,7 +100,7 @@ def make_cell(
         ConfigError: An override is wrong.
     """
     config = job_config(measured.config, settings, measured.folder, overrides)
-    key = cell_key(job.name, job.settings, measured.run_dir, place_of(config, job.threads))
+    key = cell_key(job.name, job.settings, measured.run_dir, place_of(config, job.threads), job.changes)
     folder = measured.folder / "stages" / key
     work_dir = folder / "work"
     return Cell(
@@ -126,12 +126,17 @@ def make_cell(
 
 
 def cell_key(
-    name: str, settings: Mapping[str, Any], run_dir: Path | None, place: Mapping[str, Any] | None = None
+    name: str,
+    settings: Mapping[str, Any],
+    run_dir: Path | None,
+    place: Mapping[str, Any] | None = None,
+    changes: Sequence[str] = (),
 ) -> str:
     """Return `bench-` and 12 hex digits of the benchmark, its settings, what it reads, the code, and where it runs.
 
     Args:
         place: What `place_of` returns.
+        changes: The run's settings that are measured with another value.
     """
     package = Path(specrl.__file__).parent
     code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
@@ -144,7 +149,7 @@ def cell_key(
     read = [file_digest(path) if path.is_file() else model_fingerprint(str(path)) for path in paths]
     if name == "control" and run_dir is not None:
         read.append(model_fingerprint(str(run_dir / RECORDED_BUBBLES)))
-    return f"bench-{digest([name, settings, read, inputs, code_digest(package), own, place])}"
+    return f"bench-{digest([name, settings, read, inputs, code_digest(package), own, place, changes])}"
 
 
 def place_of(config: Config, threads: int | None) -> dict[str, Any]:
@@ -171,9 +176,6 @@ def job_config(config: Config, settings: BenchSettings, folder: Path, overrides:
     Raises:
         ConfigError: An override is wrong.
     """
-    for override in overrides:
-        if not override.startswith(PLACES):
-            raise ConfigError(f"--set {override!r}: only {', '.join(f'{place}*' for place in PLACES)} concern the job")
     config = change_config(config, list(overrides))  # before the job's own resources are made of the run's
     rank = config.resources_of("train")
     own: dict[str, Any] = {

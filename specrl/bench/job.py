@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import write_json
+from specrl.artifacts import digest, write_json
+from specrl.bench.subject import Subject, changed_config, check_taken, find_subject
+from specrl.config import Config
 from specrl.processes import end_with_parent
+from specrl.report.results import read_config
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,10 @@ class BenchJob:
     threads: int | None = None
     """The number of CPU threads of the process; if it is None, all cores that it may use or that its job asks for."""
     work_dir: Path | None = None
-    """The folder of what it leaves beside page and rows; `bench/NAME` in the run's folder if it is None."""
+    """The folder of what it leaves beside page and rows; `bench/NAME` in the run's folder if it is None, or with
+    changes `bench/NAME-DIGEST`."""
+    changes: tuple[str, ...] = ()
+    """The run's settings that are measured with another value, `KEY=VALUE` each."""
 
     @property
     def name(self) -> str:
@@ -47,7 +54,27 @@ class BenchJob:
     @property
     def folder(self) -> Path:
         """The folder that the benchmark works in."""
-        return self.work_dir or self.run_dir / "bench" / self.name
+        own = f"{self.name}-{digest(self.changes)}" if self.changes else self.name
+        return self.work_dir or self.run_dir / "bench" / own
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run, with the changes."""
+        return changed_config(read_config(self.run_dir), self.changes)
+
+    @property
+    def subject(self) -> Subject:
+        """The finished run that is measured, with the changes."""
+        return find_subject(self.run_dir, self.changes)
+
+    def check_taken(self, measured: Sequence[Config]) -> None:
+        """Check that these configurations, which the benchmark measures, have the changes.
+
+        Raises:
+            ConfigError: The benchmark sets itself what was to be changed.
+        """
+        if self.changes:
+            check_taken(self.config, self.changes, measured)
 
     def save(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -58,7 +85,7 @@ class BenchJob:
         """Return the job that was written as JSON."""
         data = json.loads(path.read_text())
         paths = {key: Path(data[key]) for key in ("run_dir", "page", "json_path", "work_dir") if data[key] is not None}
-        return cls(**{**data, **paths})
+        return cls(**{**data, **paths, "changes": tuple(data["changes"])})
 
 
 def main(path: Path, parent: int) -> None:

@@ -45,6 +45,17 @@ class BenchSettings(Section):
             ConfigError: The run does not have it.
         """
 
+    def trainings(self, config: Config) -> list[Config]:
+        """Return the configurations of its trainings, if it has any and knows them before it starts.
+
+        Args:
+            config: The configuration of the run that is measured.
+
+        Raises:
+            ConfigError: The sizes do not fit together.
+        """
+        return []
+
     def check_alone(self) -> None:
         """Check that the settings are all that is needed where no run is measured.
 

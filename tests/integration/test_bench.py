@@ -24,6 +24,7 @@ from specrl.artifacts import (
     write_text,
 )
 from specrl.config import Config, dump_config
+from specrl.context import StageContext
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import Recipe, write_recipe
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -232,14 +233,17 @@ def test_checkpoints_are_measured_and_nothing_is_left_of_them(run_dir: Path) -> 
 def test_a_step_is_compared_with_one_of_trl(run_dir: Path) -> None:
     """Both trainers take real steps on the same policy, prompts and reward, in turn."""
     sizes = ["--prompts-per-step", "4", "--samples-per-prompt", "2", "--max-response-tokens", "8"]
-    found, page = bench(run_dir, "step", *sizes, "--peer-sequences", "4", "--steps", "2", "--threads", "1")
+    sizes += ["--peer-sequences", "4", "--steps", "2", "--threads", "1", "--set", "policy.clip_grad=0.5"]
+    found, page = bench(run_dir, "step", *sizes)
     assert 0 < found["ratio_min"] <= found["ratio"] <= found["ratio_max"]
     assert set(found["specrl"]) == {"step_s", "generation_s", "update_s", "refit_s", "tokens"}
     assert found["specrl"]["tokens"] == found["peer"]["tokens"] == 64  # no response ends before its limit
     for side in ("specrl", "peer"):
         assert 0 < found[side]["generation_s"] + found[side]["update_s"] <= found[side]["step_s"]
     assert found["peer"]["name"] == "TRL" and found["peer"]["version"]
-    assert len(found["steps"]) == 2 and "TRL's step takes" in page
+    assert len(found["steps"]) == 2 and "TRL's step takes" in page and "--set policy.clip_grad=0.5`" in page
+    (context,) = run_dir.glob("bench/step-*/context.json")
+    assert StageContext.load(context).config.policy.clip_grad == 0.5
 
 
 def test_whole_trainings_take_their_steps_in_turn_and_sample_the_same_tokens(run_dir: Path) -> None:

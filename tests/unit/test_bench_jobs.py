@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from flows.commands.bench.jobs import clear, copy_results
 from specrl.bench.job import BenchJob
 from specrl.bench.run.settings import RunSettings
 from specrl.bench.settings import GrowthSettings
+from specrl.bench.subject import changed_config
 from specrl.bench.sweep.page import series_along, write_sweep_page
 from specrl.bench.sweep.rows import convert, read_arrow
-from specrl.config import Config, ConfigError
+from specrl.config import Config, ConfigError, dump_config
 from specrl.tracking.benchmarks import row_metrics
 from tasks.cells import Measured, cell_key, job_config, make_cell
 
@@ -75,8 +77,6 @@ def test_a_job_is_one_task_with_room_for_all_processes_of_the_benchmark(tmp_path
     assert job_config(CONFIG, GrowthSettings(ranks=(1, 4)), tmp_path, []).resources_of("bench").cpus_per_rank == 4
     longer = job_config(CONFIG, settings, tmp_path, ["resources.minutes=99", "resources.memory_gib_per_rank=3.0"])
     assert (longer.resources_of("bench").minutes, longer.resources_of("bench").memory_gib_per_rank) == (99, 18.0)
-    with pytest.raises(ConfigError, match=r"--set 'train.num_steps=3': only cluster\.\*, resources\.\*"):
-        job_config(CONFIG, settings, tmp_path, ["train.num_steps=3"])
 
 
 def test_a_cell_has_a_folder_of_its_own_for_all_that_it_writes(tmp_path: Path) -> None:
@@ -138,6 +138,34 @@ def test_a_benchmark_without_a_run_begins_anew_and_keeps_what_its_jobs_have_meas
     assert {path.name for path in tmp_path.iterdir()} == {"bench"}
 
 
-def test_options_of_jobs_need_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["bench", "plan", "--at-once", "3"]) == 2
-    assert "--set and --at-once are for jobs: give --cluster, too" in capsys.readouterr().err
+def test_options_of_jobs_need_a_cluster_and_settings_of_a_run_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--at-once", "3"], "--at-once is for jobs: give --cluster, too"),
+        (["--set", "cluster.partition=fast"], "--set cluster.partition=fast is for jobs: give --cluster, too"),
+        (["--set", "engine.kv_cache_gib=1"], "--set engine.kv_cache_gib=1: bench plan measures no run here"),
+    ):
+        assert invoke(["bench", "plan", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_benchmark_measures_a_run_with_other_settings_that_it_does_not_set_itself(tmp_path: Path) -> None:
+    changes = ("engine.kv_cache_gib=0.25", "train.prompts_per_step=6")
+    (tmp_path / "config.json").write_text(dump_config(CONFIG))
+    plain = BenchJob("specrl.bench.run.main:main", tmp_path, {}, "specrl bench run", tmp_path, tmp_path)
+    job = replace(plain, changes=changes)
+    assert (job.config.engine.kv_cache_gib, job.config.train.prompts_per_step) == (0.25, 6)
+    assert plain.config == CONFIG and plain.folder != job.folder
+    trainings = RunSettings(prompts_per_step=4).trainings(job.config)
+    assert {training.engine.kv_cache_gib for training in trainings} == {0.25}
+    assert {training.train.prompts_per_step for training in RunSettings().trainings(job.config)} == {6}
+    job.check_taken(RunSettings().trainings(job.config))
+    with pytest.raises(ConfigError, match=r"--set train\.prompts_per_step: this benchmark sets it itself"):
+        job.check_taken(trainings)
+    keys = [make_cell(Measured(tmp_path, CONFIG, tmp_path), RunSettings(), one, [], "", {}) for one in (plain, job)]
+    assert keys[0].context.key != keys[1].context.key
+
+
+@pytest.mark.parametrize("change", ["model.source=tiny2", "drafter.num_layers=2", "speculation.method=mtp", "seed=3"])
+def test_what_a_run_has_made_cannot_be_measured_with_other_settings_of_it(change: str) -> None:
+    with pytest.raises(ConfigError, match=f"--set {change.partition('=')[0]}: a benchmark measures what the run has"):
+        changed_config(CONFIG, [change])

@@ -43,11 +43,12 @@ from specrl.bench.settings import (
     RolloutSettings,
     StepSettings,
 )
-from specrl.bench.subject import find_subject
+from specrl.bench.subject import check_taken, find_subject
 from specrl.config import Config, ConfigError, Resources, parse_config
 from specrl.config.errors import explain
 from specrl.report.results import CONFIG_FILE
 from specrl.tracking import log_files, log_speedups
+from tasks.cells import PLACES
 
 BENCHMARKS: Mapping[str, type[BenchSettings]] = {
     "run": RunSettings,
@@ -102,8 +103,9 @@ SHARED = {
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a setting of the jobs, with --cluster: a key of [cluster], [resources] or "
-            "[stage_resources.bench]. May be given several times.",
+            help="Measure the run with another value of a setting that a run may change while it goes on, such as "
+            "engine.kv_cache_gib=0.25; or, with --cluster, override a setting of the jobs: a key of [cluster], "
+            "[resources] or [stage_resources.bench]. May be given several times.",
         ),
     ],
     "at_once": Annotated[
@@ -148,12 +150,15 @@ def make_command(name: str, kind: type[BenchSettings]) -> Callable[..., None]:
         threads = 1 if "threads" in kind.model_fields else given.pop("threads")
         settings = parse_settings(kind, given)
         cluster, overrides, at_once = (shared.pop(key) for key in ("cluster", "overrides", "at_once"))
+        of_jobs = [override for override in overrides or [] if override.startswith(PLACES)]
+        shared["changes"] = tuple(override for override in overrides or [] if not override.startswith(PLACES))
         if cluster is None and not kind.always_jobs:
-            if overrides or at_once:
-                raise ConfigError("--set and --at-once are for jobs: give --cluster, too")
+            if of_jobs or at_once:
+                given_jobs = f"--set {of_jobs[0]}" if of_jobs else "--at-once"
+                raise ConfigError(f"{given_jobs} is for jobs: give --cluster, too")
             run_here(name, settings=settings, threads=threads, **shared)
         else:
-            jobs = {"cluster": cluster or "local", "overrides": overrides or [], "at_once": at_once}
+            jobs = {"cluster": cluster or "local", "overrides": of_jobs, "at_once": at_once}
             run_as_jobs(name, settings=settings, threads=threads, **shared, **jobs)
 
     options = {key: _option(key, field) for key, field in kind.model_fields.items()}
@@ -175,18 +180,20 @@ def run_here(
     json_path: Path | None,
     page: Path | None,
     threads: int | None,
+    changes: tuple[str, ...],
     run: str | None = None,
 ) -> None:
     """Run `specrl.bench.NAME.main:main` in a process of its own, with a rank's environment, and wait for it.
 
     Args:
+        changes: The settings of the run that are measured with another value, `KEY=VALUE` each.
         run: The finished run; None for a benchmark without one, which works in the folder RUNS_DIR/bench-NAME.
 
     Raises:
         ConfigError: The run does not exist or has not finished training, or the settings do not fit it.
         JobError: The benchmark failed.
     """
-    run_dir, config = subject_of(name, run, runs_dir, settings)
+    run_dir, config = subject_of(name, run, runs_dir, settings, changes)
     folder = config.run_dir if run_dir is None else run_dir
     if run_dir is None and not settings.goes_on:
         clear(folder)
@@ -194,9 +201,10 @@ def run_here(
         entry=f"specrl.bench.{name}.main:main",
         run_dir=folder,
         settings=settings.model_dump(mode="json"),
-        command=_command_line(name, run, settings),
+        command=_command_line(name, run, settings, changes),
         page=(page or default_page(name)).absolute(),
         json_path=_rows_path(name, json_path, run_dir, folder),
+        changes=changes,
     )
     alone = None if settings.uses_gpus else Resources()
     resources = alone if run_dir is None else config.resources_of("validate")
@@ -205,7 +213,8 @@ def run_here(
     if run_dir is not None:
         pictures = sorted(job.page.parent.glob(f"{job.page.stem}-*.svg"))
         log_files(config, {f"bench/{name}": [job.page, *pictures, job.json_path]})
-        log_speedups(config, settings.headline(json.loads(job.json_path.read_text()), config))
+        if not changes:  # or else they are not those of the run
+            log_speedups(config, settings.headline(json.loads(job.json_path.read_text()), config))
 
 
 def run_as_jobs(
@@ -218,6 +227,7 @@ def run_as_jobs(
     cluster: str,
     overrides: list[str],
     at_once: int | None,
+    changes: tuple[str, ...],
     run: str | None = None,
 ) -> None:
     """Run a benchmark as a job, or each cell of a sweep as one.
@@ -225,39 +235,46 @@ def run_as_jobs(
     Args:
         cluster: The scheduler of the jobs.
         overrides: `KEY=VALUE` each, of the cluster and the resources.
+        changes: As for `run_here`.
 
     Raises:
         ConfigError: As `run_here`, or the jobs cannot be submitted from here.
         JobError: A job failed.
     """
-    run_dir, config = subject_of(name, run, runs_dir, settings)
+    run_dir, config = subject_of(name, run, runs_dir, settings, changes)
     request = BenchRequest(
         name=name,
         settings=settings,
-        command=_command_line(name, run, settings),
+        command=_command_line(name, run, settings, changes),
         page=(page or default_page(name)).absolute(),
         json_path=_rows_path(name, json_path, run_dir, config.run_dir),
         threads=threads,
         overrides=[f'stage_resources.bench.backend="{cluster}"', *overrides],
         at_once=at_once or (1 if cluster == "local" else JOBS_AT_ONCE),
+        changes=changes,
     )
     submit(request, run_dir, config)
 
 
-def subject_of(name: str, run: str | None, runs_dir: Path, settings: BenchSettings) -> tuple[Path | None, Config]:
-    """Return the folder and the configuration of the finished run that is measured.
+def subject_of(
+    name: str, run: str | None, runs_dir: Path, settings: BenchSettings, changes: tuple[str, ...]
+) -> tuple[Path | None, Config]:
+    """Return the folder and the configuration, with the changes, of the finished run that is measured.
 
     Without a run, the folder is None, and the configuration is that of the benchmark's jobs, in RUNS_DIR/bench-NAME.
 
     Raises:
-        ConfigError: The run does not exist or has not finished training, the settings do not fit it, or the folder of a
-            benchmark without a run is that of a run.
+        ConfigError: The run does not exist or has not finished training, the settings or the changes do not fit it, or
+            the folder of a benchmark without a run is that of a run.
     """
     if run is not None:
         run_dir = find_run(run, runs_dir)
-        config = find_subject(run_dir).config
+        config = find_subject(run_dir, changes).config
         settings.check(config)  # a mistake shows before anything starts
+        check_taken(config, changes, settings.trainings(config) if changes else [])
         return run_dir, config
+    if changes:
+        raise ConfigError(f"--set {changes[0]}: bench {name} measures no run here, whose setting this could be")
     settings.check_alone()
     resources = {"gpus_per_rank": int(settings.uses_gpus)}
     values = {"name": f"bench-{name}", "runs_dir": str(runs_dir.absolute()), "resources": resources}
@@ -330,8 +347,8 @@ def _word(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _command_line(name: str, run: str | None, settings: BenchSettings) -> str:
-    """Return the command that asks for these settings."""
+def _command_line(name: str, run: str | None, settings: BenchSettings, changes: tuple[str, ...]) -> str:
+    """Return the command that asks for these settings and changes."""
     words = ["specrl", "bench", name, *(["--run", run] if run is not None else [])]
     for key, value in settings.model_dump(mode="json", exclude_defaults=True).items():
         option = key.replace("_", "-")
@@ -339,4 +356,5 @@ def _command_line(name: str, run: str | None, settings: BenchSettings) -> str:
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
             words += [f"--{option}", _word(value)]
+    words += [word for change in changes for word in ("--set", change)]
     return shlex.join(words)

@@ -40,11 +40,14 @@ class BenchRequest:
     """`KEY=VALUE` each, of the cluster and the resources."""
     at_once: int
     """The largest number of jobs that wait or run at the same time."""
+    changes: tuple[str, ...] = ()
+    """`KEY=VALUE` each, of the settings of the run that is measured."""
 
     def job(self, name: str, settings: BenchSettings) -> BenchJob:
         """Return the work of a cell, whose place is still to be set."""
         entry, values = f"specrl.bench.{name}.main:main", settings.model_dump(mode="json")
-        return BenchJob(entry, Path(), values, self.command, self.page, self.json_path, threads=self.threads)
+        paths = Path(), values, self.command, self.page, self.json_path
+        return BenchJob(entry, *paths, threads=self.threads, changes=self.changes)
 
     def cells(self, measured: Measured) -> list[Cell]:
         """Return the cells of a sweep, or the one of another benchmark.
@@ -84,7 +87,7 @@ def submit(request: BenchRequest, run_dir: Path | None, config: Config) -> None:
         write_sweep(request, done, failed)
     elif done:
         copy_results(done[0].folder, request.page, request.json_path)
-    if done and request.name == "run":
+    if done and request.name == "run" and not request.changes:
         log_speedups(config, done[0].settings.headline(rows_of(done[0]), config))
     if failed:
         reasons = "; ".join(f"{label}: {error}" for label, error in failed.items())
@@ -128,13 +131,14 @@ def record(outcome: Outcome, tracked: Config, request: BenchRequest) -> None:
     files = sorted(path for path in cell.folder.glob("*") if path.suffix in (".md", ".svg", ".arrow"))
     of_cell = {"benchmark": cell.job.name, "run": tracked.name}
     settings = {name: value for name, value in cell.job.settings.items() if value is not None}
+    changes = dict(change.split("=", 1) for change in cell.job.changes)
     log_cell(
         tracked,
         cell.folder,
         CellRecord(
             name=cell.label,
             tags={"specrl.key": cell.context.key, "specrl.run": tracked.name, "mlflow.source.name": request.command},
-            params={**of_cell, **settings, **cell.parameters},
+            params={**of_cell, **settings, **changes, **cell.parameters},
             rows=rows,
             metrics=cell.settings.summary(rows, tracked),
             files={"": [*files, cell.folder / JSON_FILE] if outcome.error is None else []},

@@ -8,7 +8,6 @@ from specrl.bench.agreement.page import write_page
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import AgreementSettings
-from specrl.bench.subject import find_subject
 from specrl.config import ConfigError
 from specrl.distributed import join, leave
 from specrl.precision.recipe import load_recipe
@@ -23,7 +22,7 @@ def main(job: BenchJob) -> None:
         ConfigError: The run has not calibrated or not trained yet.
         ValueError: This machine cannot compute its policy in FP8.
     """
-    settings, subject = AgreementSettings.model_validate(job.settings), find_subject(job.run_dir)
+    settings, subject = AgreementSettings.model_validate(job.settings), job.subject
     calibrated = finished(find_stages(job.run_dir), "calibrate", CalibrateResult)
     if calibrated is None:
         raise ConfigError(
@@ -31,6 +30,7 @@ def main(job: BenchJob) -> None:
         )
     ranks = join()
     recipe = load_recipe(calibrated.scales_path, subject.first_policy_dir, ranks)
+    job.check_taken([with_precision(subject.config, precision) for precision in PRECISIONS])
     for precision in PRECISIONS:
         check_precision(with_precision(subject.config, precision), subject.first_policy_dir)
     sampled = {precision: sample(subject, precision, recipe, settings) for precision in PRECISIONS}

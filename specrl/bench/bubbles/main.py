@@ -17,7 +17,8 @@ def main(job: BenchJob) -> None:
     folder = job.folder
     # All contexts are made before the first run, so that what cannot work is refused at once and not after an hour.
     names = ("plain", *settings.uses)
-    contexts = {name: make_context(job.run_dir, folder / name, name, settings) for name in names}
+    contexts = {name: make_context(job, folder / name, name, settings) for name in names}
+    job.check_taken([context.config for context in contexts.values()])
     runs: dict[str, SettingRun] = {}
     rows: list[dict[str, Any]] = []
     for name, context in contexts.items():

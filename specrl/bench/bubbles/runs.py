@@ -17,12 +17,13 @@ from typing import Any
 
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.interleaved.side import begin_anew, train_side
+from specrl.bench.job import BenchJob
 from specrl.bench.settings import BubbleSettings, speculation_of, train_plainly
 from specrl.bench.uses import USES, Use
 from specrl.config import Config, ConfigError, StageName, parse_config
 from specrl.config.methods import METHODS
 from specrl.context import StageContext
-from specrl.report.results import find_stages, read_config
+from specrl.report.results import find_stages
 from specrl.step_record import StepRecord, read_steps
 from specrl.timeline import totals
 
@@ -96,27 +97,27 @@ def run_setting(context: StageContext, folder: Path, name: str, settings: Bubble
     )
 
 
-def make_context(run_dir: Path, folder: Path, name: str, settings: BubbleSettings) -> StageContext:
-    """Return the train stage of `run_dir` with another draft method and use of bubbles, in a folder of its own.
+def make_context(job: BenchJob, folder: Path, name: str, settings: BubbleSettings) -> StageContext:
+    """Return the train stage of the run with another draft method and use of bubbles, in a folder of its own.
 
     Raises:
         ConfigError: The run has no drafter, or has not finished the stages before RL.
     """
-    stages = find_stages(run_dir)
+    stages = find_stages(job.run_dir)
     needed: tuple[StageName, ...] = ("prepare", "pretrain")
     missing = [stage for stage in needed if stage not in stages]
     if missing:
         raise ConfigError(
-            f"run {run_dir.name} has not run {missing[0]}; continue it with: specrl resume {run_dir.name}"
+            f"run {job.run_dir.name} has not run {missing[0]}; continue it with: specrl resume {job.run_dir.name}"
         )
     read: tuple[StageName, ...] = (*needed, "calibrate")
     inputs = {stage: stages[stage].stage_dir for stage in read if stage in stages}
     if json.loads((inputs["pretrain"] / "result.json").read_text())["drafter_dir"] is None:
-        raise ConfigError(f'run {run_dir.name} has no drafter; use one with speculation.method = "eagle3"')
+        raise ConfigError(f'run {job.run_dir.name} has no drafter; use one with speculation.method = "eagle3"')
     if settings.drafter is not None:
         inputs["pretrain"] = with_drafter(inputs["pretrain"], settings.drafter, folder.parent / "pretrain")
     return StageContext(
-        config=make_config(read_config(run_dir), folder, name, settings),
+        config=make_config(job.config, folder, name, settings),
         stage="train",
         key=f"train-{name}",
         stage_dir=folder / "stage",

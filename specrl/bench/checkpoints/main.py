@@ -18,7 +18,7 @@ from specrl.bench.checkpoints.page import CheckpointCosts, write_page
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import CheckpointSettings
-from specrl.bench.subject import Subject, find_subject
+from specrl.bench.subject import Subject
 from specrl.distributed import join, leave
 from specrl.report.results import find_stages, finished
 from specrl.training.batches import MicroBatch, TokenSequence, pack
@@ -35,7 +35,7 @@ def main(job: BenchJob) -> None:
     Raises:
         ConfigError: The run has not trained yet.
     """
-    settings, subject = CheckpointSettings.model_validate(job.settings), find_subject(job.run_dir)
+    settings, subject = CheckpointSettings.model_validate(job.settings), job.subject
     trained = finished(find_stages(job.run_dir), "train", TrainResult)
     assert trained is not None, "a subject has trained"
     join()

@@ -25,7 +25,6 @@ from specrl.bench.control.recording import RECORDING_FILE, Recording
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import ControlBenchSettings
-from specrl.bench.subject import find_subject
 from specrl.distributed import join, leave
 from specrl.step_record import read_steps
 
@@ -59,7 +58,7 @@ def load_or_record(job: BenchJob, again: bool) -> Recording:
     path = job.folder / RECORDING_FILE
     if again or not path.is_file():
         join()
-        record(find_subject(job.run_dir)).save(path)
+        record(job.subject).save(path)
         leave()
     return Recording.load(path)
 

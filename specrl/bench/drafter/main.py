@@ -11,7 +11,6 @@ from specrl.bench.drafter.page import DrafterFindings, write_page
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import write_rows
 from specrl.bench.settings import DrafterSettings
-from specrl.bench.subject import find_subject
 from specrl.config import ConfigError
 from specrl.distributed import join, leave
 
@@ -44,12 +43,13 @@ def evaluate(job: BenchJob, settings: DrafterSettings) -> None:
 def compare(job: BenchJob, settings: DrafterSettings) -> None:
     """Compare EAGLE-3 drafters over the RL steps of a finished run."""
     started = time.monotonic()
-    subject = find_subject(job.run_dir)
+    subject = job.subject
     method = subject.config.speculation.draft_method
     if method.model != "drafter" or method.texts or subject.first_drafter_dir is None:
         raise ConfigError(f"run {job.run_dir.name} has no EAGLE-3 drafter to start from")
     ranks = join()
     comparison = DrafterComparison(subject, settings, ranks, job.folder)
+    job.check_taken([comparison.config])
     comparison.pretrain()
     counted = comparison.run()
     results = comparison.speedups()

@@ -20,7 +20,6 @@ from specrl.bench.precision.runs import find_inputs
 from specrl.bench.settings import FaultSettings, train_plainly
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
-from specrl.report.results import read_config
 
 
 def main(job: BenchJob) -> None:
@@ -28,8 +27,9 @@ def main(job: BenchJob) -> None:
     settings = FaultSettings.model_validate(job.settings)
     if unknown := set(settings.only) - {fault.name for fault in FAULTS}:
         raise ValueError(f"--only {min(unknown)}: allowed: {', '.join(fault.name for fault in FAULTS)}")
-    config = read_config(job.run_dir)
+    config = job.config
     chosen = [fault for fault in FAULTS if not settings.only or fault.name in settings.only]
+    job.check_taken([make_config(config, job.folder, fault, settings) for fault in chosen])
     has_drafter = config.speculation.draft_method.has_weights
     found: dict[Fault, Finding] = {}
     for fault in chosen:

@@ -25,12 +25,13 @@ from specrl.artifacts import (
     digest,
     read_result,
 )
+from specrl.bench.job import BenchJob
 from specrl.bench.settings import PrecisionSettings, train_plainly
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.config.algorithms import Algorithm
 from specrl.context import StageContext
 from specrl.keys import code_digest, files_digest
-from specrl.report.results import find_stages, read_config
+from specrl.report.results import find_stages
 from specrl.step_record import StepRecord, read_steps
 
 END_RESULT_FILE, CONTEXT_FILE = "end-result.json", "context.json"
@@ -123,7 +124,7 @@ class PrecisionRun:
         }
 
 
-def check(run_dir: Path) -> tuple[CalibrateResult, float]:
+def check(job: BenchJob) -> tuple[CalibrateResult, float]:
     """Return the calibration that all settings with FP8 use and its budget, before the first run.
 
     Raises:
@@ -134,21 +135,22 @@ def check(run_dir: Path) -> tuple[CalibrateResult, float]:
 
     from specrl.precision import native
 
-    inputs, config = find_inputs(run_dir), read_config(run_dir)
+    inputs, config = find_inputs(job.run_dir), job.config
     hf = AutoConfig.from_pretrained(read_result(inputs["prepare"], PrepareResult).policy_dir)
     native.check_training(hf, config.precision.model_copy(update={"training": "fp8"}))
     return read_result(inputs["calibrate"], CalibrateResult), config.precision.max_kl
 
 
 def measure(
-    run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
+    job: BenchJob, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> PrecisionRun:
     """Return the run of one setting and seed, measured by an earlier call or by this one.
 
     Raises:
         RuntimeError: Its process failed; the message names its log.
     """
-    context = make_context(run_dir, folder, setting, seed, settings)
+    context = make_context(job, folder, setting, seed, settings)
+    job.check_taken([context.config])
     started = time.monotonic()
     known = is_measured(context, folder)
     if not known:
@@ -213,15 +215,15 @@ def find_inputs(run_dir: Path) -> dict[StageName, Path]:
 
 
 def make_context(
-    run_dir: Path, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
+    job: BenchJob, folder: Path, setting: PrecisionSetting, seed: int, settings: PrecisionSettings
 ) -> StageContext:
-    """Return the train stage of `run_dir` for one setting and seed, in a folder of its own.
+    """Return the train stage of the run for one setting and seed, in a folder of its own.
 
     Raises:
         ConfigError: A stage that it starts from has not finished.
     """
-    inputs = find_inputs(run_dir)
-    config = make_config(read_config(run_dir), folder, setting, seed, settings)
+    inputs = find_inputs(job.run_dir)
+    config = make_config(job.config, folder, setting, seed, settings)
     results = [(path / RESULT_FILE, str(path)) for path in inputs.values()]
     sources = [(Path(__file__).with_name(name), name) for name in ("runs.py", "one_run.py")]
     code = code_digest(Path(__file__).parents[2])

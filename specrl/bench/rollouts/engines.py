@@ -102,6 +102,11 @@ class Engines:
         return best
 
     @property
+    def configs(self) -> list[Config]:
+        """The configurations of the engines of the draft methods, before one is chosen to be compiled."""
+        return [self._config(method, compiled) for method in self.methods for compiled in self._choices()]
+
+    @property
     def profiled(self) -> Variant | None:
         """The variant that is profiled, which drafts with a trained drafter alone; None if there is none."""
         alone = (name for name in self.drafting if METHODS[name].model == "drafter" and not METHODS[name].texts)

@@ -11,7 +11,6 @@ from specrl.bench.rollouts.engines import Engines, stored_responses
 from specrl.bench.rollouts.page import RolloutFindings, write_page
 from specrl.bench.rollouts.workloads import pool, workloads
 from specrl.bench.settings import TAIL, TAIL_SIZE, RolloutSettings
-from specrl.bench.subject import find_subject
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
 from specrl.models.sources import load_tokenizer
@@ -26,8 +25,9 @@ def main(job: BenchJob) -> None:
     """Measure every variant on every workload, and write the rows and the page."""
     started = time.monotonic()
     ranks = join()
-    settings, subject = RolloutSettings.model_validate(job.settings), find_subject(job.run_dir)
+    settings, subject = RolloutSettings.model_validate(job.settings), job.subject
     engines = Engines(subject, settings)
+    job.check_taken(engines.configs)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir))
     prompts = source.held_out(min(TAIL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)

@@ -29,7 +29,7 @@ def main(job: BenchJob) -> None:
         for number, group in enumerate(settings.groups)
     ]
     contexts = {
-        folder: make_context(job.run_dir, job.folder / folder, name, precision, settings)
+        folder: make_context(job, job.folder / folder, name, precision, settings)
         for precision, group in groups
         for name, folder in group
     }

@@ -91,8 +91,12 @@ class RunSettings(BenchSettings):
                 raise ConfigError(
                     f'uses: {name} needs a drafter for {method.name}; this run has speculation.method = "{own.name}"'
                 )
-            for precision in self.precisions:
-                self.config_of(config, Path("run"), name, precision)
+        self.trainings(config)
+
+    def trainings(self, config: Config) -> list[Config]:
+        return [
+            self.config_of(config, Path("run"), name, precision) for name in self.uses for precision in self.precisions
+        ]
 
     def config_of(self, config: Config, folder: Path, name: str, precision: Precision) -> Config:
         """Return a run's configuration with this use and precision, and with the sizes of the comparison.
@@ -219,6 +223,9 @@ class SweepSettings(BenchSettings):
             raise ConfigError("bench sweep: no method of the grid can have any of its uses of idle time")
         for point in points:
             point.settings.check(config)
+
+    def trainings(self, config: Config) -> list[Config]:
+        return [training for point in self.points() for training in point.settings.trainings(config)]
 
     def points(self) -> list[GridPoint]:
         """Return every combination that can be measured, each once.

@@ -12,13 +12,11 @@ from specrl.artifacts import PretrainResult, read_result
 from specrl.bench.bubbles.runs import with_drafter
 from specrl.bench.interleaved.energy import EnergyMeter
 from specrl.bench.interleaved.side import TrainSide, TrainStep, begin_anew, train_side
-from specrl.bench.job import say
+from specrl.bench.job import BenchJob, say
 from specrl.bench.precision.runs import find_inputs
 from specrl.bench.run.settings import PRETRAINED, TRAINED, Precision, RunSettings
-from specrl.bench.subject import find_subject
 from specrl.config import ConfigError
 from specrl.context import StageContext
-from specrl.report.results import read_config
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,20 @@ class UseRun:
         return sum(step.tokens for step in self.steps)
 
 
-def make_context(run_dir: Path, folder: Path, name: str, precision: Precision, settings: RunSettings) -> StageContext:
-    """Return the train stage of a run with this use and precision, in a folder of its own.
+def make_context(job: BenchJob, folder: Path, name: str, precision: Precision, settings: RunSettings) -> StageContext:
+    """Return the train stage of the run with this use and precision, in a folder of its own.
 
     Raises:
         ConfigError: The run has not finished the stages before RL, or there is no such drafter.
     """
-    inputs = find_inputs(run_dir)
+    inputs = find_inputs(job.run_dir)
     if settings.drafter != PRETRAINED:
-        drafter_dir = find_subject(run_dir).drafter_dir if settings.drafter == TRAINED else Path(settings.drafter)
+        drafter_dir = job.subject.drafter_dir if settings.drafter == TRAINED else Path(settings.drafter)
         if drafter_dir is None:
-            raise ConfigError(f"drafter = {settings.drafter}: run {run_dir.name} has not trained one")
+            raise ConfigError(f"drafter = {settings.drafter}: run {job.run_dir.name} has not trained one")
         inputs["pretrain"] = with_drafter(inputs["pretrain"], drafter_dir, folder.parent / "pretrain")
     return StageContext(
-        config=settings.config_of(read_config(run_dir), folder, name, precision),
+        config=settings.config_of(job.config, folder, name, precision),
         stage="train",
         key=f"train-{folder.name}",
         stage_dir=folder / "stage",

@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from specrl.bench.job import BenchJob
 from specrl.bench.settings import StepSettings, train_plainly
 from specrl.config import Config, ConfigError, StageName, parse_config
 from specrl.context import StageContext
-from specrl.report.results import find_stages, read_config
+from specrl.report.results import find_stages
 
 
-def make_context(run_dir: Path, folder: Path, settings: StepSettings) -> StageContext:
-    """Return the train stage of a run with the sizes of the comparison, in a folder of its own.
+def make_context(job: BenchJob, folder: Path, settings: StepSettings) -> StageContext:
+    """Return the train stage of the run with the sizes of the comparison, in a folder of its own.
 
     Raises:
         ConfigError: The run has not finished the stages before RL.
     """
-    stages = find_stages(run_dir)
+    stages = find_stages(job.run_dir)
     needed: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
     for stage in needed:
         if stage not in stages:
-            raise ConfigError(f"run {run_dir.name} has not run {stage}; continue it with: specrl resume {run_dir.name}")
+            raise ConfigError(
+                f"run {job.run_dir.name} has not run {stage}; continue it with: specrl resume {job.run_dir.name}"
+            )
     return StageContext(
-        config=make_config(read_config(run_dir), folder, settings),
+        config=make_config(job.config, folder, settings),
         stage="train",
         key="train-step",
         stage_dir=folder / "stage",

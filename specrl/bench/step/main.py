@@ -26,7 +26,8 @@ def main(job: BenchJob) -> None:
     """Take the steps, and write the figures and the page."""
     settings = StepSettings.model_validate(job.settings)
     folder = job.folder
-    context = make_context(job.run_dir, folder, settings)
+    context = make_context(job, folder, settings)
+    job.check_taken([context.config])
     path = begin_anew(context, folder)
     with start_peer(path, settings) as peer, train_side(context, folder) as own:
         peer.answer()
