@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from specrl.rollout.bubbles.bubbles import by_use
@@ -48,7 +49,7 @@ def bubble_trace(records: Sequence[StepRecord]) -> BubbleTrace:
     """Return what a run with `bubbles.use = "both"` recorded."""
     trace = BubbleTrace([], [], [])
     probe, training = (records[0].metrics.get(PROBE) if records else None), 0.0
-    for record, after in zip(records[1:], records[2:], strict=False):
+    for record, after in pairwise(records[1:]):
         last = max(rank.bubble.generated_at for rank in record.ranks)
         trace.seconds.append(tuple(last - rank.bubble.generated_at for rank in record.ranks))
         used = by_use([span for rank in record.ranks for span in rank.bubble.spans])

@@ -33,7 +33,7 @@ class BubbleShare:
         self._probe: float | None = None
         """The acceptance length on the last probe."""
         self._gain: float | None = None
-        """By how much the acceptance length on the last probe exceeds that on the one before; None before the second."""
+        """By how much the acceptance length on the last probe exceeds the one before; None before the second."""
         self._is_new = False
         """Whether nothing was learned since the last probe."""
         self._training = 0.0
