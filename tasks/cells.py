@@ -72,6 +72,10 @@ class Outcome:
     """Whether it had been measured before."""
     error: str | None = None
     """Why it failed, in one line; None if it did not."""
+    seconds: float = 0.0
+    """How long it was measured; 0 if it failed."""
+    job_id: str | None = None
+    """The job that measured it, if that is known."""
 
 
 @dataclass(frozen=True)

@@ -30,4 +30,4 @@ def measure(cell: Cell, code: Path, reporter: Reporter) -> Outcome:
     record = Record.read(JobKey(cell.context.config, cell.context.key).record_path)
     job_id = record.job_id if record is not None else None
     reporter.finished(cell.label, Finished("bench", cell.context.key, cell.folder, seconds, job_id, cached))
-    return Outcome(cell, cached)
+    return Outcome(cell, cached, seconds=seconds, job_id=job_id)

@@ -13,7 +13,7 @@ from specrl.config import Config
 from specrl.tracking.runs import FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS, Files, last_of, log_artifacts
 from specrl.tracking.sender import RUN_ID_FILE
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import import_mlflow
+from specrl.tracking.store import BENCHMARKS, import_mlflow
 from specrl.tracking.tracker import SpoolTracker
 from specrl.tracking.uploader import send
 
@@ -42,7 +42,7 @@ class CellRecord:
 
 def benchmark_config(config: Config) -> Config:
     """Return the configuration with the experiment of the benchmarks in place of that of the runs."""
-    experiment = f"{config.tracking.experiment}-bench"
+    experiment = f"{config.tracking.experiment}{BENCHMARKS}"
     return config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
 
 

@@ -13,7 +13,7 @@ from specrl.bench.job import BenchJob
 from specrl.bench.run.settings import RunSettings
 from specrl.bench.settings import GrowthSettings
 from specrl.bench.subject import changed_config
-from specrl.bench.sweep.page import series_along, write_sweep_page
+from specrl.bench.sweep.page import SweptCell, series_along, write_sweep_page
 from specrl.bench.sweep.rows import convert, read_arrow
 from specrl.config import Config, ConfigError, dump_config
 from specrl.tracking.benchmarks import row_metrics
@@ -105,13 +105,16 @@ def test_the_page_of_a_sweep_has_its_rows_a_chart_by_k_and_what_failed(tmp_path:
     numbers = ("generation_ratio", "step_ratio", "end_to_end_ratio", "ratio_min", "ratio_max", "same_responses")
     more = ("reward_difference", "reward_p_value", "reserved_hours_per_million_tokens")
     rows = [
-        {"method": method, "k": k, **dict.fromkeys((*numbers, *more), 1.0 + k / 10)}
+        {"method": method, "k": k, "hardware": "two cores", **dict.fromkeys((*numbers, *more), 1.0 + k / 10)}
         for method in ("eagle3", "ngram")
         for k in (3, 1)
     ]
-    write_sweep_page(tmp_path / "page.md", "specrl bench sweep", ["method", "k"], rows, {"ngram 5": "it broke"})
+    cells = [SweptCell("eagle3 1", "bench-1", "7", 90.0, True), SweptCell("eagle3 3", "bench-2", "8", 60.0, False)]
+    write_sweep_page(tmp_path / "page.md", "specrl bench sweep", ["method", "k"], rows, cells, {"ngram 5": "it broke"})
     page = (tmp_path / "page.md").read_text()
     assert "| eagle3 | 3 | 1.30x | 1.30x (1.30 to 1.30) |" in page and "- ngram 5: it broke" in page
+    assert "| eagle3 1 | 7 | 1.5 | earlier | `bench-1` |" in page and "| this | `bench-2` |" in page
+    assert page.count("Hardware: two cores.") == 1
     assert (tmp_path / "page-k.svg").is_file() and not (tmp_path / "page-method.svg").exists()
     assert series_along("k", ["method", "k"], rows)["ngram"] == [(1.0, 1.1), (3.0, 1.3)]
 

@@ -81,10 +81,11 @@ def submit(request: BenchRequest, run_dir: Path | None, config: Config) -> None:
     measured = Measured(folder, config, run_dir)
     cells = request.cells(measured)
     outcomes = measure_all(cells, measured, request)
-    done = [outcome.cell for outcome in outcomes if outcome.error is None]
+    measured_cells = [outcome for outcome in outcomes if outcome.error is None]
+    done = [outcome.cell for outcome in measured_cells]
     failed = {outcome.cell.label: outcome.error for outcome in outcomes if outcome.error is not None}
     if isinstance(request.settings, SweepSettings):
-        write_sweep(request, done, failed)
+        write_sweep(request, measured_cells, failed)
     elif done:
         copy_results(done[0].folder, request.page, request.json_path)
     if done and request.name == "run" and not request.changes:
@@ -154,16 +155,21 @@ def rows_of(cell: Cell) -> list[dict[str, Any]]:
     return read_arrow(cell.folder / ROWS_FILE)
 
 
-def write_sweep(request: BenchRequest, done: Sequence[Cell], failed: dict[str, str]) -> None:
+def write_sweep(request: BenchRequest, done: Sequence[Outcome], failed: dict[str, str]) -> None:
     """Write the page of a sweep and its rows, as JSON and beside that as Arrow."""
-    from specrl.bench.sweep.page import without_plain, write_sweep_page
+    from specrl.bench.sweep.page import SweptCell, without_plain, write_sweep_page
     from specrl.bench.sweep.rows import write_arrow
 
-    rows = [{**cell.parameters, **row} for cell in done for row in without_plain(rows_of(cell))]
-    dimensions = list(dict.fromkeys(name for cell in done for name in cell.parameters))
+    found = [(outcome.cell, row) for outcome in done for row in without_plain(rows_of(outcome.cell))]
+    rows = [{**cell.parameters, **row, "key": cell.context.key} for cell, row in found]
+    dimensions = list(dict.fromkeys(name for outcome in done for name in outcome.cell.parameters))
+    cells = [
+        SweptCell(outcome.cell.label, outcome.cell.context.key, outcome.job_id, outcome.seconds, outcome.cached)
+        for outcome in done
+    ]
     write_json(request.json_path, rows)
     write_arrow(request.json_path.with_suffix(".arrow"), rows)
-    write_sweep_page(request.page, request.command, dimensions, rows, failed)
+    write_sweep_page(request.page, request.command, dimensions, rows, cells, failed)
     print(f"page: {request.page}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from specrl.bench.interleaved.energy import EnergyMeter
 from specrl.bench.job import BenchJob
-from specrl.bench.pages import write_rows
+from specrl.bench.pages import hardware, write_rows
 from specrl.bench.run.page import write_page
 from specrl.bench.run.results import Comparison, read_responses
 from specrl.bench.run.settings import RunSettings
@@ -42,7 +42,9 @@ def main(job: BenchJob) -> None:
         runs = train_in_turn(chosen, precision, settings.warm_up + settings.steps, meter)
         known = {(item.run.name, item.run.precision) for item in found}
         found += [item for item in compare(runs, settings.warm_up) if (item.run.name, precision) not in known]
-        write_rows(job.json_path, [item.row() for item in found])  # what is measured stays if the next group fails
+        machine = {"hardware": hardware(settings.ranks * settings.threads)}
+        rows = [{**item.row(), **machine} for item in found]
+        write_rows(job.json_path, rows)  # what is measured stays if the next group fails
     write_page(job, settings, found, meter.source)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,38 @@ is faster than plain decoding; *step* has the least and the greatest ratio of an
 RATIOS = ("generation_ratio", "step_ratio", "end_to_end_ratio")
 
 
+@dataclass(frozen=True)
+class SweptCell:
+    """Where the rows of a combination come from."""
+
+    label: str
+    key: str
+    """The name of its folder in `RUN/bench/cells/stages`, which has its own page, and MLflow's tag `specrl.key`."""
+    job_id: str | None
+    seconds: float
+    cached: bool
+    """Whether an earlier call of a sweep has measured it."""
+
+
 def write_sweep_page(
-    path: Path, command: str, dimensions: Sequence[str], rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
+    path: Path,
+    command: str,
+    dimensions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    cells: Sequence[SweptCell],
+    failed: Mapping[str, str],
 ) -> None:
     """Write the page.
 
     Args:
         dimensions: The columns of the rows that say which combination of the grid a row belongs to.
         rows: The rows of all combinations, without those of plain decoding.
+        cells: The combinations that have been measured.
         failed: The errors of the combinations that failed, by their labels.
     """
     page = Page(path)
     page.text(f"# {date.today().isoformat()}: a sweep over whole trainings\n\nCommand: `{command}`.")
+    page.text("".join(f"Hardware: {machine}.\n" for machine in dict.fromkeys(row["hardware"] for row in rows)))
     page.text(WHAT)
     page.text(_table(dimensions, rows))
     for dimension in dimensions:
@@ -39,6 +60,7 @@ def write_sweep_page(
         if series:
             chart = line_charts(series, dimension, "step, times as fast as plain decoding")
             page.plot(dimension, chart, f"Speedup of a step by {dimension}")
+    page.text(_origins(cells))
     if failed:
         lines = [f"- {label}: {error}" for label, error in failed.items()]
         page.text("\n".join(["These combinations failed; the same command tries them again:\n", *lines]))
@@ -67,6 +89,20 @@ def _table(dimensions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append([*(str(row[name]) for name in dimensions), *cells])
     columns = (">generation", ">step", ">end to end", ">same responses", ">reward against plain")
     return markdown_table((*dimensions, *columns, ">hours held per million tokens", ">J per token"), lines)
+
+
+def _origins(cells: Sequence[SweptCell]) -> str:
+    lines = [
+        [
+            cell.label,
+            cell.job_id or "",
+            f"{cell.seconds / 60:.1f}",
+            "earlier" if cell.cached else "this",
+            f"`{cell.key}`",
+        ]
+        for cell in cells
+    ]
+    return markdown_table(("combination", ">job", ">minutes", "measured by which call", "key"), lines)
 
 
 def series_along(
