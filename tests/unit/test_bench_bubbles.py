@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -163,7 +164,12 @@ def test_a_failure_late_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytes
         return make_outcome(tmp_path, name)
 
     contexts: list[str] = []
-    monkeypatch.setattr(bubbles, "make_context", lambda run_dir, folder, name, settings: contexts.append(name))
+
+    def make_context(job: BenchJob, folder: Path, name: str, settings: BubbleSettings) -> SimpleNamespace:
+        contexts.append(name)
+        return SimpleNamespace(config=None)
+
+    monkeypatch.setattr(bubbles, "make_context", make_context)
     monkeypatch.setattr(bubbles, "run_setting", run)
     entry = "specrl.bench.bubbles.main:main"
     job = BenchJob(entry, tmp_path, {}, "specrl bench bubbles", tmp_path / "page.md", tmp_path / "rows.json")
