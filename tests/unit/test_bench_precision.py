@@ -185,12 +185,13 @@ def test_what_was_measured_is_measured_again_only_where_something_differs(
 def test_a_policy_that_the_gpu_cannot_train_is_refused_before_the_first_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runs.check(run_dir) == (CALIBRATED, CONFIG.precision.max_kl)
+    job = BenchJob("", run_dir, {}, "", run_dir / "page.md", run_dir / "rows.json")
+    assert runs.check(job) == (CALIBRATED, CONFIG.precision.max_kl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="heads of 64 channels"):
-        runs.check(run_dir)
+        runs.check(job)
 
 
 def test_a_wrong_setting_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
