@@ -205,6 +205,9 @@ def _load(stages: Sequence[StageName]) -> None:
         importlib.import_module(f"specrl.stages.{stage}")
     import_mlflow()
     if set(stages) & set(MEGATRON_STAGES):
+        from specrl.training.megatron.cpu.kernels import load_compiler
+
+        load_compiler()
         importlib.import_module("specrl.training.megatron.policy")
         importlib.import_module("specrl.models.tiny")  # and with it transformers' models
     if set(stages) & set(ENGINE_STAGES):

@@ -15,6 +15,7 @@ from specrl.config import Config
 from specrl.distributed import join
 from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
+from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -136,7 +137,9 @@ class Engine:
         self._sampler = InvariantSampler(self._runner, longest)
         self._sampler.install()
         self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
-        self.stop_tokens = stop_tokens(policy_dir, self._vllm.tokenizer)
+        self.tokenizer: Any = load_tokenizer(policy_dir)
+        """The policy's tokenizer."""
+        self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
@@ -584,7 +587,7 @@ class Engine:
             tokens,
             record.logprobs[: len(tokens)],
             record.log_kept_mass[: len(tokens)] if record.is_truncated else None,
-            self._vllm.tokenizer.decode(tokens, skip_special_tokens=True),
+            self.tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason,
             num_drafts=record.counts.num_drafts,
             num_draft_tokens=record.counts.num_draft_tokens,

@@ -18,7 +18,6 @@ from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step
 from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
-from specrl.models.sources import load_tokenizer
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.monitor import PrecisionMonitor
@@ -105,7 +104,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             recipe=recipe,
             reads_policy=False,  # the first refit brings them
         )
-    source = PromptSource(config, load_tokenizer(prepared.policy_dir), begun)
+    source = PromptSource(config, engine.tokenizer, begun)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(

@@ -1,4 +1,4 @@
-"""Memory of a process's heap, kept while passes over a model allocate and free the same sizes again and again.
+"""Memory of a process: kept while passes over a model allocate and free the same sizes, or not taken before its use.
 
 The C library gives freed memory back to the system as soon as much of it is free. On a CPU each micro-batch would then
 have its activations' pages mapped and zeroed anew.
@@ -7,8 +7,13 @@ have its activations' pages mapped and zeroed anew.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 2**30
@@ -55,3 +60,16 @@ def kept(*, until_the_next: bool = False) -> Iterator[None]:
         if not until_the_next or library.mallinfo2().fordblks > KEPT:
             library.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
             library.malloc_trim(0)
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the CPU, of which the system gives each page when it is first used.
+
+    `torch.zeros` writes to all of them at once, which takes a second for each gigabyte where a virtual machine has to
+    get the memory from its host.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # holds the memory

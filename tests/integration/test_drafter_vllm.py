@@ -21,7 +21,7 @@ from specrl.export.exported import ExportedDrafter
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.models.drafters import NORM_FLAGS
-from specrl.rollout.vllm import lifecycle
+from specrl.rollout.vllm import lifecycle, patches
 from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.io import adopt_drafter
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
@@ -207,7 +207,7 @@ def vllm_proposals(
         monkeypatch.setenv(name, value)
     from vllm import LLM, SamplingParams
 
-    lifecycle.fix_kernel_registration()
+    patches.fix_kernel_registration()
     engine = LLM(
         str(policy_dir),
         skip_tokenizer_init=True,

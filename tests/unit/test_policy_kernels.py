@@ -130,16 +130,21 @@ with heap.kept(until_the_next=True):
     heap.KEPT = 2**20  # more is free
 with heap.kept(until_the_next=True):
     print(page_faults())
+zeros = heap.untouched_zeros((2**12, 2**12), torch.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+zeros[:2].add_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, *map(int, (zeros.sum(), zeros.numel())))
 """
 
 
-def test_freed_memory_is_kept_inside_the_block_and_up_to_the_next_update() -> None:
+def test_freed_memory_is_kept_up_to_the_next_update_and_zeros_take_none_before_their_use() -> None:
     """In a process of its own, because what other tests have allocated decides where memory is found."""
     output = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True).stdout
-    inside, outside, again, too_much = map(int, output.split())
+    inside, outside, again, too_much, touched, total, size = map(int, output.split())
     pages = 2**26 // resource.getpagesize()
     assert inside < pages // 8 and outside > pages // 2
     assert again < pages // 8 and too_much > pages // 2
+    assert touched < pages // 8 and (total, size) == (2**13, 2**24)
 
 
 def test_swiglu(dtype: torch.dtype) -> None:

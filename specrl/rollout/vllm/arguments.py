@@ -86,6 +86,7 @@ def engine_arguments(
         "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
         **_memory(config, alone=alone),
         **precision.arguments(),

@@ -9,16 +9,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
@@ -29,13 +26,17 @@ from specrl.rollout.vllm.cpu_layers import use_kernels
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
 from specrl.rollout.vllm.parallel import ParallelDrafting
+from specrl.rollout.vllm.patches import patch
 from specrl.rollout.vllm.shared_prompts import SharedPrompts, can_share
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
 """The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
 brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
-CPU_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+CPU_MODULES = (
+    *("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"),
+    "vllm.model_executor.layers.quantization.online.base",
+)
 """The modules by which the others come that an engine on CPUs needs."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
@@ -87,7 +88,6 @@ class VllmEngine:
         if not keeps_routes and can_share(scheduler):
             self.shared_prompts = SharedPrompts(scheduler)
             self.shared_prompts.install()
-        self.tokenizer: Any = self.llm.get_tokenizer()
         self._num_requests = 0
 
     @property
@@ -143,8 +143,12 @@ class VllmEngine:
             self.llm.abort_request(names, internal=True)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self.llm.reset_prefix_cache()
+        """Forget all cached prefixes. Requests use the first blocks again, whose memory the engine has already."""
+        from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+        if self.llm.reset_prefix_cache():
+            pool = self.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+            pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `load.refit_policy`."""
@@ -209,6 +213,11 @@ def import_engine() -> None:
     set_environment()
     for module in CPU_MODULES:
         importlib.import_module(module)
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    # It takes a second, as each of hundreds of loggers clears the caches of all; an engine finds it done.
+    configure_logging_if_needed(LoggingConfig())
     for name, value in before.items():  # not every stage has an engine
         if value is None:
             del os.environ[name]
@@ -233,14 +242,9 @@ def start(arguments: dict[str, Any]) -> Any:
     default process group, which is the trainer's too. Both are prevented here.
     """
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.models import registry
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    fix_kernel_registration()
-    _own_shared_memory()
-    # vLLM would look at each new model's class in a process that imports everything again, so as not to initialise
-    # CUDA in this one; here the engine does that next.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    patch()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -266,50 +270,6 @@ def stop(llm_engine: Any) -> None:
         parallel_state._WORLD = None
     gc.unfreeze()  # vLLM froze what it had allocated at its start
     gc.collect()
-
-
-def fix_kernel_registration() -> None:
-    """Let engines start after llvmlite was imported, as numba and so vLLM does, and more than one in a process.
-
-    On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which
-    fails at llvmlite's library handle: its `__dict__` is a foreign function. One registration is enough.
-    """
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import dispatcher
-
-    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, Mapping) else {}
-    if dispatcher._registry:
-        current_platform.register_triton_kernel_overrides = lambda: None
-
-
-def _own_shared_memory() -> None:
-    """Let the ranks of each tensor-parallel engine on CPUs share memory under a name that nobody else uses.
-
-    vLLM makes the name of the ranks' numbers alone, so that two jobs on one machine would collide, and so would a job
-    with what a killed one has left. Here the memory loses its name once all ranks have it, and ends with the last one.
-    """
-    from vllm.distributed.device_communicators import cpu_communicator
-
-    shared = cpu_communicator._CPUSHMDistributed
-    if hasattr(shared, "specrl_names"):
-        return
-    shared.specrl_names = WeakKeyDictionary()
-    init_shared_memory = shared._init_cpu_shm
-
-    def make_group_name(communicator: Any) -> str:
-        if communicator not in shared.specrl_names:
-            name = [f"specrl-{uuid4().hex}"]
-            dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
-            shared.specrl_names[communicator] = name[0]
-        return str(shared.specrl_names[communicator])
-
-    def init_and_unlink(self: Any) -> int:
-        handle = int(init_shared_memory(self))
-        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
-        return handle
-
-    shared.make_group_name = staticmethod(make_group_name)
-    shared._init_cpu_shm = init_and_unlink
 
 
 def model_runner(llm_engine: Any) -> Any:

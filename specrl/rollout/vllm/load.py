@@ -25,6 +25,8 @@ NOT_LOADED = frozenset({"t2d"})
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
 PROBE_ROWS = 4
 """The number of random inputs on which a linear layer is compared."""
+CHUNK_ELEMENTS = 2**20
+"""The number of a weight's elements that are turned to float32 at a time, to compare it."""
 READ_BACK_TOLERANCE = 0.02
 """The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
 a relative 2^-9."""
@@ -262,7 +264,9 @@ def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
     if hasattr(method, "quantise_weight"):
         reference = method.quantise_inputs(inputs).float() @ method.quantise_weight(weight).float().T
     else:
-        reference = inputs.float() @ weight.cpu().float().T  # [PROBE_ROWS, out]
+        rows = max(1, CHUNK_ELEMENTS // weight.shape[1])  # so few that they stay in the cache
+        parts = (inputs.float() @ part.float().T for part in torch.split(weight.cpu(), rows))
+        reference = torch.cat(list(parts), -1)  # [PROBE_ROWS, out]
     actual = linear_output(layer, inputs.to(weight.device)).float().cpu()[:, : weight.shape[0]]
     return actual.shape == reference.shape and _are_equal(actual, reference)
 

@@ -39,8 +39,9 @@ class HostTensors:
 class HostCopy:
     """A copy of a rank's share of the optimizer's state, in the order in which a file holds it.
 
-    It is one buffer, pinned where there is a GPU, that is filled again for every checkpoint. The optimizer updates its
-    tensors in place, and the next update may begin before a checkpoint is written.
+    It is one buffer, pinned where there is a GPU, that is filled again for every checkpoint. On a CPU the system gives
+    its memory when it is first filled. The optimizer updates its tensors in place, and the next update may begin before
+    a checkpoint is written.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -62,7 +63,6 @@ class HostCopy:
         self._header = header({name: ("F32", shape) for name, shape in names})
         on_gpu = any(flat.is_cuda for flat in self._sources)
         self._buffer = torch.empty(sum(flat.numel() for flat in self._sources), pin_memory=on_gpu)
-        self._buffer.zero_()  # so that the system gives the memory now and not while a step waits
 
     @torch.no_grad()
     def take(self) -> None:

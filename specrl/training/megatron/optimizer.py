@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
+from specrl.training import heap
 from specrl.training.checkpoint.manifest import KINDS, MASTER
 from specrl.training.megatron.cpu import exchange
 from specrl.training.schedules import lr_factor
@@ -128,7 +129,7 @@ class PolicyOptimizer:
         main = owner.optimizer.param_groups[group]["params"][position]
         state = owner.optimizer.state[main]
         if not state:  # before the first update; Adam would begin with the same
-            state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
+            state.update(exp_avg=_zeros_like(main), exp_avg_sq=_zeros_like(main))
             if self._counts_per_parameter:
                 state["step"] = torch.zeros((), device=main.device if self._is_fused else "cpu")
         moments = {name: state[name].detach() for name in KINDS if name != MASTER}
@@ -170,3 +171,8 @@ class PolicyOptimizer:
             found = {int(group["step"]) for group in groups if group["params"] and "step" in group}
         assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
         return found.pop() if found else 0
+
+
+def _zeros_like(master: Tensor) -> Tensor:
+    """Return a moment before the first update, which is the first to need its memory."""
+    return torch.zeros_like(master) if master.is_cuda else heap.untouched_zeros(master.shape, master.dtype)

@@ -95,6 +95,11 @@ def _compiled(function: Callable[[Any], None]) -> int:
     return int(compiled.address)
 
 
+def load_compiler() -> None:
+    """Have Numba load what it needs to compile anything, for the processes that are forked from this one."""
+    cfunc(types.void(types.voidptr), nopython=True)(lambda _: None)
+
+
 def inlined(function: Function) -> Function:
     """Return a function that others inline when they are compiled."""
     return cast(Function, njit(inline="always", error_model="numpy")(function))
