@@ -25,6 +25,11 @@ class PositionWeights:
         self.shares = [ratio**position for position in range(num_positions)]
         """The weight of each position."""
 
+    def go_on(self, shares: Sequence[float] | None) -> None:
+        """Go on from what another training has measured, if weights are measured and it had as many positions."""
+        if self.measured and shares is not None and len(shares) == len(self.shares):
+            self.shares = [float(share) for share in shares]
+
     def follow(self, chains: Sequence[float], reached: Sequence[float]) -> None:
         """Move the weights towards what was measured in a step.
 

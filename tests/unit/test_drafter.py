@@ -288,6 +288,23 @@ def test_state_resumes_exactly(policy_dir: Path, position_decay: float | str) ->
     assert_equal_state(original.state_dict(), resumed.state_dict())
 
 
+def test_measured_weights_go_on_in_the_stage_after_the_one_that_wrote_the_drafter(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    before = make_drafter(policy_dir, position_decay="measured")
+    before.update([arithmetic_features(before, seed) for seed in range(3)], lr=1e-2, epochs=3)
+    before.save(tmp_path, policy_version=0)
+    after, fixed = (
+        Drafter.load(tmp_path, policy_dir, settings, ALONE) for settings in (before.config, DrafterConfig())
+    )
+    learned = before.state_dict()["positions"]
+    assert not torch.equal(learned, make_drafter(policy_dir, position_decay="measured").state_dict()["positions"])
+    assert torch.equal(after.state_dict()["positions"], learned)
+    assert fixed.state_dict()["positions"].tolist() == pytest.approx([1, 0.8, 0.64])
+    deeper = before.config.model_copy(update={"ttt_steps": 4})
+    assert len(Drafter.load(tmp_path, policy_dir, deeper, ALONE).state_dict()["positions"]) == 4
+
+
 def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> None:
     drafter = make_drafter(policy_dir)
     metrics = drafter.update([make_features(drafter, [(3, 1), (5, 0)])], lr=0.0)

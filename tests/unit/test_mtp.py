@@ -24,6 +24,7 @@ from specrl.models.sources import check_source, load_tokenizer, materialise_mode
 from specrl.projection.memory import Rank
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
+from specrl.training.drafter.drafters import save_drafter
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs, unroll
@@ -149,9 +150,11 @@ def test_the_layers_come_back_bit_by_bit_with_and_without_a_drafter(
 ) -> None:
     source = write_mtp_model(tmp_path / "source", family, layers=layers, dtype=dtype)
     policy = Policy(source, PolicyConfig(), dtype=dtype, ranks=ranks, seed=0, trainable=False)
-    drafter = Drafter.of_policy(source, DrafterConfig(), ranks)
+    measured = DrafterConfig(position_decay="measured")
+    drafter = Drafter.of_policy(source, measured, ranks)
+    drafter.load_state_dict({**drafter.state_dict(), "positions": torch.tensor([1.0, 0.5, 0.25])})
     policy.save_pretrained(tmp_path / "carried")
-    policy.save_pretrained(tmp_path / "given", drafter.named_weights())
+    save_drafter(drafter, policy, tmp_path / "given", policy_version=0)
     expected = load_file(source / "model.safetensors")
     for name in ("carried", "given"):
         found = load_file(tmp_path / name / "model.safetensors")
@@ -162,6 +165,8 @@ def test_the_layers_come_back_bit_by_bit_with_and_without_a_drafter(
         written = json.loads((tmp_path / name / "config.json").read_text())
         assert written["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
         assert written["num_nextn_predict_layers"] == layers
+    weights = Drafter.of_policy(tmp_path / "given", measured, ranks).state_dict()["positions"]
+    assert weights.tolist() == [1.0, 0.5, 0.25], "the training of draft positions goes on"
 
 
 @in_each_family

@@ -23,7 +23,8 @@ from specrl.config import DrafterConfig
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
 from specrl.distributed.tensors import all_reduce
-from specrl.models.drafters import LOSS_KEY
+from specrl.models.directory import read_model_config
+from specrl.models.drafters import LOSS_KEY, POSITIONS_KEY
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader
 from specrl.training.drafter.chains import ChainBatch, pack_chains
@@ -195,7 +196,8 @@ class Drafter:
     def load(cls, directory: Path, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
         """Return the drafter in an EAGLE-3 directory of any layout, with a fresh optimizer.
 
-        Its sizes are what the directory says, whatever `config` has.
+        Its sizes are what the directory says, whatever `config` has. Measured weights of draft positions go on from
+        those of the training before.
 
         Raises:
             ValueError: The directory is incomplete, or was made for a policy of another shape.
@@ -214,11 +216,15 @@ class Drafter:
             "parallel": shape.mask_token is not None,
         }
         config = config.model_copy(update=sizes)
-        return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
+        drafter = cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
+        drafter._positions.go_on(read_model_config(directory).get(POSITIONS_KEY))
+        return drafter
 
     @classmethod
     def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
         """Return the first multi-token-prediction layer of the policy in `policy_dir`, with a fresh optimizer.
+
+        Measured weights of draft positions go on from those of the training before.
 
         Raises:
             ValueError: The policy has no such layer.
@@ -228,7 +234,9 @@ class Drafter:
         model = Mtp(shape, family_of_model(hf_config))
         policy = TensorReader(policy_dir)
         model.load_state_dict({name: policy.read(model.name_on_disk(name)) for name in model.state_dict()})
-        return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
+        drafter = cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
+        drafter._positions.go_on(getattr(hf_config, POSITIONS_KEY, None))
+        return drafter
 
     @property
     def feature_spec(self) -> FeatureSpec:
@@ -455,14 +463,20 @@ class Drafter:
         if self.shape.draft_vocab_size < self.shape.vocab_size:
             yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
 
+    @property
+    def position_keys(self) -> dict[str, list[float]]:
+        """What a `config.json` says of the measured weights of draft positions; nothing where they are fixed."""
+        return {POSITIONS_KEY: self._positions.shares} if self._positions.measured else {}
+
     def save(self, directory: Path, policy_version: int) -> None:
         """Write the EAGLE-3 directory; call it on one rank, because the ranks' drafters are equal.
 
         A multi-token-prediction layer has no such directory: `Policy.save_pretrained` writes it with the policy.
         """
         assert isinstance(self.shape, Eagle3Shape)
-        config = config_dict(self.shape, self._policy_config, policy_version) | {LOSS_KEY: str(self.config.loss)}
-        write_drafter(directory, config, self.named_weights())
+        config = config_dict(self.shape, self._policy_config, policy_version)
+        training = {LOSS_KEY: str(self.config.loss), **self.position_keys}
+        write_drafter(directory, config | training, self.named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what an exact resume needs beside `SHARED`; the tensors are not copies.

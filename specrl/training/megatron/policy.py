@@ -320,7 +320,12 @@ class Policy:
         """
         return export(self.model, self._weights)
 
-    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
+    def save_pretrained(
+        self,
+        directory: Path,
+        mtp_layer: Iterable[tuple[str, Tensor]] = (),
+        keys: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
 
         Tied models stay tied.
@@ -328,9 +333,10 @@ class Policy:
         Args:
             mtp_layer: The tensors of a multi-token-prediction layer that was trained (`Drafter.named_weights`). All
                 others that the model was loaded with are written unchanged.
+            keys: Entries of `config.json` beside those that the model was loaded with.
         """
         tensors = chain(self._named_for_disk(), self._mtp_tensors(dict(mtp_layer)))
-        write_model(directory, self.model_dir, tensors, self.dtype, writes=self.ranks.is_first)
+        write_model(directory, self.model_dir, tensors, self.dtype, keys, writes=self.ranks.is_first)
         self.ranks.barrier()
 
     def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
