@@ -7,6 +7,7 @@ import random
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specrl.training.drafter.online_rate import EVERY, LEAST_RESPONSES, OnlineRa
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from tests.unit.test_drafter import arithmetic_features, assert_equal_state, make_drafter, write_policy
+from tests.unit.test_drafter import PARALLEL, arithmetic_features, assert_equal_state, make_drafter, write_policy
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +79,18 @@ def text_of(drafter: Drafter, first: int = 0) -> list[Features]:
     return [arithmetic_features(drafter, 4 * first + number) for number in range(4)]
 
 
-def trained_drafter(policy_dir: Path, online_lr: float) -> Drafter:
+def trained_drafter(policy_dir: Path, online_lr: float, **shape: Any) -> Drafter:
     """A drafter that knows its task, and would forget it in updates with a large learning rate."""
-    drafter = make_drafter(policy_dir, online_lr=online_lr)
+    drafter = make_drafter(policy_dir, online_lr=online_lr, **shape)
     drafter.update(text_of(drafter), lr=1e-2, epochs=15)
     return drafter
 
 
-def test_a_drafter_that_became_worse_goes_back_to_its_best_weights_and_learns_more_slowly(policy_dir: Path) -> None:
-    drafter = trained_drafter(policy_dir, online_lr=0.5)
+@pytest.mark.parametrize("shape", [{}, PARALLEL], ids=["one after another", "parallel"])
+def test_a_drafter_that_became_worse_goes_back_to_its_best_weights_and_learns_more_slowly(
+    policy_dir: Path, shape: dict[str, Any]
+) -> None:
+    drafter = trained_drafter(policy_dir, online_lr=0.5, **shape)
     online = OnlineTraining(drafter)
     best = copy.deepcopy(drafter.state_dict())
     text = text_of(drafter)
