@@ -1,5 +1,7 @@
 """The drafter in the format of the `speculators` library, which vLLM serves with `vllm serve DIRECTORY` alone.
 
+A drafter of all positions in one pass is of another kind there, `peagle`, with the same layers beside its mask.
+
 It holds the tensors of the EAGLE-3 directory under the library's names, and its `config.json` names the policy. It has
 the policy's embeddings too: version 0.9 of the library leaves them undefined where they are missing, and trains on.
 """
@@ -12,7 +14,7 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.export.exported import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import LAYERS, MASK_TOKEN, NORM_FLAGS
+from specrl.models.drafters import LAYERS, MASK_HIDDEN, MASK_TOKEN, NORM_FLAGS
 from specrl.models.hf_io import TensorReader, write_tensors
 
 # Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
@@ -22,6 +24,7 @@ LAYER_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
+    "num_aux_hidden_states",  # vLLM takes three unless this says otherwise
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -46,13 +49,15 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
     """Write `directory` in the format of `speculators`.
 
     Raises:
-        ValueError: The library refuses such a drafter.
+        ValueError: The library or vLLM could not load such a drafter from this format.
     """
     config = speculators_config(drafter)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name.replace("midlayer.", "layers.0."): tensor for name, tensor in TensorReader(drafter.directory).items()
     }
+    if MASK_HIDDEN in tensors:
+        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].view(1, 1, -1)  # as the library has it
     embeddings = TensorReader(drafter.policy_dir).read(f"model.{EMBEDDINGS}")
     tensors[EMBEDDINGS] = embeddings.to(tensors["lm_head.weight"].dtype)
     write_tensors(directory / WEIGHTS_FILE, tensors)
@@ -60,26 +65,23 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
-    """Return the contents of the library's `config.json`.
-
-    Raises:
-        ValueError: The library refuses such a drafter.
-    """
-    eagle3 = drafter.config
-    if MASK_TOKEN in eagle3:
+    """Return the contents of the library's `config.json`; the errors are those of `write_speculators`."""
+    eagle3, parallel = drafter.config, MASK_TOKEN in drafter.config
+    if parallel and eagle3["fc_norm"]:
         raise ValueError(
-            "speculators has drafters of all positions in one pass as a kind of its own, which specrl does not write; "
-            "take --format eagle3"
+            "vLLM reads no fc_norm of a drafter of all positions in one pass from the format of speculators; take "
+            "--format eagle3"
         )
     if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
         raise ValueError(
             "speculators refuses a drafter with both norm_before_fc and fc_norm; take --format eagle3 or sglang"
         )
+    kind = "peagle" if parallel else "eagle3"
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.k}],
             "verifier": {
@@ -94,4 +96,5 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
         LAYERS: eagle3[LAYERS],
         "embed_requires_grad": False,
         **{key: eagle3[key] for key in DRAFTER_KEYS},
+        **({"mask_token_id": eagle3[MASK_TOKEN]} if parallel else {}),
     }

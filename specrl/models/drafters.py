@@ -74,6 +74,10 @@ PARALLEL = "parallel_drafting"
 """The key that says whether a drafter drafts all positions in one pass."""
 MASK_TOKEN = "ptd_token_id"
 """The key of the token that stands for those not known yet in such a drafter; no other drafter has it."""
+MASK_HIDDEN = "mask_hidden"
+"""The name of the hidden states that stand for those not known yet in such a drafter."""
+SPECULATORS_KINDS = ("eagle3", "peagle")
+"""What `speculators` calls EAGLE-3 drafters, and those of all positions in one pass."""
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
 """The keys of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
@@ -254,12 +258,17 @@ def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
 
 def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
     kind = found["speculators_model_type"]
-    if kind != "eagle3":
-        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be "eagle3"')
+    if kind not in SPECULATORS_KINDS:
+        allowed = " or ".join(f'"{name}"' for name in SPECULATORS_KINDS)
+        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be {allowed}')
     layer = found.get("transformer_layer_config") or {}
     own = {key: value for key, value in found.items() if key not in ("transformer_layer_config", "speculators_config")}
     config = {**layer, **{key: value for key, value in own.items() if key in OWN_KEYS}}
-    filled = _filled(config, found.get(LAYERS), norm_before_residual=True)
+    if kind == "peagle":
+        if found.get("mask_token_id") is None:
+            raise ConfigError(f"{path} lacks mask_token_id, the token at the positions that are not known yet")
+        config[MASK_TOKEN] = found["mask_token_id"]
+    filled = _filled(config, found.get(LAYERS), norm_before_residual=kind == "eagle3")
     verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     return PublishedDrafter("speculators", filled, (f"it was trained for {verifier.get('name_or_path')}",))
 

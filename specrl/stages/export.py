@@ -112,7 +112,7 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
         drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)
         try:
             write_speculators(drafter, stage_dir / "drafter-speculators")
-        except ValueError as error:  # a parallel drafter, or one of others (`drafter.source`), may not fit into it
+        except ValueError as error:  # a drafter of others (`drafter.source`) may not fit into it
             logger.warning("no drafter-speculators: %s", error)
 
 

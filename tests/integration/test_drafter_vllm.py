@@ -120,9 +120,8 @@ def test_vllm_drafts_what_the_module_drafts(
     config = DrafterConfig.model_validate(shape)
     vocabulary = choose_draft_vocabulary(count_tokens([], VOCAB), config.draft_vocab_size)
     drafter = Drafter.create(policy_dir, config, vocabulary, ALONE)
-    form = "speculators" if config.num_layers == 1 and not config.parallel else "eagle3"
-    tokens, counts = check_drafts(drafter, policy_dir, tmp_path, monkeypatch, form)
-    if form == "speculators":
+    tokens, counts = check_drafts(drafter, policy_dir, tmp_path, monkeypatch, "speculators")
+    if config.num_layers == 1:
         exported = ExportedDrafter(tmp_path / "drafter", policy_dir, str(policy_dir), K)
         write_quantised(exported, tmp_path / "int8", SCHEMES["int8"])
         _, quantised, _ = vllm_proposals(policy_dir, tmp_path / "int8", tokens, monkeypatch)
@@ -247,7 +246,12 @@ def vllm_proposals(
 
 
 def speculative_config(policy_dir: Path, drafter_dir: Path) -> Any:
-    """As the command has it that serves the drafter."""
+    """As the command has it that serves the drafter, or as vLLM reads it of the format of `speculators`."""
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    config = json.loads((drafter_dir / "config.json").read_text())
+    if "speculators_config" in config:
+        return SpeculatorsConfig.extract_vllm_speculative_config(config) | {"model": str(drafter_dir)}
     command = FORMATS["eagle3"].command(ExportedDrafter(drafter_dir, policy_dir, str(policy_dir), K), drafter_dir)
     words = shlex.split(command)
     return json.loads(words[words.index("--speculative-config") + 1])

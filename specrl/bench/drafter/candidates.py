@@ -8,7 +8,7 @@ from typing import Any
 
 from specrl.config import ConfigError
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import LOSS_KEY
+from specrl.models.drafters import LOSS_KEY, SPECULATORS_KINDS
 from specrl.models.families import FAMILIES, num_mtp_layers
 from specrl.training.drafter.io import adopt_drafter
 
@@ -77,7 +77,7 @@ def adopted(candidate: Candidate, policy_dir: Path, directory: Path) -> Candidat
 def _kind(folder: Path, config: dict[str, Any], policy_dir: Path) -> str:
     trained_with = config.get("speculators_model_type")
     architectures = [str(name) for name in config.get("architectures") or []]
-    if trained_with == "eagle3":
+    if trained_with in SPECULATORS_KINDS:
         return "eagle3"
     if not trained_with and ("draft_vocab_size" in config or any("eagle3" in name.lower() for name in architectures)):
         return "eagle3"

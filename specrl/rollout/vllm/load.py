@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specrl.models.drafters import MASK_HIDDEN
 from specrl.models.families import FAMILIES, LLAMA, Family
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
@@ -18,8 +19,6 @@ from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MASK_HIDDEN = "mask_hidden"
-"""What a drafter of all positions in one pass reads in the place of the policy's hidden states."""
 NOT_LOADED = frozenset({"t2d"})
 """The drafter's tensors that the engine derives from others."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.rollout.vllm.load import MASK_HIDDEN, Weights
+from specrl.models.drafters import MASK_HIDDEN
+from specrl.rollout.vllm.load import Weights
 
 
 class ParallelDrafting:

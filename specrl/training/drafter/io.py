@@ -22,6 +22,7 @@ from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config
 from specrl.models.drafters import (
     ARCHITECTURES,
     LAYERS,
+    MASK_HIDDEN,
     MASK_TOKEN,
     NORM_FLAGS,
     PARALLEL,
@@ -169,6 +170,8 @@ def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.b
     """
     published = suited(read_published(directory), read_model_config(policy_dir), directory)
     tensors = _norms_renamed(dict(_tensors(directory)))
+    if MASK_HIDDEN in tensors:
+        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, -1)  # `speculators` has one dimension more
     notes = [f"{directory}: an EAGLE-3 drafter in the {published.layout} layout", *published.notes]
     if EMBEDDINGS in tensors:
         notes.append(_about_embeddings(tensors.pop(EMBEDDINGS), policy_dir))
