@@ -19,6 +19,8 @@ class ControlSettings:
     after."""
     trial_window: int = 12
     """The number of latest trials of the same draft lengths over which their time is averaged."""
+    trial_error: float = 0.05
+    """The standard error of the log of the time that a trial finds, where times before and after it are equal."""
     exploration: float = 0.1
     """The probability of a trial after every `trial_iterations` iterations, if all candidates were as good as the
     chosen lengths."""

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -78,7 +79,11 @@ REPLAYING = Machine(weights=0.024, per_token=0.0005, per_pass=0.004, replayed=0.
 
 
 def run(
-    controller: Controller, machine: Machine, batches: Iterator[int], seed: int
+    controller: Controller,
+    machine: Machine,
+    batches: Iterator[int],
+    seed: int,
+    slowness: Iterator[float] = repeat(1.0),  # noqa: B008
 ) -> list[tuple[int, DraftLengths, float]]:
     """Batch size, arm chosen and seconds of each iteration."""
     generator, verified, steps = random.Random(seed), DraftLengths(0, 0), []
@@ -86,7 +91,7 @@ def run(
         outcomes = machine.outcomes(batch, verified, generator)
         arm = controller.choose(batch)
         seconds = machine.verification(batch, verified) + machine.per_pass * arm.k
-        seconds *= math.exp(generator.gauss(0, NOISE))
+        seconds *= next(slowness) * math.exp(generator.gauss(0, NOISE))
         controller.spend(batch, verified, batch + sum(outcome.accepted for outcome in outcomes), seconds)
         controller.observe(batch, verified, seconds if arm == verified else None, outcomes)
         steps.append((batch, arm, seconds))
@@ -143,6 +148,26 @@ def test_what_drafts_save_is_estimated_from_the_trials_without_them(machine: Mac
     assert saved is not None
     assert (seconds + saved) / seconds == pytest.approx(plain / seconds, rel=0.1)
     assert controller.take_saved_seconds() is None
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_lengths_are_found_on_a_machine_that_changes_its_speed(batch: int) -> None:
+    """A trial during which the machine slows down must not condemn the lengths that were tried."""
+    for seed in range(12):
+        controller, slowness = Controller(5, 0, seed), drifting(seed)
+        run(controller, GOOD_DRAFTER, constant(batch, 400), seed, slowness)
+        steps = run(controller, GOOD_DRAFTER, constant(batch, 300), seed + 100, slowness)
+        assert efficiency(GOOD_DRAFTER, batch, steps, controller.choices) > 0.95
+
+
+def drifting(seed: int) -> Iterator[float]:
+    """Yield the factor on the time of each iteration, which changes every 30 iterations on average."""
+    generator = random.Random(seed)
+    factor = 1.0
+    while True:
+        if generator.random() < 1 / 30:
+            factor = generator.choice((1.0, 1.4, 2.0))
+        yield factor
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32, 128])

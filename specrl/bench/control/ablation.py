@@ -45,6 +45,7 @@ TEXT_WORKLOADS = (
 CONTROLLER_CONSTANTS: Mapping[str, tuple[Any, ...]] = {
     "trial_iterations": (2, 8),
     "trial_window": (3, 6, 24, 1000),
+    "trial_error": (0.01, 0.2, 1e9),
     "exploration": (0.0, 0.05, 0.2),
     "plausible": (0.1, 0.4, 1e9),
     "guessed_acceptance": (0.3, 0.8),

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,22 @@ CURVE_ITERATIONS = 64
 """The number of latest iterations that a point of the curve is measured over."""
 
 
+UNSURE = 2
+"""The number of standard errors of a difference below which it says nothing."""
+
+
 def bucket_of(batch: int) -> int:
     """Return the largest of the batch sizes that are treated alike: 1, 2, 4 (for 3 and 4), 8 (for 5 to 8), ..."""
     return 1 << (batch - 1).bit_length()
+
+
+class TrialCost(NamedTuple):
+    """What a trial has found."""
+
+    log_cost: float
+    """The log of an iteration's time relative to that with the first chosen lengths."""
+    error: float
+    """Its standard error. It is large if the machine changed its speed during this trial, or does so in others."""
 
 
 @dataclass
@@ -43,16 +56,24 @@ class Bucket:
     """The lengths that are used except in trials."""
     tokens: TokensPerIteration
     """The estimate of tokens per request and iteration at these batch sizes."""
-    log_costs: dict[DraftLengths, deque[float]] = field(default_factory=dict)
-    """The log of an iteration's time relative to that with the first chosen lengths, one value for each trial."""
+    log_costs: dict[DraftLengths, deque[TrialCost]] = field(default_factory=dict)
+    """What each of the latest trials has found, by lengths."""
     recent: list[float] = field(default_factory=list)
     """The seconds of iterations with the chosen lengths since this batch size was entered or a trial was considered."""
     measured: dict[DraftLengths, deque[tuple[int, int, float]]] = field(default_factory=dict)
     """(requests, tokens, seconds) of each of the latest iterations, by the lengths that they used."""
 
     def log_cost(self, lengths: DraftLengths) -> float | None:
-        """Return the mean log cost over the latest trials of the lengths, or None if they were never tried."""
-        return fmean(self.log_costs[lengths]) if self.log_costs.get(lengths) else None
+        """Return the mean log cost over the latest trials of the lengths, or None if they were never tried.
+
+        A trial counts by the inverse of its variance.
+        """
+        trials = self.log_costs.get(lengths)
+        return fmean((t.log_cost for t in trials), [t.error**-2 for t in trials]) if trials else None
+
+    def error(self, lengths: DraftLengths) -> float:
+        """Return the standard error of the log cost of lengths that were tried."""
+        return float(sum(trial.error**-2 for trial in self.log_costs[lengths]) ** -0.5)
 
 
 @dataclass
@@ -87,6 +108,12 @@ class Trial:
             math.log(median(part)) for part in (self.before, self.after) if part
         )
 
+    def change(self) -> float | None:
+        """Return the log of the ratio of median times before and after it; None without one of them."""
+        if not (self.before and self.after):
+            return None
+        return math.log(median(self.before) / median(self.after))
+
 
 @dataclass
 class Spent:
@@ -104,7 +131,7 @@ class Controller:
     Tokens are learned from every iteration, for shorter drafts too (the accepted part of a draft shows what a shorter
     one would have brought), and are shared between buckets. Times are learned from epsilon-greedy trials of the
     neighbours of the chosen lengths and of no drafts at all, so that speculation that does not pay is found out within
-    a few iterations.
+    a few iterations. A trial in which the machine changed its speed counts little, and is repeated.
 
     It also says how much of each draft is verified (`budgets`), by what the tokens of all drafts of the iteration are
     expected to bring and what their rows are expected to take.
@@ -132,6 +159,8 @@ class Controller:
         self._spent: dict[tuple[int, DraftLengths], Spent] = {}
         """The iterations since `take_saved_seconds` was last called, by bucket and lengths."""
         self._trial: Trial | None = None
+        self._unsteadiness = 0.0
+        """The running mean of the squared log by which times change in the course of a trial."""
         self._current = 0
         self._iterations = self._lengths = 0
 
@@ -255,7 +284,7 @@ class Controller:
             str(key): {
                 "chosen": list(bucket.chosen),
                 "tokens": bucket.tokens.state(),
-                "log_costs": [[list(lengths), list(costs)] for lengths, costs in bucket.log_costs.items()],
+                "log_costs": [[list(lengths), list(trials)] for lengths, trials in bucket.log_costs.items()],
             }
             for key, bucket in self._buckets.items()
         }
@@ -266,6 +295,7 @@ class Controller:
             "calibration": self.calibration.state(),
             "rows": self._row_costs.state(),
             "drafting": [[*key, seconds] for key, seconds in self._drafting.items()],
+            "unsteadiness": self._unsteadiness,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -275,11 +305,12 @@ class Controller:
         self._shared.restore(state["tokens"])
         self.calibration.restore(state["calibration"])
         self._row_costs.restore(state["rows"])
+        self._unsteadiness = state["unsteadiness"]
         self._drafting = {(int(batch), int(k)): seconds for batch, k, seconds in state["drafting"]}
         for key, stored in state["buckets"].items():
             costs = {
-                DraftLengths(*lengths): deque(values, maxlen=self._settings.trial_window)
-                for lengths, values in stored["log_costs"]
+                DraftLengths(*lengths): deque((TrialCost(*trial) for trial in trials), self._settings.trial_window)
+                for lengths, trials in stored["log_costs"]
             }
             tokens = TokensPerIteration(self.choices, self._settings)
             tokens.restore(stored["tokens"])
@@ -301,7 +332,7 @@ class Controller:
         key = bucket_of(batch)
         if key not in self._buckets:
             return False
-        return not any(self._is_untried(key, lengths, gap) for lengths, gap in self._gaps(key).items())
+        return not any(self._is_unknown(key, lengths, gap) for lengths, gap in self._gaps(key).items())
 
     def chosen(self) -> dict[int, DraftLengths]:
         """Return the lengths chosen in each bucket, by its largest batch size."""
@@ -338,15 +369,16 @@ class Controller:
         """Begin a bucket with the lengths of `_first`."""
         first = self._first(key)
         tokens = TokensPerIteration(self.choices, self._settings)
-        self._buckets[key] = Bucket(first, tokens, {first: deque([0.0], maxlen=self._settings.trial_window)})
+        cost = TrialCost(0.0, self._settings.trial_error)
+        self._buckets[key] = Bucket(first, tokens, {first: deque([cost], maxlen=self._settings.trial_window)})
         return self._buckets[key]
 
     def _candidate(self, key: int) -> DraftLengths | None:
         """Return the lengths that are to be tried now, or None."""
         gaps = self._gaps(key)
-        untried = [lengths for lengths, gap in gaps.items() if self._is_untried(key, lengths, gap)]
-        if untried:
-            return min(untried, key=lambda lengths: (lengths != NO_DRAFTS, gaps[lengths]))
+        unknown = [lengths for lengths, gap in gaps.items() if self._is_unknown(key, lengths, gap)]
+        if unknown:
+            return min(unknown, key=lambda lengths: (lengths != NO_DRAFTS, gaps[lengths]))
         draw = self._random.random()
         for lengths, gap in gaps.items():
             nearness = min(1.0, max(0.0, 1 - gap / self._settings.plausible))
@@ -361,14 +393,17 @@ class Controller:
         best = self._value(key, chosen)
         return {lengths: best - self._value(key, lengths) for lengths in self._candidates(chosen)}
 
-    def _is_untried(self, key: int, lengths: DraftLengths, gap: float) -> bool:
+    def _is_unknown(self, key: int, lengths: DraftLengths, gap: float) -> bool:
         """Return whether to try the lengths as soon as possible.
 
-        They are left alone if they were tried here, or if they are expected to be far worse and were tried at the next
-        smaller or larger batch sizes.
+        They are left alone if they were tried here, and surely enough, or if they are expected to be far worse and were
+        tried at the next smaller or larger batch sizes.
         """
-        if self._buckets[key].log_costs.get(lengths):
-            return False
+        bucket = self._buckets[key]
+        if trials := bucket.log_costs.get(lengths):
+            error = math.hypot(bucket.error(lengths), bucket.error(bucket.chosen))
+            unsure = error > UNSURE * self._settings.trial_error and gap < UNSURE * error
+            return unsure and len(trials) < self._settings.trial_window
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < self._settings.plausible or not any(lengths in log_costs for log_costs in nearby)
 
@@ -414,9 +449,17 @@ class Controller:
         bucket = self._buckets[trial.bucket]
         base = bucket.log_cost(bucket.chosen)
         assert base is not None, "the chosen lengths have been measured"
-        costs = bucket.log_costs.setdefault(trial.lengths, deque(maxlen=self._settings.trial_window))
-        costs.append(base + trial.log_ratio())
+        trials = bucket.log_costs.setdefault(trial.lengths, deque(maxlen=self._settings.trial_window))
+        trials.append(TrialCost(base + trial.log_ratio(), self._error(trial)))
         self._decide(trial.bucket)
+
+    def _error(self, trial: Trial) -> float:
+        """Return the standard error of what a trial has found, and learn from it how steady the machine is."""
+        change = trial.change()
+        if change is not None:
+            self._unsteadiness += (change**2 - self._unsteadiness) / self._settings.trial_window
+        # The mean of before and after is at most half of a change away from either of them.
+        return math.hypot(self._settings.trial_error, (change or 0.0) / 2, math.sqrt(self._unsteadiness) / 2)
 
     def _decide(self, key: int) -> None:
         """Choose the best of the lengths that have been tried."""
