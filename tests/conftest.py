@@ -20,10 +20,22 @@ os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8", NO_PROXY="127.0.0.1,localhost"
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores, and ranks of their own: more threads crawl
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "how many tokens at least of each kind of EAGLE-3 drafter are compared with plain decoding (default: 20000)"
+    parser.addoption("--exactness-tokens", type=int, default=20_000, metavar="N", help=text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that need the cluster take longest: with two workers, which take file after file, they must come first."""
     with_cluster = {item.path for item in items if "devcluster" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in with_cluster)
+
+
+@pytest.fixture(scope="session")
+def num_tokens(pytestconfig: pytest.Config) -> int:
+    """How many tokens at least of each kind of EAGLE-3 drafter are compared with plain decoding."""
+    found: int = pytestconfig.getoption("exactness_tokens")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -121,11 +122,22 @@ def write_policy(directory: Path, weights: dict[str, Tensor], *, tied: bool = Fa
     return directory
 
 
-def write_trained_drafter(directory: Path, policy_dir: Path, *, parallel: bool = False) -> Path:
-    """An EAGLE-3 drafter over the likely tokens, taught by responses of the policy, so that it is often right."""
+def write_trained_drafter(directory: Path, policy_dir: Path, *, source: Path | None = None, **shape: Any) -> Path:
+    """An EAGLE-3 drafter, by default over the likely tokens, taught by the policy's responses: it is often right.
+
+    Args:
+        source: The folder of the drafter to start from, in any layout, in place of a new one.
+        shape: Settings of `DrafterConfig`.
+    """
     generator, likely = torch.Generator().manual_seed(0), torch.tensor(likely_tokens())
-    config = DrafterConfig(lr=3e-3, parallel=parallel, ttt_steps=5 if parallel else 3)
-    drafter = Drafter.create(policy_dir, config, likely, Ranks(0, 1, 0, torch.device("cpu")))
+    depth = 5 if shape.get("parallel") else 3
+    config = DrafterConfig.model_validate({"lr": 3e-3, "ttt_steps": depth, "draft_vocab_size": NUM_LIKELY, **shape})
+    alone = Ranks(0, 1, 0, torch.device("cpu"))
+    vocabulary = likely if config.draft_vocab_size == NUM_LIKELY else torch.arange(config.draft_vocab_size)
+    if source is None:
+        drafter = Drafter.create(policy_dir, config, vocabulary, alone)
+    else:
+        drafter = Drafter.load(source, policy_dir, config, alone)
     policy = LlamaForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     tokens = likely[torch.randint(NUM_LIKELY, (128, 6), generator=generator)]
     with torch.no_grad():
@@ -137,7 +149,7 @@ def write_trained_drafter(directory: Path, policy_dir: Path, *, parallel: bool =
     mask[:, -1] = False
     spec = drafter.feature_spec
     hidden = torch.cat([outputs.hidden_states[layer] for layer in spec.layers], -1)
-    features = Features(tokens, mask, hidden, outputs.logits[..., likely], outputs.logits.argmax(-1))
+    features = Features(tokens, mask, hidden, outputs.logits[..., spec.draft_tokens], outputs.logits.argmax(-1))
     drafter.update([features], lr=3e-3, epochs=40)
     drafter.save(directory, policy_version=0)
     return directory
