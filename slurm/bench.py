@@ -63,7 +63,8 @@ def run_bench(job: BenchJob, path: Path, environment: Mapping[str, str]) -> None
         process = [sys.executable, "-m", "specrl.bench.job", str(path), str(os.getpid())]
         code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
     if code:
-        raise JobError(f"bench {job.name} failed: {last_error(log.read_text(errors='replace'))}; log: {log}")
+        error = last_error(log.read_text(errors="replace")) or f"it ended with code {code} and without a word"
+        raise JobError(f"bench {job.name} failed: {error}; log: {log}")
 
 
 def bench_environment(resources: Resources | None, threads: int | None) -> dict[str, str]:
