@@ -48,7 +48,8 @@ class _OwnModules:
     @property
     def modules(self) -> dict[str, ModuleType]:
         """vLLM's own modules, by name."""
-        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+        found = sys.modules.copy()  # in one go, because other threads import while this one looks
+        return {name: module for name, module in found.items() if name.partition(".")[0] == "vllm"}
 
 
 def _take_memory_as_needed() -> None:
