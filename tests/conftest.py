@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores, and ranks of th
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "how many tokens at least of each kind of EAGLE-3 drafter are compared with plain decoding (default: 20000)"
+    text = "how many tokens at least of each kind of drafter are compared with plain decoding (default: 20000)"
     parser.addoption("--exactness-tokens", type=int, default=20_000, metavar="N", help=text)
 
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def num_tokens(pytestconfig: pytest.Config) -> int:
-    """How many tokens at least of each kind of EAGLE-3 drafter are compared with plain decoding."""
+    """How many tokens at least of each kind of drafter are compared with plain decoding."""
     found: int = pytestconfig.getoption("exactness_tokens")
     return found
 

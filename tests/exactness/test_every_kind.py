@@ -1,6 +1,6 @@
 """Every kind of EAGLE-3 drafter, in every shape and format, gives the tokens of plain decoding, in FP32.
 
-`--exactness-tokens` says how many are compared for each.
+`--exactness-tokens` says how many are compared for each; `test_mtp_engine.py` does the same with a policy's own layers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tests.exactness.toy import likely_tokens, toy_config, write_trained_drafter
 from tests.published import EAGLE_3_1, FIRST_NORMS, write_published
 
 pytestmark = pytest.mark.engine
-BATCH, K = 256, 5
+BATCH, K, EPOCHS = 256, 5, 6
 Written = Callable[[Path, Path, Path], Path]
 """Writes a drafter: given a new folder, the policy's folder, and that of the trained drafter of one layer."""
 
 
 def shaped(directory: Path, policy_dir: Path, trained: Path, **shape: object) -> Path:
-    return write_trained_drafter(directory / "drafter", policy_dir, **shape)
+    return write_trained_drafter(directory / "drafter", policy_dir, epochs=EPOCHS, **shape)
 
 
 def published(directory: Path, policy_dir: Path, trained: Path, norms: Sequence[str]) -> Path:
     source = write_published(directory / "published", policy_dir, norms, likely_tokens())
-    return write_trained_drafter(directory / "drafter", policy_dir, source=source)
+    return write_trained_drafter(directory / "drafter", policy_dir, source=source, epochs=EPOCHS)
 
 
 def in_speculators_format(directory: Path, policy_dir: Path, trained: Path) -> Path:

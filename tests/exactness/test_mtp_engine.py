@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specrl.config import Config, DrafterConfig
 from specrl.distributed import Ranks
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 from specrl.rollout.vllm.load import EMBEDDINGS, HEAD, read_weights
 from specrl.training.drafter.trainer import Drafter
@@ -26,6 +26,8 @@ from tests.mtp_models import FAMILIES, PREFIX, LiteralMtp, greedy_features, mtp_
 pytestmark = pytest.mark.engine
 K, PROMPT, RESPONSE = 3, 6, 24
 REQUESTS = mixed_requests(56, longest_prompt=60, max_tokens=40)
+SHARP = ((0.1, 1.0, 0), (0.2, 1.0, 0), (0.4, 0.9, 0), (1.0, 1.0, 5))
+"""(temperature, top_p, top_k) with which a layer that has learned greedy responses is right now and then."""
 LAYERS = {"mimo": 3, "exaone_moe": 1, "ernie4_5_moe": 1}
 """vLLM drafts K tokens with the first of three layers, and with one alone."""
 in_each_family = pytest.mark.parametrize("case", list(FAMILIES), indirect=True)
@@ -33,12 +35,15 @@ in_each_family = pytest.mark.parametrize("case", list(FAMILIES), indirect=True)
 
 @dataclass
 class Case:
+    family: str
     engine: Engine
     policy_dir: Path
     drafter: Drafter
     """Trained on greedy responses; the layer on disk is random."""
     features: Features
     """Of some of these responses."""
+    prompts: list[list[int]]
+    """Of all of them."""
 
     def refit(self, layer: dict[str, Tensor]) -> None:
         self.engine.refit(read_weights(self.policy_dir), layer.items(), 1)
@@ -75,11 +80,11 @@ def started(family: str, directory: Path) -> Iterator[Case]:
             "model": {"source": "tiny", "dtype": "float32", "max_length": 128, "tiny": {"family": family}},
             "sampling": {"max_response_tokens": 64},
             "speculation": {"method": "mtp", "k": K},
-            "engine": {"max_num_seqs": 32, "kv_cache_gib": 0.125},
+            "engine": {"max_num_seqs": 256, "kv_cache_gib": 0.125},
         }
     )
     with running(policy_dir, None, config) as engine:
-        yield Case(engine, policy_dir, drafter, few)
+        yield Case(family, engine, policy_dir, drafter, few, prompts.tolist())
 
 
 @in_each_family
@@ -139,6 +144,31 @@ def test_no_draft_length_and_no_batch_size_changes_a_token(case: Case, trained: 
         assert [response.tokens for response in responses] == plain
         assert not trained or sum(response.num_accepted_tokens for response in responses) > 0
     case.engine.set_k(K)
+
+
+@in_each_family
+def test_drafting_changes_none_of_many_tokens(case: Case, num_tokens: int) -> None:
+    case.refit(case.layer)
+    requests = sharp_requests(case.prompts, num_tokens // 40)
+    case.engine.set_k(0)
+    plain = case.engine.generate(requests)
+    case.engine.set_k(K)
+    speculative = case.engine.generate(requests)
+    assert plain.num_tokens >= num_tokens
+    assert [response.tokens for response in speculative.responses] == [r.tokens for r in plain.responses]
+    accepted, drafted = speculative.stats.num_accepted_tokens, speculative.stats.num_draft_tokens
+    assert num_tokens / 200 < accepted < 0.95 * drafted, "drafts that are never or always right would test little"
+    kind = f"{LAYERS[case.family]} MTP layers of {case.family}"
+    print(f"{kind}: 0 of {plain.num_tokens} tokens differ; {accepted} of {drafted} drafted tokens were accepted")
+
+
+def sharp_requests(prompts: list[list[int]], count: int) -> list[Request]:
+    """Each prompt with each of `SHARP`, in turn, and each time with another seed and length."""
+    found = []
+    for index in range(count):
+        prompt, seed = prompts[index // len(SHARP) % len(prompts)], response_seed(16, 0, index, 0)
+        found.append(Request(prompt, seed, 20 + index % 100, *SHARP[index % len(SHARP)]))
+    return found
 
 
 def test_drafting_goes_on_to_the_last_position_of_the_context(case: Case) -> None:

@@ -122,7 +122,9 @@ def write_policy(directory: Path, weights: dict[str, Tensor], *, tied: bool = Fa
     return directory
 
 
-def write_trained_drafter(directory: Path, policy_dir: Path, *, source: Path | None = None, **shape: Any) -> Path:
+def write_trained_drafter(
+    directory: Path, policy_dir: Path, *, source: Path | None = None, epochs: int = 40, **shape: Any
+) -> Path:
     """An EAGLE-3 drafter, by default over the likely tokens, taught by the policy's responses: it is often right.
 
     Args:
@@ -150,7 +152,7 @@ def write_trained_drafter(directory: Path, policy_dir: Path, *, source: Path | N
     spec = drafter.feature_spec
     hidden = torch.cat([outputs.hidden_states[layer] for layer in spec.layers], -1)
     features = Features(tokens, mask, hidden, outputs.logits[..., spec.draft_tokens], outputs.logits.argmax(-1))
-    drafter.update([features], lr=3e-3, epochs=40)
+    drafter.update([features], lr=3e-3, epochs=epochs)
     drafter.save(directory, policy_version=0)
     return directory
 
