@@ -32,6 +32,8 @@ CURVE_ITERATIONS = 64
 
 UNSURE = 2
 """The number of standard errors of a difference below which it says nothing."""
+MOST_REPEATED = 5
+"""The number of trials of the same lengths after which no more are made at once, even if they say nothing."""
 
 
 def bucket_of(batch: int) -> int:
@@ -403,7 +405,7 @@ class Controller:
         if trials := bucket.log_costs.get(lengths):
             error = math.hypot(bucket.error(lengths), bucket.error(bucket.chosen))
             unsure = error > UNSURE * self._settings.trial_error and gap < UNSURE * error
-            return unsure and len(trials) < self._settings.trial_window
+            return unsure and len(trials) < MOST_REPEATED
         nearby = [self._buckets[size].log_costs for size in (key // 2, key * 2) if size in self._buckets]
         return gap < self._settings.plausible or not any(lengths in log_costs for log_costs in nearby)
 
