@@ -65,8 +65,8 @@ def kept(*, until_the_next: bool = False) -> Iterator[None]:
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros on the CPU, of which the system gives each page when it is first used.
 
-    `torch.zeros` writes to all of them at once, which takes a second for each gigabyte where a virtual machine has to
-    get the memory from its host.
+    `torch.zeros` writes to all of them at once, which takes long where a virtual machine has to get the memory from its
+    host.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:

@@ -7,7 +7,6 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -83,7 +82,7 @@ def run(
     machine: Machine,
     batches: Iterator[int],
     seed: int,
-    slowness: Iterator[float] = repeat(1.0),  # noqa: B008
+    slowness: Iterator[float] | None = None,
 ) -> list[tuple[int, DraftLengths, float]]:
     """Batch size, arm chosen and seconds of each iteration."""
     generator, verified, steps = random.Random(seed), DraftLengths(0, 0), []
@@ -91,7 +90,7 @@ def run(
         outcomes = machine.outcomes(batch, verified, generator)
         arm = controller.choose(batch)
         seconds = machine.verification(batch, verified) + machine.per_pass * arm.k
-        seconds *= next(slowness) * math.exp(generator.gauss(0, NOISE))
+        seconds *= math.exp(generator.gauss(0, NOISE)) * (next(slowness) if slowness is not None else 1.0)
         controller.spend(batch, verified, batch + sum(outcome.accepted for outcome in outcomes), seconds)
         controller.observe(batch, verified, seconds if arm == verified else None, outcomes)
         steps.append((batch, arm, seconds))
