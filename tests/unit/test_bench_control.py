@@ -11,8 +11,10 @@ import pytest
 from specrl.bench.control.ablation import CONTROLLER_CONSTANTS, SHARE_CONSTANTS, TEXT_CONSTANTS, Alternative, Bench
 from specrl.bench.control.bubbles import BubbleTrace, gained
 from specrl.bench.control.machine import Machine, fit
+from specrl.bench.control.record import LONGEST_DRAFT, longest_draft
 from specrl.bench.control.recording import RecordedIteration, RecordedResponse, RecordedText, Recording
 from specrl.bench.control.replay import Replay, Workload
+from specrl.config import Config, DrafterConfig
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.estimates import NO_DRAFTS, DraftLengths
 
@@ -108,14 +110,46 @@ def test_times_are_fitted() -> None:
         ]
         for k in (0, 1, 3, 5)
     ]
-    machine = fit(runs)
+    machine = fit(runs, parallel=False)
     for batch, k in ((1, 0), (1, 3), (8, 2), (32, 5)):
         assert machine.seconds(batch, batch * k, k) == pytest.approx(MACHINE.seconds(batch, batch * k, k), rel=0.05)
     assert machine.spread() < 0.1
 
 
+def test_a_parallel_drafter_takes_one_longer_pass() -> None:
+    """Where a pass costs as much as it does here, k passes cost k times that; computed positions cost alike."""
+    pass_s, position_s = 0.003, 0.0001
+    serial = Machine([0.02, 0.0, 0.001, 0.0, 0.0, pass_s, position_s, 0.0])
+    parallel = replace(serial, parallel=True)
+    for batch in (1, 8):
+        for k in (1, 3):
+            assert serial.drafting_seconds(batch, k) == pytest.approx(k * (pass_s + batch * position_s))
+            assert parallel.drafting_seconds(batch, k) == pytest.approx(pass_s + k * batch * position_s)
+    runs = [
+        [RecordedIteration(k, 0, batch, batch * k, parallel.seconds(batch, batch * k, k)) for batch in (1, 4, 16, 32)]
+        for k in (0, 1, 3, 5)
+    ]
+    fitted = fit(runs, parallel=True)
+    for batch, k in ((1, 0), (1, 5), (8, 2), (32, 3)):
+        assert fitted.drafting_seconds(batch, k) == pytest.approx(parallel.drafting_seconds(batch, k))
+    workload = Workload("fixed", "eagle3", COUNT, COUNT, ("after",), fixed=DraftLengths(3, 0))
+    scores = [Replay(make_recording(), machine, workload, ControlSettings(), 0).run() for machine in (serial, parallel)]
+    assert scores[0].decode_steps == scores[1].decode_steps
+    saved = scores[0].seconds - scores[1].seconds
+    assert saved == pytest.approx(2 * pass_s * scores[0].decode_steps)
+
+
+def test_replayed_drafts_are_no_longer_than_what_a_parallel_drafter_learned() -> None:
+    config = Config(name="control", drafter=DrafterConfig(parallel=True, ttt_steps=3))
+    assert longest_draft(config) == 3 < LONGEST_DRAFT == longest_draft(Config(name="control"))
+    workload = Workload("both", "eagle3+replay", 4, COUNT, ("after",), replay_k=16)
+    assert workload.within(5) == workload
+    assert workload.within(2).k == 2 and workload.within(2).replay_k == 16
+    assert replace(workload, fixed=DraftLengths(3, 16)).within(2).fixed == DraftLengths(2, 16)
+
+
 def test_a_recording_is_read_back(tmp_path: Path) -> None:
-    recording = replace(make_recording(), iterations=[[RecordedIteration(3, 0, 2, 6, 0.5)]])
+    recording = replace(make_recording(), iterations=[[RecordedIteration(3, 0, 2, 6, 0.5)]], parallel=True)
     recording.save(tmp_path / "recording.json")
     assert Recording.load(tmp_path / "recording.json") == recording
 

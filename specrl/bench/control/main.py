@@ -33,17 +33,19 @@ def main(job: BenchJob) -> None:
     """Record, unless that was done before, replay every alternative, and write the page."""
     settings, started = ControlBenchSettings.model_validate(job.settings), time.monotonic()
     recording = load_or_record(job, again=settings.record)
-    machine = fit(recording.iterations)
-    machines = {"recorded": machine, "accelerator": accelerator(machine.noise)}
+    machine = fit(recording.iterations, parallel=recording.parallel)
+    machines = {"recorded": machine, "accelerator": accelerator(machine.noise, parallel=recording.parallel)}
     bench = Bench(recording, machines, range(settings.seeds))
+    workloads = [workload.within(recording.longest_draft) for workload in CONTROLLER_WORKLOADS]
+    text_workloads = [workload.within(recording.longest_draft) for workload in TEXT_WORKLOADS]
     bubbles = recorded_bubbles(job)
     shares = [bubble_worth(bubbles, item, bench.seeds) for item in Alternative.all(SHARE_CONSTANTS) if bubbles.tells]
     findings = ControlFindings(
         recording=recording,
         machine=machine,
-        efficiencies={workload.name: bench.efficiency(workload) for workload in CONTROLLER_WORKLOADS},
-        controller=[bench.worth(item, CONTROLLER_WORKLOADS) for item in Alternative.all(CONTROLLER_CONSTANTS)],
-        text=[bench.worth(item, TEXT_WORKLOADS) for item in Alternative.all(TEXT_CONSTANTS)],
+        efficiencies={workload.name: bench.efficiency(workload) for workload in workloads},
+        controller=[bench.worth(item, workloads) for item in Alternative.all(CONTROLLER_CONSTANTS)],
+        text=[bench.worth(item, text_workloads) for item in Alternative.all(TEXT_CONSTANTS)],
         shares=shares,
         bubbles=bubbles,
         num_seeds=settings.seeds,

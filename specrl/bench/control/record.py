@@ -23,7 +23,7 @@ from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.recorder import DraftObserver
 
 LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
-"""The longest drafts that are recorded and timed, in tokens: of the drafter and from text."""
+"""The longest drafts that are recorded and timed, in tokens: of the drafter and from text; see `longest_draft`."""
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 16, 3
 """The number of held-out prompts, and of recorded responses to each; as many others are stored text."""
 TIMED_REQUESTS = 24
@@ -48,32 +48,39 @@ def record(subject: Subject) -> Recording:
     """
     if subject.drafter_dir is None or subject.first_drafter_dir is None:
         raise ValueError("bench control replays drafts of an EAGLE-3 drafter; this run has none")
-    engine = start_engine(engine_config(subject.config), subject.policy_dir, subject.drafter_dir)
+    longest = longest_draft(subject.config)
+    engine = start_engine(engine_config(subject.config, longest), subject.policy_dir, subject.drafter_dir)
     prompts = PromptSource(subject.config, load_tokenizer(subject.policy_dir)).held_out(NUM_PROMPTS)
     origin = Origin(derive_seed(subject.config.seed, "bench control"), step=0)
     indices = [(index, sample) for index in range(len(prompts)) for sample in range(2 * SAMPLES_PER_PROMPT)]
     made = [(index, sample, make_request(prompts[index], sample, subject.config, origin)) for index, sample in indices]
     own = [(index, request) for index, sample, request in made if sample < SAMPLES_PER_PROMPT]
     other = [(index, request) for index, sample, request in made if sample >= SAMPLES_PER_PROMPT]
-    responses = observed_responses(engine, own, subject.first_drafter_dir, subject.drafter_dir)
-    others = stored_texts(engine, other)
-    iterations = timed_iterations(engine, [request for _, request in own], others, prompts_of(own))
+    responses = observed_responses(engine, own, subject.first_drafter_dir, subject.drafter_dir, longest)
+    others = stored_texts(engine, other, longest)
+    iterations = timed_iterations(engine, [request for _, request in own], others, prompts_of(own), longest)
     step_back = interpolated(subject.policy_dir, subject.first_policy_dir, 1 / subject.config.train.num_steps)
     engine.refit(step_back, None, version=1)
-    earlier = stored_texts(engine, own)
+    earlier = stored_texts(engine, own, longest)
     engine.shutdown()
     tokens = [list(prompt.tokens) for prompt in prompts]
-    return Recording(LONGEST_DRAFT, torch.get_num_threads(), tokens, responses, earlier, others, iterations)
+    threads, parallel = torch.get_num_threads(), subject.config.drafter.parallel
+    return Recording(longest, threads, tokens, responses, earlier, others, iterations, parallel)
 
 
-def engine_config(config: Config) -> Config:
-    """Return the run's configuration with drafts from all sources, of the lengths that are recorded."""
-    changes = {"method": "eagle3+replay", "k": LONGEST_DRAFT, "replay_k": LONGEST_REPLAY}
+def longest_draft(config: Config) -> int:
+    """Return the length of the drafter's drafts to record, in tokens: a parallel one never learns later positions."""
+    return min(LONGEST_DRAFT, config.drafter.ttt_steps) if config.drafter.parallel else LONGEST_DRAFT
+
+
+def engine_config(config: Config, longest: int) -> Config:
+    """Return the run's configuration with drafts from all sources, of up to `longest` tokens from the drafter."""
+    changes = {"method": "eagle3+replay", "k": longest, "replay_k": LONGEST_REPLAY}
     return config.model_copy(update={"speculation": config.speculation.model_copy(update=changes)})
 
 
 def observed_responses(
-    engine: Engine, own: Sequence[tuple[int, Request]], before: Path, after: Path
+    engine: Engine, own: Sequence[tuple[int, Request]], before: Path, after: Path, longest: int
 ) -> list[RecordedResponse]:
     """Answer the requests twice, and record what the drafter before and the drafter after RL propose on the way."""
     requests = [request for _, request in own]
@@ -81,7 +88,7 @@ def observed_responses(
     for directory in (before, after):
         print(f"drafts of {directory}", flush=True)
         engine.refit_drafter(tensors(directory).items())
-        with engine.observe_drafts(LONGEST_DRAFT) as observer:
+        with engine.observe_drafts(longest) as observer:
             observed.append(([response.tokens for response in engine.generate(requests).responses], observer))
     (earlier, observer_before), (rows, observer_after) = observed
     return [
@@ -91,8 +98,8 @@ def observed_responses(
             tokens,
             fates(tokens, observer_after.drafts[request.seed]),
             fates(same, observer_before.drafts[request.seed]),
-            told(tokens, observer_after.confidences[request.seed]),
-            told(same, observer_before.confidences[request.seed]),
+            told(tokens, observer_after.confidences[request.seed], longest),
+            told(same, observer_before.confidences[request.seed], longest),
         )
         for (prompt, request), tokens, same in zip(own, rows, earlier, strict=True)
         if tokens == same  # near-ties in BF16 may make the two differ
@@ -104,16 +111,16 @@ def fates(tokens: Sequence[int], drafts: Mapping[int, list[int]]) -> list[int]:
     return [accepted_prefix(drafts.get(count, []), tokens[count:]) for count in range(1, len(tokens) + 1)]
 
 
-def told(tokens: Sequence[int], confidences: Mapping[int, list[float]]) -> list[list[float]]:
+def told(tokens: Sequence[int], confidences: Mapping[int, list[float]], longest: int) -> list[list[float]]:
     """Return, for each token of a response, the drafter's confidence in each token of the draft made after it."""
-    return [confidences.get(count, [0.0] * LONGEST_DRAFT) for count in range(1, len(tokens) + 1)]
+    return [confidences.get(count, [0.0] * longest) for count in range(1, len(tokens) + 1)]
 
 
-def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]]) -> list[RecordedText]:
+def stored_texts(engine: Engine, requests: Sequence[tuple[int, Request]], longest: int) -> list[RecordedText]:
     """Answer requests, given with the index of their prompt, and return the responses as text to store."""
     print(f"text of {len(requests)} responses", flush=True)
     engine.set_replay({})
-    engine.set_k(3)
+    engine.set_k(min(3, longest))
     responses = engine.generate([request for _, request in requests]).responses
     return [
         RecordedText(prompt, request.seed, response.tokens)
@@ -127,16 +134,24 @@ def prompts_of(requests: Sequence[tuple[int, Request]]) -> dict[int, tuple[int, 
 
 
 def timed_iterations(
-    engine: Engine, requests: Sequence[Request], stored: Sequence[RecordedText], prompts: Mapping[int, tuple[int, ...]]
+    engine: Engine,
+    requests: Sequence[Request],
+    stored: Sequence[RecordedText],
+    prompts: Mapping[int, tuple[int, ...]],
+    longest: int,
 ) -> list[list[RecordedIteration]]:
-    """Time the same generation at each of `TIMED_LENGTHS` in turn, from a full batch down to the last request."""
+    """Time the same generation at each of `TIMED_LENGTHS` in turn, from a full batch down to the last request.
+
+    Args:
+        longest: The most tokens of a draft of the drafter; longer ones are timed at this length.
+    """
     texts: dict[tuple[int, ...], list[list[int]]] = {}
     for text in stored:
         texts.setdefault(prompts[text.prompt], []).append(text.tokens)
     engine.set_replay(texts)
     engine.set_k(None)
     found = []
-    for lengths in TIMED_LENGTHS:
+    for lengths in dict.fromkeys(item._replace(k=min(item.k, longest)) for item in TIMED_LENGTHS):
         print(f"times with drafts of {lengths.k} + {lengths.replay_k} tokens", flush=True)
         controller = FixedLengths(lengths)
         engine.control_with(controller)

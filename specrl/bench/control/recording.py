@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specrl.artifacts import write_json
 
@@ -72,6 +73,8 @@ class Recording:
     """Responses to the same prompts by the same policy with other seeds."""
     iterations: list[list[RecordedIteration]]
     """The iterations of each generation at fixed draft lengths, in the order in which these ran."""
+    parallel: bool = False
+    """Whether the drafter drafts all positions in one pass, and not each in a pass of its own."""
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -79,12 +82,10 @@ class Recording:
     @classmethod
     def load(cls, path: Path) -> Recording:
         data = json.loads(path.read_text())
-        return cls(
-            longest_draft=data["longest_draft"],
-            threads=data["threads"],
-            prompts=data["prompts"],
-            responses=[RecordedResponse(**item) for item in data["responses"]],
-            earlier=[RecordedText(**item) for item in data["earlier"]],
-            others=[RecordedText(**item) for item in data["others"]],
-            iterations=[[RecordedIteration(**item) for item in run] for run in data["iterations"]],
-        )
+        rows: dict[str, Any] = {
+            "responses": [RecordedResponse(**item) for item in data["responses"]],
+            "earlier": [RecordedText(**item) for item in data["earlier"]],
+            "others": [RecordedText(**item) for item in data["others"]],
+            "iterations": [[RecordedIteration(**item) for item in run] for run in data["iterations"]],
+        }
+        return cls(**{**data, **rows})

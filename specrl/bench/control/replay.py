@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -53,6 +53,11 @@ class Workload:
     """The machine whose times are modelled."""
     fixed: DraftLengths | None = None
     """The draft lengths to use instead of the controller's; None for the controller."""
+
+    def within(self, longest: int) -> Workload:
+        """Return the workload with at most so many tokens in a draft of the drafter."""
+        fixed = None if self.fixed is None else self.fixed._replace(k=min(self.fixed.k, longest))
+        return replace(self, k=min(self.k, longest), fixed=fixed)
 
 
 @dataclass
@@ -149,13 +154,13 @@ class Replay:
             drafted = sum(item.drafted for item in running)
             outcomes = self._verify(running)
             lengths = self.controller.choose(len(running))
-            passes = self._draft(running, lengths)
-            seconds = self.machine.seconds(len(running), drafted + prompts, passes)
+            k = self._draft(running, lengths)
+            seconds = self.machine.seconds(len(running), drafted + prompts, k)
             self.score.seconds += seconds
             self.score.decode_steps += 1
             if follows and not prompts:
                 measured = seconds * self.pauses.factor()
-                drafting = measured * self.machine.drafting_seconds(len(running), passes) / seconds
+                drafting = measured * self.machine.drafting_seconds(len(running), k) / seconds
                 self.controller.observe_parts(len(running), lengths, drafted, drafting, measured - drafting)
                 self.controller.observe(len(running), verified, measured if verified == lengths else None, outcomes)
             verified, follows = lengths, True
@@ -184,14 +189,14 @@ class Replay:
         return outcomes
 
     def _draft(self, running: Sequence[Running], lengths: DraftLengths) -> int:
-        """Give every request its next draft; return the number of passes of the drafter that this takes."""
+        """Give every request its next draft; return the tokens that the drafter drafts for each, 0 if it need not."""
         drafts = [self.texts.draft(item.cursors, lengths) for item in running]
-        passes = 0 if all(text for _, text in drafts) else lengths.k
+        k = 0 if all(text for _, text in drafts) else lengths.k
         chances = []
         for item, (kind, text) in zip(running, drafts, strict=True):
             room = max(0, self._longest - item.count - 1)
             item.kind = kind if text else NO_TEXT
-            item.drafted = min(len(text) if text else passes, room)
+            item.drafted = min(len(text) if text else k, room)
             item.confidences = () if text else tuple(item.told[item.count - 1][: item.drafted])
             chances.append(self._chances(item))
         budgets = self.controller.budgets(lengths, as_matrix(chances))
@@ -203,7 +208,7 @@ class Replay:
                 item.accepted = accepted_prefix(text[: item.drafted], rest)
             else:
                 item.accepted = min(item.drafted, item.fates[item.count - 1], len(rest))
-        return passes
+        return k
 
     def _chances(self, item: Running) -> list[float]:
         """Return for each token of a request's draft the probability that it and all before it are accepted."""
