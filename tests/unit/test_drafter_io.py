@@ -14,7 +14,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm.arguments import engine_arguments
 from specrl.rollout.vllm.load import check_own_head
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.training.drafter.io import read_drafter
+from specrl.training.drafter.io import adopt_drafter, read_drafter
 from specrl.training.drafter.trainer import Drafter
 from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, HIDDEN, VOCAB, make_drafter, make_features, write_policy
 
@@ -64,6 +64,20 @@ def test_a_parallel_drafter_has_its_mask_as_vllm_reads_it(policy_dir: Path, tmp_
     loaded = Drafter.load(tmp_path / "drafter", policy_dir, DrafterConfig(), ALONE)
     assert loaded.shape == drafter.shape and loaded.config.parallel
     assert torch.equal(loaded.model.get_parameter("mask_hidden"), mask.float())
+
+
+def test_measured_position_weights_go_on_in_a_run_that_adopts_the_drafter(policy_dir: Path, tmp_path: Path) -> None:
+    first = make_drafter(policy_dir, position_decay="measured")
+    first.load_state_dict({**first.state_dict(), "positions": torch.tensor([1.0, 0.5, 0.25])})
+    first.save(tmp_path / "source", policy_version=7)
+    notes = adopt_drafter(tmp_path / "source", policy_dir, tmp_path / "adopted")
+    assert 'with ttt_steps = 3, position_decay = "measured" goes on from them' in notes[-1]
+    settings = (first.config, DrafterConfig())
+    adopted, fixed = (Drafter.load(tmp_path / "adopted", policy_dir, config, ALONE) for config in settings)
+    assert adopted.state_dict()["positions"].tolist() == [1.0, 0.5, 0.25]
+    assert fixed.state_dict()["positions"].tolist() == pytest.approx([1, 0.8, 0.64])
+    fixed.save(tmp_path / "fixed", policy_version=0)
+    assert not any("weights of" in note for note in adopt_drafter(tmp_path / "fixed", policy_dir, tmp_path / "other"))
 
 
 def test_d2t_holds_offsets(saved: tuple[Drafter, Path]) -> None:

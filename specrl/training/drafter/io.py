@@ -27,6 +27,7 @@ from specrl.models.drafters import (
     NORM_FLAGS,
     PARALLEL,
     PICKLED_FILE,
+    POSITIONS_KEY,
     read_published,
     suited,
 )
@@ -284,6 +285,8 @@ def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Pa
 def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str, ...]:
     """Write a drafter of any layout as specrl's own, and return what is to be said about it.
 
+    Measured weights of draft positions, which only a drafter that specrl trained has, are kept.
+
     Raises:
         ValueError: See `read_drafter`.
     """
@@ -292,5 +295,12 @@ def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str,
     weights = {name: tensor.to(stored.shape.dtype) for name, tensor in stored.tensors.items()}
     if len(stored.draft_tokens) < stored.shape.vocab_size:
         weights |= vocabulary_tensors(stored.draft_tokens, stored.shape.vocab_size)
-    write_drafter(directory, config_dict(stored.shape, policy, 0), weights.items())
-    return stored.notes
+    config, notes = config_dict(stored.shape, policy, 0), stored.notes
+    if (shares := read_model_config(source).get(POSITIONS_KEY)) is not None:
+        config[POSITIONS_KEY] = shares
+        notes += (
+            f"it has the measured weights of {len(shares)} draft positions: with ttt_steps = {len(shares)}, "
+            'position_decay = "measured" goes on from them',
+        )
+    write_drafter(directory, config, weights.items())
+    return notes
