@@ -132,7 +132,7 @@ class Trainer:
             LeftJobError: The next step does not fit into the time left, or somebody wants the job to end.
         """
         with logs.phase("first refit"):
-            self.recorder.log(first_step, self.refit_engine(version=first_step).timing())
+            self.refit_engine(version=first_step)
         step = first_step
         if self.is_last(step):  # an earlier job was ended after its last step
             return step

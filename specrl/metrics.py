@@ -55,12 +55,6 @@ _DEFINITIONS = (
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
     Metric(
-        "timing/verification_s",
-        "s",
-        "Part of timing/refit_s that comparing all of the policy's tensors took; only in steps that do, see "
-        "engine.verify_every.",
-    ),
-    Metric(
         "settings/changes",
         "",
         "Number of settings, and of changes of the code, with which training went on from this step.",

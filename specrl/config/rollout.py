@@ -141,9 +141,6 @@ class EngineConfig(Section):
     """Whether the engine is compiled with torch.compile: it starts more slowly and decodes faster."""
     parity_tolerance: Adjustable[PositiveFloat] = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
-    verify_every: Adjustable[PositiveInt] = 20
-    """Number of refits from one exact comparison, tensor by tensor, of the engine's policy with the trainer's to the
-    next; the first refit of every job has one. There is none in native FP8."""
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int, *, parallel: bool = False) -> int:

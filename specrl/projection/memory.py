@@ -34,7 +34,7 @@ With a GPU there are CUDA and pinned buffers, too.
 """
 DEVICE_RUNTIME_GIB = 3.0
 """The GiB of the CUDA context, NCCL's buffers and the allocator's fragments."""
-PROBE_TOKENS = 256
+PROBE_TOKENS = 128
 """The number of tokens that the probe after a refit scores (`rollout/refit/policy_probe.py`)."""
 SCORED_BYTES = 10
 """The bytes per token and vocabulary entry with which vLLM scores a prompt: logits in the compute type, and in float32

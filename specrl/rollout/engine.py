@@ -32,14 +32,12 @@ from specrl.rollout.vllm.arguments import (
     stop_tokens,
     without_weights,
 )
+from specrl.rollout.vllm.comparison import Expected, Held, assert_drafter_is, assert_policy_is
 from specrl.rollout.vllm.drafting import Drafting, GreedyDrafts
-from specrl.rollout.vllm.fingerprint import fingerprint
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.lifecycle import VllmEngine, require_version, set_environment
 from specrl.rollout.vllm.load import (
     Weights,
-    assert_drafter_is,
-    assert_policy_is,
     drafter_weight_names,
     policy_weight_names,
 )
@@ -427,18 +425,25 @@ class Engine:
             return 'precision.generation = "fp8" rounds the weights on a GPU'
         return None
 
-    def verify_policy(self, weights: Weights) -> None:
-        """Compare the policy inside the engine with the trainer's tensors, one by one; this takes longer than a probe.
+    def expected_policy(self) -> Expected:
+        """Return what is to note the trainer's policy on its way to `refit`, for `verify_policy`.
 
-        Each rank of a tensor-parallel engine compares its own part of every tensor.
+        Each rank of a tensor-parallel engine notes its own part of every tensor.
+        """
+        return Expected(self._vllm.policy, self._family)
 
-        Args:
-            weights: All tensors of the policy, whole on every rank.
+    def verify_policy(self, expected: Expected) -> str:
+        """Compare the policy inside this rank's part of the engine with what was noted of the trainer's tensors.
+
+        Returns:
+            The policy's fingerprint.
 
         Raises:
             PolicyParityError: Tensors differ on this rank; it names them.
         """
-        assert_policy_is(self._vllm.policy, weights, self._family)
+        held = Held(self._vllm.policy)
+        assert_policy_is(held, expected)
+        return held.fingerprint()
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
@@ -459,9 +464,9 @@ class Engine:
     def fingerprint(self) -> str:
         """Return a digest of the policy that this rank's part of the engine holds, experts aside.
 
-        Engines on the same kind of device that hold the same weights have the same; see `vllm.fingerprint`.
+        Engines on the same kind of device that hold the same weights have the same; see `vllm.comparison`.
         """
-        return fingerprint(self._vllm.policy)
+        return Held(self._vllm.policy).fingerprint()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Return the log-probs and the experts of each sequence's tokens.

@@ -144,7 +144,6 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
         RefitProbe(probe_sequences(rollouts_dir), config),
         DrafterGuard(engine, drafter, own_requests, ranks),
         ranks=ranks,
-        verify_every=config.engine.verify_every,
         counts_path=context.stage_dir / REFITS_FILE,
     )
 

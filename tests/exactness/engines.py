@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from specrl.config import Config
 from specrl.rollout.engine import Engine, Request, Response, response_seed
@@ -52,6 +53,13 @@ def in_batches(engine: Engine, requests: list[Request], size: int) -> list[Respo
     """Responses, at most `size` requests running at once."""
     starts = range(0, len(requests), size)
     return [response for start in starts for response in engine.generate(requests[start : start + size]).responses]
+
+
+def verify_policy(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Compare the engine's policy with these weights."""
+    expected = engine.expected_policy()
+    expected.take(weights)
+    engine.verify_policy(expected)
 
 
 def logprobs_of(engine: Engine, sequences: list[list[int]]) -> list[list[float]]:

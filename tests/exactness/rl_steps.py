@@ -23,6 +23,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.refit.load import Refit
+from specrl.rollout.vllm.comparison import Expected
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.stages.train import build
 from specrl.tracking import Silent
@@ -117,8 +118,8 @@ def prepare(config: Config, policy_dir: Path, folder: Path, ranks: Ranks) -> Tra
 class SwappingRefit(Refit):
     """A refit on whose way to the engine two tensors of the first layer are taken for each other."""
 
-    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        weights = dict(super()._policy_weights())
+    def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(super()._policy_weights(expected))
         first, second = SWAPPED
         return iter((weights | {first: weights[second], second: weights[first]}).items())
 
@@ -132,7 +133,6 @@ def refit_with_a_swap(trainer: Trainer, counts_path: Path) -> dict[str, str | di
         trainer.refit._probe,
         trainer.refit._guard,
         ranks=trainer.ranks,
-        verify_every=20,
         counts_path=counts_path,
     )
     try:

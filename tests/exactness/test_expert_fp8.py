@@ -24,7 +24,7 @@ from specrl.rollout.errors import PolicyParityError
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
-from tests.exactness.engines import in_batches, logprobs_of, mixed_requests
+from tests.exactness.engines import in_batches, logprobs_of, mixed_requests, verify_policy
 from tests.exactness.experts import LAYERS, write_expert_drafter, write_expert_policy
 from tests.exactness.test_fp8 import Pair, mean_difference, method_name
 from tests.exactness.toy import toy_config
@@ -128,7 +128,7 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
     engine = pair.engine
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
-    engine.verify_policy(pair.weights.items())
+    verify_policy(engine, pair.weights.items())
     named = {name for name, module in engine._runner.model.named_modules() if "Fp8" in method_name(module)}
     assert {name.removesuffix(".routed_experts") for name in named} == set(RECIPE.engine_layers)
     assert len(named) == 3 * LAYERS - 2 and engine_name(FAMILY, "layers.2.experts") == "model.layers.2.mlp.experts"
@@ -149,18 +149,18 @@ def test_experts_that_are_not_quantised_or_wrong_are_noticed(pair: Pair, monkeyp
     with pytest.raises(NotQuantisedError, match=r"mlp\.experts of the engine holds weights that were not quantised"):
         engine.assert_quantised()
     with pytest.raises(PolicyParityError, match=r"layers\.1\.mlp\.experts\.0\.gate_proj"):
-        engine.verify_policy(pair.weights.items())
+        verify_policy(engine, pair.weights.items())
     engine.refit(pair.weights.items(), None, 3)
     engine.precision.num_loads -= 1
     method.num_activation_quantisations = 0
     with pytest.raises(NotQuantisedError, match=rf"{EXPERTS} of the engine has quantised no activations"):
         engine.assert_quantised()
-    engine.verify_policy(pair.weights.items())
+    verify_policy(engine, pair.weights.items())
     engine.assert_quantised()
     swapped = [f"{EXPERTS}.{number}.up_proj.weight" for number in (2, 5)]
     wrong = pair.weights | {a: pair.weights[b] for a, b in zip(swapped, reversed(swapped), strict=True)}
     with pytest.raises(PolicyParityError, match=r"experts\.2\.gate_proj"):
-        engine.verify_policy(wrong.items())
+        verify_policy(engine, wrong.items())
 
 
 def test_vllm_is_asked_for_native_fp8_in_the_recipes_layers_and_not_in_routers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from specrl.rollout.engine import Engine, Request, Response
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.vllm.load import read_weights
-from tests.exactness.engines import running
+from tests.exactness.engines import running, verify_policy
 from tests.exactness.experts import LAYERS, routes_of, write_expert_drafter, write_expert_policy
 from tests.exactness.test_token_for_token import count_preemptions
 from tests.exactness.toy import toy_config
@@ -86,13 +86,13 @@ def test_a_refit_brings_every_expert_and_the_comparison_sees_a_wrong_one(engine:
     """vLLM's own reload leaves experts on a CPU unpacked, and computes nonsense without an error."""
     weights = dict(read_weights(policies[1]))
     engine.refit(weights.items(), None, version=1)
-    engine.verify_policy(weights.items())
+    verify_policy(engine, weights.items())
     engine.set_k(0)
     assert_routes(policies[1], engine.generate(requests(), routes=True).responses)
     swapped = [f"model.layers.3.mlp.experts.{number}.up_proj.weight" for number in (2, 5)]
     weights |= {name: weights[other] for name, other in zip(swapped, reversed(swapped), strict=True)}
     with pytest.raises(PolicyParityError, match="differs from the trainer's in") as error:
-        engine.verify_policy(weights.items())
+        verify_policy(engine, weights.items())
     named = str(error.value).partition(" in ")[2].split(", ")
     parts = ("gate_proj", "up_proj", "down_proj")
     assert named == [f"model.layers.3.mlp.experts.{number}.{part}.weight" for number in (2, 5) for part in parts]

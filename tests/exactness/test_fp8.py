@@ -27,7 +27,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
-from tests.exactness.engines import in_batches, logprobs_of, mixed_requests
+from tests.exactness.engines import in_batches, logprobs_of, mixed_requests, verify_policy
 from tests.exactness.toy import (
     LAYERS,
     drafter_weights,
@@ -133,7 +133,7 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
     engine = pair.engine
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
-    engine.verify_policy(pair.weights.items())
+    verify_policy(engine, pair.weights.items())
     drafter = {name for name, module in engine._drafter.named_modules() if "Fp8" in method_name(module)}
     policy = {name for name, module in engine._runner.model.named_modules() if "Fp8" in method_name(module)}
     assert not drafter
@@ -161,7 +161,7 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
         if what == "quantise_weight":
             engine.refit(pair.weights.items(), None, 2)
             with pytest.raises(PolicyParityError, match=r"layers\.1\.mlp\.gate_proj"):
-                engine.verify_policy(pair.weights.items())
+                verify_policy(engine, pair.weights.items())
     if what == "quantise_inputs":
         method = layer.quant_method
         method.num_activation_quantisations = 0
@@ -169,7 +169,7 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
             engine.assert_quantised()
         method.num_activation_quantisations = 1
     engine.refit(pair.weights.items(), None, 3)
-    engine.verify_policy(pair.weights.items())
+    verify_policy(engine, pair.weights.items())
 
 
 @pytest.mark.engine

@@ -20,7 +20,7 @@ from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, Refit
 from specrl.rollout.vllm.load import EMBEDDINGS, HEAD, read_weights
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
-from tests.exactness.engines import in_batches, mixed_requests, running
+from tests.exactness.engines import in_batches, mixed_requests, running, verify_policy
 from tests.mtp_models import FAMILIES, PREFIX, LiteralMtp, greedy_features, mtp_weights, write_mtp_model
 
 pytestmark = pytest.mark.engine
@@ -90,7 +90,7 @@ def started(family: str, directory: Path) -> Iterator[Case]:
 @in_each_family
 def test_the_engine_starts_with_the_layer_on_disk(case: Case) -> None:
     case.engine.verify_drafter(mtp_weights(case.policy_dir).items())
-    case.engine.verify_policy(read_weights(case.policy_dir))
+    verify_policy(case.engine, read_weights(case.policy_dir))
     with pytest.raises(DrafterCollapseError, match=next(iter(case.layer))):
         case.engine.verify_drafter(case.layer.items())
 
@@ -205,7 +205,7 @@ def test_a_corrupted_tensor_of_the_layer_is_an_error_with_its_name(case: Case, n
     case.refit(sent)
     with pytest.raises(DrafterCollapseError, match=name):
         case.engine.verify_drafter(case.layer.items())
-    case.engine.verify_policy(read_weights(case.policy_dir))
+    verify_policy(case.engine, read_weights(case.policy_dir))
 
 
 def test_a_missing_tensor_of_the_layer_or_of_the_policy_is_an_error_with_its_name(case: Case) -> None:
@@ -225,12 +225,12 @@ def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
     if before[HEAD] is before[EMBEDDINGS]:  # K-EXAONE's head is tied here, and MiMo's is not
         policy[HEAD] = policy[EMBEDDINGS]
     case.engine.refit(policy.items(), case.layer.items(), 2)
-    case.engine.verify_policy(policy.items())
+    verify_policy(case.engine, policy.items())
     case.engine.verify_drafter(case.layer.items())
     drafter = case.engine._drafter
     assert drafter is not None and drafter.lm_head is case.engine._runner.model.lm_head
     with pytest.raises(PolicyParityError, match=r"lm_head\.weight"):
-        case.engine.verify_policy(read_weights(case.policy_dir))
+        verify_policy(case.engine, read_weights(case.policy_dir))
 
 
 def test_a_path_that_vllm_would_misread_is_refused(case: Case, tmp_path: Path) -> None:

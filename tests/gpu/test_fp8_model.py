@@ -127,7 +127,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
     """The products agree with few tokens and with many, for which kernels may differ."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
-    from specrl.rollout.vllm.load import linear_output
+    from specrl.rollout.vllm.comparison import linear_output
 
     config = Config.model_validate(
         {
@@ -161,7 +161,7 @@ def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp
     """One expert at a time: both products and the rounding of the inner activations between them."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
-    from specrl.rollout.vllm.experts.weights import computes_with_expert
+    from specrl.rollout.vllm.experts.weights import expected_output, outputs_of_experts
 
     if torch.cuda.get_device_capability() < native.FIRST_CAPABILITY:
         pytest.skip("this GPU has no FP8 in blocks")
@@ -184,11 +184,12 @@ def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp
     weights = load_file(directory / "model.safetensors", device="cuda")
     layer = engine._runner.model.get_submodule("model.layers.0.mlp.experts.routed_experts")
     x = torch.randn(40, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    outputs = outputs_of_experts(layer, x.cuda()).float().cpu()
     for expert in (0, 5):
         names = (f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
         matrices = [weights[name] for name in names]
-        found, plain = computes_with_expert(layer, expert, matrices, x)
-        expected = expert_in_fp8(matrices, x)
+        plain, expected = expected_output(layer, matrices, x.cuda()).cpu(), expert_in_fp8(matrices, x)
+        found = outputs[expert]
         assert float((found - expected).norm() / expected.norm()) < EXPERT_ERROR
         assert float((plain - expected).norm() / expected.norm()) > EXPERT_ERROR
     engine.shutdown()

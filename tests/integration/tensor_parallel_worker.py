@@ -25,7 +25,7 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
 from specrl.rollout.vllm.lifecycle import import_engine
-from tests.exactness.engines import logprobs_of, mixed_requests
+from tests.exactness.engines import logprobs_of, mixed_requests, verify_policy
 from tests.exactness.toy import (
     ToyTrainer,
     drafter_weights,
@@ -82,7 +82,7 @@ def damages(engine: Engine, size: int) -> dict[str, str]:
     for name, dim in HALVES.items():
         for half in range(size):
             engine.refit(with_other_half(policy, name, dim, half).items(), None, 2)
-            found[f"{name} {half}"] = error_of(lambda: engine.verify_policy(policy.items()))
+            found[f"{name} {half}"] = error_of(lambda: verify_policy(engine, policy.items()))
     return found
 
 
@@ -110,7 +110,7 @@ def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"before": answers(engine)}
     policy, drafter = policy_weights(1), drafter_weights(2)
     engine.refit(policy.items(), drafter.items(), 1)
-    engine.verify_policy(policy.items())
+    verify_policy(engine, policy.items())
     engine.verify_drafter(drafter.items())
     found["after"] = answers(engine)
     found["cannot_verify"] = engine.cannot_verify

@@ -316,7 +316,7 @@ def test_a_silent_failure_of_a_refit_and_one_of_the_drafter_are_noticed(run_dir:
     rows, page = bench(run_dir, "faults", "--only", ",".join(chosen), "--num-steps", "1", "--threads", "1")
     assert [row["fault"] for row in rows] == chosen
     assert all(row["noticed"] and row["after_steps"] == 0 for row in rows)
-    assert "disagree after the refit" in rows[0]["message"]
+    assert "the engine's policy differs from the trainer's in model.layers.0.mlp.down_proj" in rows[0]["message"]
     assert "drafter collapse" in rows[1]["message"]
     assert "2 of 2 faults were noticed" in page
 

@@ -65,7 +65,7 @@ RUNS = [
         "tensor-parallel-both-killed",
         ranks=4,
         kills=1,
-        settings={**BOTH, "engine": {"tensor_parallel": 2, "verify_every": 1}},
+        settings={**BOTH, "engine": {"tensor_parallel": 2}},
     ),
     LoopRun(
         "truncated",
@@ -84,7 +84,7 @@ RUNS += [
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
-    settings={**BOTH, **VALIDATED, "train": {"kl_coef": 0.01, "updates_per_step": 2}, "engine": {"verify_every": 1}},
+    settings={**BOTH, **VALIDATED, "train": {"kl_coef": 0.01, "updates_per_step": 2}},
 )
 MOVED = LoopRun("2-ranks-to-1", ranks=1, resumes="none", damaged=True, settings={"train": {"num_steps": 4}})
 MOVED_AGAIN = LoopRun(
@@ -262,7 +262,7 @@ def test_engines_over_two_ranks_that_use_their_bubbles_are_engines_of_one_rank(r
     for key, tensor in policy(runs / "tensor-parallel-both-killed").items():
         assert float((tensor - weights[key]).norm()) <= 0.05 * float((weights[key] - begun[key]).norm()), key
     for record in steps(runs / "tensor-parallel-both-killed"):
-        assert "timing/verification_s" in record["metrics"] and "bubble/used_s" in record["metrics"]
+        assert "bubble/used_s" in record["metrics"]
         bubbles = [rank["bubble"] for rank in record["ranks"]]
         assert [bubble["pregenerated_tokens"] for bubble in bubbles[1::2]] == [0, 0]
         generated = ["pregeneration" in {span["name"] for span in bubble["spans"]} for bubble in bubbles]

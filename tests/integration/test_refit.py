@@ -18,7 +18,7 @@ from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, Refit
 from specrl.rollout.exactness import traces
 from specrl.rollout.refit.parity import check_policy
 from specrl.rollout.sampling.near_ties import Noise, compare
-from tests.exactness.engines import logprobs_of, mixed_requests, running
+from tests.exactness.engines import logprobs_of, mixed_requests, running, verify_policy
 from tests.exactness.toy import (
     drafter_weights,
     likely_tokens,
@@ -79,8 +79,8 @@ def changed(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 @pytest.mark.engine
 def test_an_engine_that_waits_for_its_first_refit_has_read_the_drafter_alone(case: Case) -> None:
     assert case.engine.version == 0, "other tests refit: this one comes first"
-    with pytest.raises(PolicyParityError, match="down_proj"):
-        case.engine.verify_policy(case.policy(0).items())
+    with pytest.raises(PolicyParityError, match=r"down_proj.* and \d+ more$"):
+        verify_policy(case.engine, case.policy(0).items())
     case.engine.verify_drafter(case.drafter.items())
 
 
@@ -95,7 +95,7 @@ def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
         assert case.engine.refit(policy.items(), drafter.items(), version) < 1.5
         assert case.engine.version == version
         case.check(policy)
-        case.engine.verify_policy(policy.items())
+        verify_policy(case.engine, policy.items())
         case.engine.verify_drafter(drafter.items())
 
 
@@ -110,12 +110,47 @@ def test_a_policy_tensor_corrupted_on_its_way_is_an_error_with_a_name(case: Case
         sent[HEAD] = sent[EMBEDDINGS]
     case.engine.refit(sent.items(), None, 4)
     with pytest.raises(PolicyParityError, match=name):
-        case.engine.verify_policy(policy.items())
+        verify_policy(case.engine, policy.items())
     if name == EMBEDDINGS:
         with pytest.raises(PolicyParityError, match="disagree after the refit"):
             case.check(policy)
         with pytest.raises(DrafterCollapseError, match="embed_tokens"):
             case.engine.verify_drafter([(EMBEDDINGS.removeprefix("model."), policy[EMBEDDINGS])])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "kind", ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "0.input_layernorm", EMBEDDINGS]
+)
+def test_a_single_element_that_changes_behind_the_trainer_is_an_error_with_a_name(case: Case, kind: str) -> None:
+    """The trainer's tensors are noted once, as they leave it."""
+    policy = case.policy(4)
+    name = next(full for full in sorted(policy) if kind in full)
+    hit = {name, HEAD} if case.tied and name == EMBEDDINGS else {name}
+    expected = case.engine.expected_policy()
+
+    def damaged() -> Iterator[tuple[str, Tensor]]:
+        for sent, tensor in expected.noted(policy.items()):
+            arrives = tensor.clone() if sent in hit else tensor
+            if arrives is not tensor:
+                arrives.view(-1)[3] += arrives.abs().max()
+            yield sent, arrives
+
+    case.engine.refit(damaged(), None, 4)
+    with pytest.raises(PolicyParityError, match=rf"differs from the trainer's in .*{name}"):
+        case.engine.verify_policy(expected)
+    case.engine.refit(policy.items(), None, 4)
+    assert case.engine.verify_policy(expected) == case.engine.fingerprint()
+
+
+@pytest.mark.engine
+def test_the_last_bit_of_an_embedding_is_compared(case: Case) -> None:
+    policy = case.policy(4)
+    moved = policy[EMBEDDINGS].clone()
+    moved.view(torch.int16)[-1, -1] ^= 1
+    case.engine.refit((policy | {EMBEDDINGS: moved} | ({HEAD: moved} if case.tied else {})).items(), None, 4)
+    with pytest.raises(PolicyParityError, match=EMBEDDINGS):
+        verify_policy(case.engine, policy.items())
 
 
 @pytest.mark.engine
@@ -144,7 +179,7 @@ def test_a_refit_packs_each_layer_that_multiplies_once(case: Case, monkeypatch: 
     linear = [name for name in names.values() if name.endswith("_proj")]
     assert sorted(packed) == sorted([*linear, "lm_head"])
     case.check(policy)
-    case.engine.verify_policy(policy.items())
+    verify_policy(case.engine, policy.items())
 
 
 @pytest.mark.engine
@@ -177,7 +212,7 @@ def test_a_missing_or_unknown_tensor_is_an_error_with_its_name(case: Case) -> No
     with pytest.raises(RefitError, match=name):
         case.engine.refit([(key, -tensor) for key, tensor in incomplete.items()], None, 6)
     with pytest.raises(PolicyParityError) as wrong:
-        case.engine.verify_policy(policy.items())
+        verify_policy(case.engine, policy.items())
     assert "layers.1.mlp.down_proj" in str(wrong.value)
     assert "layers.1.mlp.gate_proj" not in str(wrong.value), "the layer that is not complete stays as it was"
     with pytest.raises(RefitError, match="not have"):

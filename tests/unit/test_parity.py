@@ -85,9 +85,11 @@ def scored_by(prints: list[str], rank: int, *, engine_size: int = 1, may_share: 
 
     sections = {"resources": {"ranks_per_node": 2}, "engine": {"tensor_parallel": engine_size}}
     config = Config.model_validate({"name": "probe", **sections})
-    engine: Any = SimpleNamespace(score=score, fingerprint=lambda: prints[rank], is_first=rank % engine_size == 0)
+    engine: Any = SimpleNamespace(score=score, is_first=rank % engine_size == 0)
     ranks: Any = SimpleNamespace(rank=rank, world_size=len(prints), gather=gather)
-    found = RefitProbe([[0, 1], [0, 2], [0, 3], [0, 4]], config)._engine_scores(engine, ranks, may_share=may_share)
+    found = RefitProbe([[0, 1], [0, 2], [0, 3], [0, 4]], config)._engine_scores(
+        engine, ranks, prints[rank], may_share=may_share
+    )
     expected = [[-tokens[1]] if tokens in asked else [i] for i, tokens in enumerate([[0, 1], [0, 2], [0, 3], [0, 4]])]
     assert [score.logprobs for score in found] == expected
     return asked

@@ -26,10 +26,13 @@ from specrl.rollout.vllm.load import Weights
 from specrl.schemas import read_rollouts
 from specrl.training.checkpoint.host_copy import HostTensors
 
-NUM_REQUESTS = 8
-"""The number of requests of the probe."""
-PROBE_TOKENS = 24
-"""The longest response to each of them, in tokens."""
+NUM_PROMPTS = 8
+"""The number of prompts of the probe."""
+RESPONSES = 2
+"""The number of responses to each of them. A prompt is read once, and two short responses make as many drafts as one of
+almost twice the length, in fewer iterations."""
+PROBE_TOKENS = 14
+"""The longest response, in tokens."""
 
 
 class TrainedDrafter(Protocol):
@@ -323,11 +326,12 @@ def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:
     return [
         Request(
             list(prompt),
-            response_seed(config.seed, 0, index, 0),
+            response_seed(config.seed, 0, index, sample),
             min(PROBE_TOKENS, config.model.max_length - len(prompt)),
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,
         )
-        for index, prompt in enumerate(list(prompts)[:NUM_REQUESTS])
+        for sample in range(RESPONSES)
+        for index, prompt in enumerate(list(prompts)[:NUM_PROMPTS])
     ]

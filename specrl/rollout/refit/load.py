@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from specrl import logs
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
@@ -22,6 +20,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.rollout.vllm.comparison import Expected
 from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
@@ -36,17 +35,10 @@ class RefitReport:
 
     parity: ParityReport
     guard: GuardReport
-    verification_s: float | None
-    """The seconds that the exact comparison of the policy's tensors took; None if this refit had none."""
-
-    def timing(self) -> dict[str, float]:
-        """Return the seconds of the exact comparison under their name in MLflow; empty if there was none."""
-        return {} if self.verification_s is None else {"timing/verification_s": self.verification_s}
 
     def metrics(self) -> dict[str, float]:
-        """Return costs and findings under their names in MLflow."""
+        """Return the findings under their names in MLflow."""
         return {
-            **self.timing(),
             "refit/max_abs_logprob_diff": self.parity.maximum,
             "refit/mean_abs_logprob_diff": self.parity.mean,
             **self.guard.metrics(),
@@ -75,19 +67,16 @@ class Refit:
         guard: DrafterGuard,
         *,
         ranks: Ranks,
-        verify_every: int,
         counts_path: Path,
     ) -> None:
         """Continue the counts of an earlier start of the stage.
 
         Args:
-            verify_every: The number of refits from one exact comparison of the policy's tensors to the next, see
-                `Engine.verify_policy`; the first refit has one.
             counts_path: The file in which the first rank keeps the counts.
         """
         self._engine, self._policy, self._drafter = engine, policy, drafter
         self._probe, self._guard = probe, guard
-        self._ranks, self._verify_every, self._counts_path = ranks, verify_every, counts_path
+        self._ranks, self._counts_path = ranks, counts_path
         self._num_loads = 0
         self._reloaded = False
         """Whether the drafter was loaded again since the last refit."""
@@ -105,26 +94,21 @@ class Refit:
                 accepted (`watch`). The first refit always does.
 
         Raises:
-            RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's.
+            RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
+                are compared in every refit, except in native FP8, which rounds the policy's on the GPU.
                 It is raised on every rank, whichever rank found it.
         """
         if not self._num_loads:
             self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
-        drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         with heap.kept(until_the_next=True):  # what is packed anew takes the memory of what was packed before
-            self._on_all_ranks(
-                lambda: self._engine.refit(
-                    self._policy_weights(), drafter_weights, version=version, kv_scales=kv_scales
-                )
-            )
-        verification_s = self._verify()
-        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
+            fingerprint = self._on_all_ranks(lambda: self._send(version, kv_scales))
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, fingerprint))
         guard = self._guard.check(version, probes=probes_drafter or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
         guard, self._reloaded = replace(guard, reloaded=guard.reloaded or self._reloaded), False
-        return RefitReport(parity, guard, verification_s)
+        return RefitReport(parity, guard)
 
     def watch(self, stats: SpeculationStats, version: int) -> None:
         """Read from a step's rollouts whether drafts are accepted, as `DrafterGuard.watch` does (collective)."""
@@ -153,25 +137,31 @@ class Refit:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()
 
-    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's tensors; the trainer's drafter is shown each of them, for those that it shares."""
-        for name, tensor in self._policy.hf_weights():
+    def _send(self, version: int, kv_scales: KvScales | None) -> str:
+        """Give the engine the trainer's weights, compare its policy with them, and return the policy's fingerprint.
+
+        Raises:
+            RefitError: A tensor is missing or unknown, or one of the policy's differs.
+        """
+        engine, expected = self._engine, None
+        if engine.cannot_verify is None:
+            expected = engine.expected_policy()
+        elif not self._num_loads:
+            logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
+        drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
+        engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
+        return engine.fingerprint() if expected is None else engine.verify_policy(expected)
+
+    def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's tensors, each after it was noted as expected.
+
+        The trainer's drafter is shown each of them, for those that it shares.
+        """
+        weights = self._policy.hf_weights()
+        for name, tensor in weights if expected is None else expected.noted(weights):
             if self._drafter is not None:
                 self._drafter.share(name, tensor)
             yield name, tensor
-
-    def _verify(self) -> float | None:
-        """Compare all of the policy's tensors if that is due and possible; return the seconds it took, or else None."""
-        if self._num_loads % self._verify_every:
-            return None
-        if reason := self._engine.cannot_verify:
-            if not self._num_loads:
-                logger.info("the exact comparison of the policy's tensors is left out: %s", reason)
-            return None
-        started = time.monotonic()
-        with logs.phase("comparison of all of the policy's tensors"):
-            self._on_all_ranks(lambda: self._engine.verify_policy(self._policy.hf_weights()))
-        return time.monotonic() - started
 
     def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
         """Run `check`; raise a RefitError of any rank on all of them, so that no rank waits for one that has gone."""

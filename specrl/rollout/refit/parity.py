@@ -58,7 +58,8 @@ def check_moved_on(
 ) -> bool:
     """Return whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
 
-    A refit that silently did nothing passes `check_policy` for as long as the policy moves less than the tolerance.
+    Matrices are compared within their rounding, and log-probs within a tolerance: matrices that silently stay as they
+    were pass both for as long as the policy moves less. So does a trainer that sends the weights of an earlier step.
     Rounding alone moves log-probs on either side by as much as a small step does, and those of a few tokens by far
     more. So the two policies must be well apart, and most tokens must agree on which of them it is.
 

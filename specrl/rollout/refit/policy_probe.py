@@ -23,8 +23,9 @@ from specrl.training.megatron.policy import Policy
 logger = logging.getLogger(__name__)
 NUM_SEQUENCES = 4
 """The most sequences of the probe."""
-MAX_TOKENS = 64
-"""The longest of them, in tokens, prompt included."""
+MAX_TOKENS = 32
+"""The longest of them, in tokens, prompt included. The weights are compared apart from them: what the log-probs show is
+that engine and trainer compute the same with these weights."""
 
 
 def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
@@ -63,17 +64,20 @@ class RefitProbe:
         self._earlier: list[list[float]] | None = None
         """The trainer's log-probs under the last policy that the engine was shown to hold, at first any."""
 
-    def check(self, engine: Engine, policy: Policy) -> ParityReport:
+    def check(self, engine: Engine, policy: Policy, fingerprint: str) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
         The data-parallel ranks hold the same policy, and each computes the trainer's log-probs of some sequences. A
         policy with experts sends the probe's tokens to the engine's experts.
 
+        Args:
+            fingerprint: That of the policy in this rank's part of the engine.
+
         Raises:
             PolicyParityError: Log-probs differ on average by more than `engine.parity_tolerance` and
                 `expected_difference` allow, or are still those of an earlier policy.
         """
-        scores = self._engine_scores(engine, policy.ranks, may_share=policy.routing is None)
+        scores = self._engine_scores(engine, policy.ranks, fingerprint, may_share=policy.routing is None)
         found = [score.logprobs for score in scores]
         routes = [score.routes for score in scores]
         trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
@@ -82,7 +86,7 @@ class RefitProbe:
             self._earlier = trainer
         return report
 
-    def _engine_scores(self, engine: Engine, ranks: Ranks, *, may_share: bool) -> list[SequenceScore]:
+    def _engine_scores(self, engine: Engine, ranks: Ranks, fingerprint: str, *, may_share: bool) -> list[SequenceScore]:
         """Return the scores of every sequence by this rank's engine (collective).
 
         Engines that hold the same weights compute the same. So where all fingerprints are equal, each engine computes
@@ -92,7 +96,7 @@ class RefitProbe:
             may_share: Whether to do so; otherwise every engine computes all. Fingerprints leave experts out.
         """
         number, engines = ranks.rank // self._engine_size, ranks.world_size // self._engine_size
-        if engines == 1 or not may_share or not self._are_equal(ranks.gather(engine.fingerprint())):
+        if engines == 1 or not may_share or not self._are_equal(ranks.gather(fingerprint)):
             return engine.score(self._sequences)
         count = len(self._sequences)
         own = [index for index in range(count) if index % engines == number % count]

@@ -35,8 +35,8 @@ def true_on_any(flag: bool) -> bool:
     return bool(shared)
 
 
-def own_part(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return this rank's part of whole tensors, as a layer of the engine holds it.
+def own_parts(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each of some whole tensors; a layer of the engine holds them behind each other.
 
     Args:
         layer: The layer, from which the rank's place follows.
@@ -50,14 +50,14 @@ def own_part(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> Tensor:
     place: Any = layer
     if isinstance(layer, VocabParallelEmbedding):
         first, end = place.shard_indices.org_vocab_start_index, place.shard_indices.org_vocab_end_index
-        return torch.cat(list(parts))[int(first) : int(end)]
+        return [part[int(first) : int(end)] for part in parts]
     if isinstance(layer, RowParallelLinear) and kind != "bias":
-        return torch.cat(list(parts)).chunk(int(place.tp_size), 1)[int(place.tp_rank)]
+        return [part.chunk(int(place.tp_size), 1)[int(place.tp_rank)] for part in parts]
     if isinstance(layer, ColumnParallelLinear):
         replicas = [1] + [getattr(layer, "num_kv_head_replicas", 1)] * (len(parts) - 1)
         size, rank, owned = int(place.tp_size), int(place.tp_rank), zip(parts, replicas, strict=True)
-        return torch.cat([part.chunk(size // times)[rank // times] for part, times in owned])
-    return torch.cat(list(parts))
+        return [part.chunk(size // times)[rank // times] for part, times in owned]
+    return list(parts)
 
 
 def _group() -> Any:

@@ -1,20 +1,18 @@
-"""Load new weights into a running engine in place, without missing or unknown ones, and compare what it then holds."""
+"""Load new weights into a running engine in place, without missing or unknown ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specrl.models.drafters import MASK_HIDDEN
-from specrl.models.families import FAMILIES, LLAMA, Family
+from specrl.models.families import FAMILIES
 from specrl.models.hf_io import TensorReader
-from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
-from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, computes_with_expert, pack_anew
-from specrl.rollout.vllm.group import own_part
+from specrl.rollout.errors import PolicyParityError, RefitError
+from specrl.rollout.vllm.experts.weights import pack_anew
 from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -22,13 +20,6 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NOT_LOADED = frozenset({"t2d"})
 """The drafter's tensors that the engine derives from others."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
-PROBE_ROWS = 4
-"""The number of random inputs on which a linear layer is compared."""
-CHUNK_ELEMENTS = 2**20
-"""The number of a weight's elements that are turned to float32 at a time, to compare it."""
-READ_BACK_TOLERANCE = 0.02
-"""The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
-a relative 2^-9."""
 
 
 def policy_weight_names(directory: Path) -> frozenset[str]:
@@ -142,146 +133,6 @@ class Delivery:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
-def assert_policy_is(model: nn.Module, weights: Weights, family: Family) -> None:
-    """Check that the policy inside the engine has these weights.
-
-    Raises:
-        PolicyParityError: Some tensors differ; the error names them.
-    """
-    if wrong := differing_tensors(model, weights, family, drafter=False):
-        raise PolicyParityError(f"the engine's policy differs from the trainer's in {', '.join(wrong)}")
-
-
-def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, family: Family) -> None:
-    """Check that the drafter inside the engine has these weights and the embeddings of the policy there.
-
-    Raises:
-        DrafterCollapseError: Some tensors differ; the error names them.
-    """
-    wrong = differing_tensors(drafter, weights, family, drafter=True)
-    own: Any = drafter.get_submodule("model.embed_tokens")
-    shared: Any = policy.get_submodule("model.embed_tokens")
-    if own.weight is not shared.weight and not torch.equal(own.weight, shared.weight):
-        wrong.append("embed_tokens.weight")
-    if wrong:
-        raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {', '.join(wrong)}")
-
-
-def differing_tensors(model: nn.Module, weights: Weights, family: Family, *, drafter: bool) -> list[str]:
-    """Return the names of those of `weights` that `model`, inside the engine, does not compute with.
-
-    Linear layers and experts are compared by their outputs on fixed random inputs, because CPU engines keep only packed
-    weights; everything else is compared by value. Each rank of a tensor-parallel engine compares its own part, and no
-    tensor is kept for longer than it takes until the fused layer or expert that it belongs to is complete.
-
-    Args:
-        family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any policy.
-        drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
-    """
-    waiting: dict[str, dict[int, tuple[str, Tensor]]] = {}
-    wrong: list[str] = []
-    for name, tensor in weights:
-        if name in NOT_LOADED:
-            continue
-        if family.mtp is not None and name.startswith(family.mtp.prefix):
-            config: Any = model.config
-            engine_name, fused = family.mtp.name_in_engine(name, config.num_hidden_layers), family.fused
-        elif drafter:
-            engine_name, fused = _eagle3_engine_name(name), LLAMA.fused
-        else:
-            engine_name, fused = name, family.fused
-        fused_name, leaf, order = _place(engine_name, fused)
-        parts = waiting.setdefault(fused_name, {})
-        parts[order.index(leaf)] = name, tensor
-        if len(parts) == len(order):
-            wrong += _differing_parts(model, fused_name, waiting.pop(fused_name))
-    for fused_name, parts in waiting.items():
-        wrong += _differing_parts(model, fused_name, parts)
-    return wrong
-
-
-def _place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
-    """Return where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
-
-    All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
-    """
-    if (expert := EXPERT.fullmatch(name)) is not None:
-        return f"{expert['experts']}.{expert['number']}.weight", expert["part"], list(PARTS)
-    path, _, kind = name.rpartition(".")
-    parent, _, leaf = path.rpartition(".")
-    order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
-    return f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), leaf, order
-
-
-def _differing_parts(model: nn.Module, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that a parameter of the engine fuses, by their order, if it differs from them."""
-    path, _, kind = fused_name.rpartition(".")
-    names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
-    parent, _, number = path.rpartition(".")
-    if number.isdecimal() and parent.endswith(".experts"):
-        experts: Any = model.get_submodule(parent)
-        return [] if _is_expert(experts.routed_experts, int(number), tensors) else list(names)
-    layer = model.get_submodule(path)
-    return [] if _matches(layer, kind, own_part(layer, kind, tensors)) else list(names)
-
-
-def _eagle3_engine_name(name: str) -> str:
-    if name in (HEAD, MASK_HIDDEN):
-        return name
-    if name == "d2t":
-        return "draft_id_to_target_id"
-    return "model." + name.replace("midlayer.", "layers.0.")
-
-
-def _matches(module: nn.Module, kind: str, expected: Tensor) -> bool:
-    if kind == "weight" and hasattr(module, "quant_method") and expected.dim() == 2 and not _is_embedding(module):
-        return _computes_with(module, expected)
-    actual: Tensor | None = getattr(module, kind, None)
-    if actual is None:
-        return False
-    return torch.equal(actual[: expected.shape[0]].cpu(), expected.to(actual.dtype).cpu())
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return "Embedding" in type(module).__name__
-
-
-def _is_expert(layer: Any, number: int, matrices: Sequence[Tensor]) -> bool:
-    """Return whether an expert's outputs on fixed random inputs are those of its matrices, element by element."""
-    if len(matrices) < len(PARTS):
-        return False
-    return _are_equal(*computes_with_expert(layer, number, matrices, _probe(matrices[0])))
-
-
-def _computes_with(layer: nn.Module, weight: Tensor) -> bool:
-    """Return whether the layer's outputs on fixed random inputs are those of `weight` [out, in], element by element.
-
-    For a layer in emulated FP8 the expected outputs are quantised too: rounding moves them by more than the tolerance.
-    """
-    inputs = _probe(weight)
-    method: Any = layer.quant_method
-    if hasattr(method, "quantise_weight"):
-        reference = method.quantise_inputs(inputs).float() @ method.quantise_weight(weight).float().T
-    else:
-        rows = max(1, CHUNK_ELEMENTS // weight.shape[1])  # so few that they stay in the cache
-        parts = (inputs.float() @ part.float().T for part in torch.split(weight.cpu(), rows))
-        reference = torch.cat(list(parts), -1)  # [PROBE_ROWS, out]
-    actual = linear_output(layer, inputs.to(weight.device)).float().cpu()[:, : weight.shape[0]]
-    return actual.shape == reference.shape and _are_equal(actual, reference)
-
-
-def _probe(weight: Tensor) -> Tensor:
-    """Return the fixed random inputs of a weight [out, in], on the CPU: [PROBE_ROWS, in]."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-
-
-def _are_equal(actual: Tensor, reference: Tensor) -> bool:
-    """Return whether outputs on the probe [PROBE_ROWS, out] are equal but for rounding."""
-    scale = reference.abs() + reference.pow(2).mean(-1, keepdim=True).sqrt()
-    return bool(((actual - reference).abs() <= READ_BACK_TOLERANCE * scale).all())
-
-
 def reload_weights(vllm_config: Any, model: nn.Module, weights: Weights) -> None:
     """Load weights with on-disk names in place. CPU engines pack linear weights and experts, and each is packed anew.
 
@@ -379,11 +230,3 @@ def _unpacked(layer: Any, buffers: dict[torch.Size, list[Tensor]]) -> nn.Paramet
     stand_in.weight_loader = load
     parameter: nn.Parameter = stand_in
     return parameter
-
-
-def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
-    method: Any = layer.quant_method
-    with torch.inference_mode():
-        output: Tensor = method.apply(layer, inputs, None)
-    return output

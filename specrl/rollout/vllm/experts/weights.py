@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""The matrices of one expert, in the order in which `computes_with_expert` wants them."""
+"""The matrices of one expert, in the order in which `expected_output` wants them."""
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 """The name of a matrix of an expert, as checkpoints have it."""
+EXPERTS_TOGETHER = 16
+"""The number of experts whose outputs are computed at once; with a few rows for each there are as many as in a small
+batch."""
 NEVER = -1e4
 """The router's logit of an expert that is not to be chosen."""
 
@@ -35,52 +38,60 @@ def pack_anew(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
-def computes_with_expert(layer: Any, expert: int, matrices: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the engine computes with one expert, and what it should compute, float32 [n, hidden] on the CPU.
+@torch.inference_mode()
+def outputs_of_experts(layer: Any, inputs: Tensor) -> Tensor:
+    """Return what each expert of the engine makes of the same inputs: [n, hidden] -> [experts, n, hidden].
 
-    With tensor parallelism both are this rank's part of a sum.
+    With tensor parallelism it is this rank's part of a sum.
 
     Args:
         layer: The engine's `RoutedExperts`.
-        expert: The number of the expert.
+        inputs: [n, hidden] in the compute type.
+    """
+    numbers = torch.arange(layer.global_num_experts)
+    found = [_outputs(layer, some, inputs) for some in torch.split(numbers, EXPERTS_TOGETHER)]
+    return torch.cat(found)
+
+
+def _outputs(layer: Any, numbers: Tensor, inputs: Tensor) -> Tensor:
+    """Return the outputs of experts with these numbers for the same inputs: [n, hidden] -> [experts, n, hidden]."""
+    chosen, method = numbers.repeat_interleave(len(inputs))[:, None], layer.quant_method
+    rows = inputs.repeat(len(numbers), 1)
+    if method.is_monolithic:  # the kernel routes by itself
+        logits = rows.new_full((len(rows), layer.global_num_experts), NEVER)
+        logits.scatter_(1, chosen.to(rows.device), 0.0)
+        # What a kernel tells of its choice is for the tokens of an iteration, and there is none.
+        sink, layer.routing_sink = layer.routing_sink, None
+        try:
+            output: Tensor = method.apply_monolithic(layer, rows, logits)
+        finally:
+            layer.routing_sink = sink
+    else:
+        ids = (chosen + torch.arange(layer.top_k)).int() % layer.global_num_experts
+        gates = torch.eye(1, layer.top_k).expand(len(rows), -1).contiguous()
+        output = method.apply(layer, rows, gates.to(rows.device), ids.to(rows.device), None, None)
+    return output.view(len(numbers), *inputs.shape)
+
+
+def expected_output(layer: Any, matrices: Sequence[Tensor], inputs: Tensor) -> Tensor:
+    """Return what an expert of the engine should make of inputs: [n, hidden] -> float32 [n, hidden].
+
+    With tensor parallelism it is this rank's part of a sum.
+
+    Args:
+        layer: The engine's `RoutedExperts`.
         matrices: The expert's gate and up projection [width, hidden] and down projection [hidden, width], whole.
         inputs: [n, hidden] in the compute type.
     """
     rank, size = layer.moe_config.tp_rank, layer.moe_config.tp_size
-    gate, up = (matrix.chunk(size)[rank] for matrix in matrices[:2])
-    down = matrices[2].chunk(size, dim=1)[rank]
-    return _output(layer, expert, inputs.to(gate.device)).float().cpu(), _expected(layer, gate, up, down, inputs)
-
-
-@torch.inference_mode()
-def _output(layer: Any, expert: int, inputs: Tensor) -> Tensor:
-    """Return the output of the layer for tokens that are all sent to one expert: [n, hidden] -> [n, hidden]."""
-    rows, method = len(inputs), layer.quant_method
-    if method.is_monolithic:  # the kernel routes by itself
-        logits = inputs.new_full((rows, layer.global_num_experts), NEVER)
-        logits[:, expert] = 0.0
-        # What a kernel tells of its choice is for the tokens of an iteration, and there is none.
-        sink, layer.routing_sink = layer.routing_sink, None
-        try:
-            chosen: Tensor = method.apply_monolithic(layer, inputs, logits)
-        finally:
-            layer.routing_sink = sink
-        return chosen
-    order = torch.arange(expert, expert + layer.top_k, dtype=torch.int32) % layer.global_num_experts
-    first = torch.eye(1, layer.top_k, dtype=torch.float32)
-    ids, gates = (row.expand(rows, -1).contiguous().to(inputs.device) for row in (order, first))
-    output: Tensor = method.apply(layer, inputs, gates, ids, None, None)
-    return output
-
-
-def _expected(layer: Any, gate: Tensor, up: Tensor, down: Tensor, inputs: Tensor) -> Tensor:
+    own = [*(matrix.chunk(size)[rank] for matrix in matrices[:2]), matrices[2].chunk(size, dim=1)[rank]]
     method = layer.quant_method
-    matrices = [matrix.cpu() for matrix in (gate, up, down)]
     if hasattr(method, "quantise_inputs"):
-        matrices = [method.quantise_matrix(matrix) for matrix in matrices]
+        own = [method.quantise_matrix(matrix) for matrix in own]
         inputs = method.quantise_inputs(inputs)
-    gates, ups = (inputs.float() @ matrix.float().T for matrix in matrices[:2])
+    gates, ups = (inputs.float() @ matrix.float().T for matrix in own[:2])
     inner = (F.silu(gates) * ups).to(inputs.dtype)
     if hasattr(method, "quantise_inputs"):
         inner = method.quantise_inputs(inner)
-    return inner.float() @ matrices[2].float().T
+    output: Tensor = inner.float() @ own[2].float().T
+    return output

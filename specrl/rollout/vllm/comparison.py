@@ -1,0 +1,329 @@
+"""Compare what an engine computes with to the trainer's tensors, and engines with each other, by small tensors.
+
+A matrix is known by its products with fixed random rows, because CPU engines keep only packed matrices, and an expert
+by its outputs for such rows; an embedding by an exact sum for each of its rows; everything else by its value. What is
+expected is noted of the trainer's tensors while they pass to the engine, so that nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specrl.models.drafters import MASK_HIDDEN
+from specrl.models.families import LLAMA, Family
+from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
+from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
+from specrl.rollout.vllm.group import own_parts
+from specrl.rollout.vllm.load import HEAD, NOT_LOADED, Weights
+
+PROBE_ROWS = 4
+"""The number of random inputs on which a matrix is compared. On a CPU a second one costs as good as nothing, because it
+is reading the matrix that takes the time."""
+CHUNK_ROWS = 1024
+"""The number of an embedding's rows that are summed at a time, so few that they stay in the cache."""
+READ_BACK_TOLERANCE = 0.02
+"""The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
+a relative 2^-9."""
+MOST_NAMED = 20
+"""The most tensors that an error names; of a stale policy all are wrong."""
+
+
+class Held:
+    """What a model inside the engine, or this rank's part of it, computes with.
+
+    Each answer is found once: after the weights change, make another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        like = next(model.parameters())
+        self._dtype, self._device = like.dtype, like.device
+        self._products: dict[tuple[nn.Module, torch.dtype], Tensor] = {}
+        self._experts: dict[tuple[nn.Module, torch.dtype], Tensor] = {}
+        self._values: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def products(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+        """Return what a linear layer or head makes of the fixed rows in `dtype`, without bias: [PROBE_ROWS, out]."""
+        if (layer, dtype) not in self._products:
+            self._products[layer, dtype] = linear_output(layer, probe_rows(_width(layer), dtype).to(self._device))
+        return self._products[layer, dtype]
+
+    def expert(self, layer: nn.Module, number: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Return what one of a layer's experts makes of the fixed rows in `dtype`: [PROBE_ROWS, hidden]."""
+        if (layer, dtype) not in self._experts:
+            self._experts[layer, dtype] = outputs_of_experts(layer, probe_rows(hidden, dtype).to(self._device))
+        return self._experts[layer, dtype][number]
+
+    def value(self, layer: nn.Module, kind: str) -> Tensor:
+        """Return a parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
+        if (layer, kind) not in self._values:
+            self._values[layer, kind] = _summed(getattr(layer, kind))
+        return self._values[layer, kind]
+
+    @torch.inference_mode()
+    def fingerprint(self) -> str:
+        """Return a digest of everything that a dense model computes with; experts do not count.
+
+        Equal weights have equal fingerprints in engines on the same kind of device; other devices may round in another
+        way. What differs between two matrices shows unless rounding hides it in all products.
+        """
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+        digest = blake2b(digest_size=16)
+        for layer in self.model.modules():
+            if isinstance(layer, RoutedExperts):
+                continue
+            if _multiplies(layer):
+                digest.update(_bytes(self.products(layer, self._dtype)))
+            for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+                if not (name == "weight" and _multiplies(layer)):
+                    digest.update(_bytes(self.value(layer, name)))
+        return digest.hexdigest()
+
+
+class Note(NamedTuple):
+    """What an engine must hold at one place."""
+
+    names: tuple[str, ...]
+    """The names of the trainer's tensors that belong there."""
+    dtype: torch.dtype
+    """Their type, in which the fixed rows are multiplied."""
+    expected: Tensor | None
+    """What the engine must compute or hold there; None if there is no such place."""
+
+
+class Expected:
+    """What a model inside the engine, or this rank's part of it, must compute with, noted of the trainer's tensors.
+
+    No tensor is kept for longer than it takes until the fused layer or expert that it belongs to is complete.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, *, drafter: bool = False) -> None:
+        """Begin with no notes.
+
+        Args:
+            family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any
+                policy.
+            drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
+        """
+        self._model, self._family, self._drafter = model, family, drafter
+        self._notes: dict[str, Note] = {}
+
+    def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the trainer's tensors as they come, each after it was noted."""
+        waiting: dict[str, dict[int, tuple[str, Tensor]]] = {}
+        for name, tensor in weights:
+            if name not in NOT_LOADED:
+                fused_name, leaf, order = self._place(name)
+                parts = waiting.setdefault(fused_name, {})
+                parts[order.index(leaf)] = name, tensor
+                if len(parts) == len(order):
+                    self._note(fused_name, waiting.pop(fused_name))
+            yield name, tensor
+        for fused_name, parts in waiting.items():
+            self._note(fused_name, parts)
+
+    def take(self, weights: Weights) -> None:
+        """Note the trainer's tensors, which nobody else wants."""
+        for _ in self.noted(weights):
+            pass
+
+    @torch.inference_mode()
+    def differing(self, held: Held) -> list[str]:
+        """Return the names of those of the trainer's tensors that the model does not compute with."""
+        differs = (note.names for place, note in self._notes.items() if not _is_held(held, place, note))
+        return [name for names in differs for name in names]
+
+    def _place(self, name: str) -> tuple[str, str, list[str]]:
+        family, fused = self._family, self._family.fused
+        if family.mtp is not None and name.startswith(family.mtp.prefix):
+            config: Any = self._model.config
+            return _place(family.mtp.name_in_engine(name, config.num_hidden_layers), fused)
+        return _place(_eagle3_engine_name(name), LLAMA.fused) if self._drafter else _place(name, fused)
+
+    @torch.inference_mode()
+    def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
+        """Take note of the tensors that a parameter of the engine fuses, by their order."""
+        names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
+        self._notes[fused_name] = Note(names, tensors[0].dtype, _expected(self._model, fused_name, tensors))
+
+
+def assert_policy_is(held: Held, expected: Expected) -> None:
+    """Check that the policy inside the engine has the weights that were noted.
+
+    Raises:
+        PolicyParityError: Some tensors differ; the error names them.
+    """
+    if wrong := expected.differing(held):
+        raise PolicyParityError(f"the engine's policy differs from the trainer's in {_listed(wrong)}")
+
+
+def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, family: Family) -> None:
+    """Check that the drafter inside the engine has these weights and the embeddings of the policy there.
+
+    Raises:
+        DrafterCollapseError: Some tensors differ; the error names them.
+    """
+    expected = Expected(drafter, family, drafter=True)
+    expected.take(weights)
+    wrong = expected.differing(Held(drafter))
+    own: Any = drafter.get_submodule("model.embed_tokens")
+    shared: Any = policy.get_submodule("model.embed_tokens")
+    if own.weight is not shared.weight and not torch.equal(own.weight, shared.weight):
+        wrong.append("embed_tokens.weight")
+    if wrong:
+        raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {_listed(wrong)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
+    """Return where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
+
+    All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
+    """
+    if (expert := EXPERT.fullmatch(name)) is not None:
+        return f"{expert['experts']}.{expert['number']}.weight", expert["part"], list(PARTS)
+    path, _, kind = name.rpartition(".")
+    parent, _, leaf = path.rpartition(".")
+    order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
+    return f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), leaf, order
+
+
+def _eagle3_engine_name(name: str) -> str:
+    if name in (HEAD, MASK_HIDDEN):
+        return name
+    if name == "d2t":
+        return "draft_id_to_target_id"
+    return "model." + name.replace("midlayer.", "layers.0.")
+
+
+def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
+    """Return the layer of a place, the name of its parameter there, and the number of the expert if it is one.
+
+    Raises:
+        AttributeError: The model has no such layer.
+    """
+    path, _, kind = fused_name.rpartition(".")
+    parent, _, number = path.rpartition(".")
+    if number.isdecimal() and parent.endswith(".experts"):
+        experts: Any = model.get_submodule(parent)
+        return experts.routed_experts, kind, int(number)
+    return model.get_submodule(path), kind, None
+
+
+def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return what the engine must compute or hold at a place, for which these are the trainer's tensors."""
+    try:
+        layer, kind, expert = _found(model, fused_name)
+    except AttributeError:
+        return None
+    first = tensors[0]
+    if expert is not None:
+        if len(tensors) < len(PARTS):
+            return None
+        return expected_output(layer, tensors, probe_rows(first.shape[1], first.dtype).to(first.device))
+    parts = own_parts(layer, kind, tensors)
+    if kind == "weight" and _multiplies(layer):
+        return _expected_products(layer, parts)
+    actual: Tensor | None = getattr(layer, kind, None)
+    if actual is None:
+        return None
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _summed(whole.to(actual.dtype))
+
+
+def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
+    """Return the products of the fixed rows with a weight [out, in] of these parts along `out`: [PROBE_ROWS, out].
+
+    For a layer in emulated FP8 they are quantised too: rounding moves products by more than the tolerance.
+    """
+    inputs, method = probe_rows(parts[0].shape[1], parts[0].dtype).to(parts[0].device), layer.quant_method
+    if hasattr(method, "quantise_weight"):
+        inputs, parts = method.quantise_inputs(inputs), [method.quantise_weight(torch.cat(parts))]
+    return torch.cat([F.linear(inputs, part) for part in parts], -1)
+
+
+def _is_held(held: Held, fused_name: str, note: Note) -> bool:
+    """Return whether the engine computes with what was noted for a place, element by element."""
+    if note.expected is None:
+        return False
+    layer, kind, expert = _found(held.model, fused_name)
+    if expert is not None:
+        return _are_equal(held.expert(layer, expert, note.expected.shape[1], note.dtype), note.expected)
+    if kind == "weight" and _multiplies(layer):
+        return _are_equal(held.products(layer, note.dtype)[:, : note.expected.shape[1]], note.expected)
+    return torch.equal(held.value(layer, kind)[: len(note.expected)].cpu(), note.expected.cpu())
+
+
+def _are_equal(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether outputs on the fixed rows [PROBE_ROWS, out] are equal but for rounding."""
+    if actual.shape != expected.shape:
+        return False
+    found, reference = actual.float(), expected.to(actual.device).float()
+    scale = reference.abs() + reference.pow(2).mean(-1, keepdim=True).sqrt()
+    return bool(((found - reference).abs() <= READ_BACK_TOLERANCE * scale).all())
+
+
+@cache
+def probe_rows(width: int, dtype: torch.dtype) -> Tensor:
+    """Return the fixed random inputs of a matrix with `width` inputs, on the CPU: [PROBE_ROWS, width]."""
+    return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """Return what a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
+    method: Any = layer.quant_method
+    with torch.inference_mode():
+        output: Tensor = method.apply(layer, inputs, None)
+    return output
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor; of a matrix [rows, columns] a sum for each row, int64 [rows].
+
+    It is the sum of the row's bits, in words of 64, times fixed random odd numbers, modulo 2^64: it is exact, whatever
+    the order of additions, and shows every change of a single word.
+    """
+    if tensor.dim() != 2:
+        return tensor.detach().clone()
+    fits = tensor.shape[1] * tensor.element_size() % 8 == 0
+    rows = tensor.detach().contiguous()
+    if rows.storage_offset() * rows.element_size() % 8:
+        rows = rows.clone()
+    words = rows.view(torch.int64 if fits else torch.uint8)
+    factors = _factors(words.shape[1]).to(words.device)
+    return torch.cat([(chunk * factors).sum(-1) for chunk in torch.split(words, CHUNK_ROWS)])
+
+
+@cache
+def _factors(count: int) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0)) | 1
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(layer, (LinearBase, ParallelLMHead))
+
+
+def _width(layer: Any) -> int:
+    """Return the number of inputs of a linear layer or head, or of this rank's part of it."""
+    if hasattr(layer, "embedding_dim"):
+        return int(layer.embedding_dim)
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
