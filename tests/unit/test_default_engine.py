@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specrl.config import Config, EngineConfig
+from specrl.distributed.ranks import KERNELS
 from specrl.rollout.vllm.arguments import ENVIRONMENT
 from specrl.rollout.vllm.default_engine import (
     DefaultEngine,
@@ -33,9 +34,10 @@ def test_it_chooses_its_own_scheduler_and_sampler() -> None:
 
 
 def test_its_environment_is_the_users() -> None:
-    ours = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "HOME": "/home/me"}
+    ours = {**ENVIRONMENT, **KERNELS, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "HOME": "/home/me"}
     theirs = default_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
+    assert not KERNELS.keys() & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
     chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "1"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "1"  # what the user has set stands

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION
+from specrl.distributed.ranks import KERNELS
 from specrl.processes import end_with_parent
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.arguments import ENVIRONMENT
@@ -226,8 +227,8 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 
 def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a default engine: this process's, without those that are meant for `VllmEngine`."""
-    ours = {name: value for name, value in ENVIRONMENT.items() if name not in KEPT_VARIABLES}
+    """Return the variables of a default engine: this process's, without those that are meant for its own engine."""
+    ours = {name: value for name, value in (ENVIRONMENT | KERNELS).items() if name not in KEPT_VARIABLES}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if ours.get(name) != value}
     return {**{name: ENVIRONMENT[name] for name in KEPT_VARIABLES}, **kept}
