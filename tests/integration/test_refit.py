@@ -85,6 +85,14 @@ def test_an_engine_that_waits_for_its_first_refit_has_read_the_drafter_alone(cas
 
 
 @pytest.mark.engine
+def test_a_drafter_of_another_type_is_compared_as_the_engine_converts_it(case: Case) -> None:
+    drafter = {name: weight.double() if weight.is_floating_point() else weight for name, weight in case.drafter.items()}
+    case.engine.verify_drafter(drafter.items())
+    case.engine.refit_drafter(drafter.items())
+    case.engine.verify_drafter(drafter.items())
+
+
+@pytest.mark.engine
 def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
     for version in (1, 2, 3):
         policy, drafter = case.policy(version), drafter_weights(10 + version, DTYPE)

@@ -43,23 +43,22 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        like = next(model.parameters())
-        self._dtype, self._device = like.dtype, like.device
-        self._products: dict[tuple[nn.Module, torch.dtype], Tensor] = {}
-        self._experts: dict[tuple[nn.Module, torch.dtype], Tensor] = {}
+        self._like = _parameter(model)
+        self._products: dict[nn.Module, Tensor] = {}
+        self._experts: dict[nn.Module, Tensor] = {}
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
-    def products(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """Return what a linear layer or head makes of the fixed rows in `dtype`, without bias: [PROBE_ROWS, out]."""
-        if (layer, dtype) not in self._products:
-            self._products[layer, dtype] = linear_output(layer, probe_rows(_width(layer), dtype).to(self._device))
-        return self._products[layer, dtype]
+    def products(self, layer: nn.Module) -> Tensor:
+        """Return what a linear layer or head makes of the fixed rows, without bias: [PROBE_ROWS, out]."""
+        if layer not in self._products:
+            self._products[layer] = linear_output(layer, probe_rows(_width(layer), self._like.dtype).to(self._like))
+        return self._products[layer]
 
-    def expert(self, layer: nn.Module, number: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Return what one of a layer's experts makes of the fixed rows in `dtype`: [PROBE_ROWS, hidden]."""
-        if (layer, dtype) not in self._experts:
-            self._experts[layer, dtype] = outputs_of_experts(layer, probe_rows(hidden, dtype).to(self._device))
-        return self._experts[layer, dtype][number]
+    def expert(self, layer: nn.Module, number: int, hidden: int) -> Tensor:
+        """Return what one of a layer's experts makes of the fixed rows: [PROBE_ROWS, hidden]."""
+        if layer not in self._experts:
+            self._experts[layer] = outputs_of_experts(layer, probe_rows(hidden, self._like.dtype).to(self._like))
+        return self._experts[layer][number]
 
     def value(self, layer: nn.Module, kind: str) -> Tensor:
         """Return a parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
@@ -81,7 +80,7 @@ class Held:
             if isinstance(layer, RoutedExperts):
                 continue
             if _multiplies(layer):
-                digest.update(_bytes(self.products(layer, self._dtype)))
+                digest.update(_bytes(self.products(layer)))
             for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
                 if not (name == "weight" and _multiplies(layer)):
                     digest.update(_bytes(self.value(layer, name)))
@@ -93,8 +92,6 @@ class Note(NamedTuple):
 
     names: tuple[str, ...]
     """The names of the trainer's tensors that belong there."""
-    dtype: torch.dtype
-    """Their type, in which the fixed rows are multiplied."""
     expected: Tensor | None
     """What the engine must compute or hold there; None if there is no such place."""
 
@@ -114,6 +111,7 @@ class Expected:
             drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
         """
         self._model, self._family, self._drafter = model, family, drafter
+        self._dtype = _parameter(model).dtype
         self._notes: dict[str, Note] = {}
 
     def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +150,7 @@ class Expected:
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
         """Take note of the tensors that a parameter of the engine fuses, by their order."""
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
-        self._notes[fused_name] = Note(names, tensors[0].dtype, _expected(self._model, fused_name, tensors))
+        self._notes[fused_name] = Note(names, _expected(self._model, fused_name, tensors, self._dtype))
 
 
 def assert_policy_is(held: Held, expected: Expected) -> None:
@@ -222,20 +220,25 @@ def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
     return model.get_submodule(path), kind, None
 
 
-def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return what the engine must compute or hold at a place, for which these are the trainer's tensors."""
+def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return what the engine must compute or hold at a place, for which these are the trainer's tensors.
+
+    Args:
+        dtype: The type that the engine computes in. It converts what it loads: a run in FP32 may begin with a drafter
+            of one in BF16.
+    """
     try:
         layer, kind, expert = _found(model, fused_name)
     except AttributeError:
         return None
-    first = tensors[0]
     if expert is not None:
         if len(tensors) < len(PARTS):
             return None
-        return expected_output(layer, tensors, probe_rows(first.shape[1], first.dtype).to(first.device))
+        matrices = [tensor.to(dtype) for tensor in tensors]
+        return expected_output(layer, matrices, probe_rows(matrices[0].shape[1], dtype).to(matrices[0].device))
     parts = own_parts(layer, kind, tensors)
     if kind == "weight" and _multiplies(layer):
-        return _expected_products(layer, parts)
+        return _expected_products(layer, [part.to(dtype) for part in parts])
     actual: Tensor | None = getattr(layer, kind, None)
     if actual is None:
         return None
@@ -260,9 +263,9 @@ def _is_held(held: Held, fused_name: str, note: Note) -> bool:
         return False
     layer, kind, expert = _found(held.model, fused_name)
     if expert is not None:
-        return _are_equal(held.expert(layer, expert, note.expected.shape[1], note.dtype), note.expected)
+        return _are_equal(held.expert(layer, expert, note.expected.shape[1]), note.expected)
     if kind == "weight" and _multiplies(layer):
-        return _are_equal(held.products(layer, note.dtype)[:, : note.expected.shape[1]], note.expected)
+        return _are_equal(held.products(layer)[:, : note.expected.shape[1]], note.expected)
     return torch.equal(held.value(layer, kind)[: len(note.expected)].cpu(), note.expected.cpu())
 
 
@@ -309,6 +312,11 @@ def _summed(tensor: Tensor) -> Tensor:
 @cache
 def _factors(count: int) -> Tensor:
     return torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0)) | 1
+
+
+def _parameter(model: nn.Module) -> Tensor:
+    """Return one of the model's parameters in the type that it computes in."""
+    return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def _multiplies(layer: nn.Module) -> bool:
