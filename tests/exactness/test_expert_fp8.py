@@ -148,7 +148,7 @@ def test_experts_that_are_not_quantised_or_wrong_are_noticed(pair: Pair, monkeyp
         engine.refit(pair.weights.items(), None, 2)
     with pytest.raises(NotQuantisedError, match=r"mlp\.experts of the engine holds weights that were not quantised"):
         engine.assert_quantised()
-    with pytest.raises(PolicyParityError, match=r"layers\.1\.mlp\.experts\.0\.gate_proj"):
+    with pytest.raises(PolicyParityError, match=r"layers\.0\.mlp\.experts\.0\.gate_proj"):
         verify_policy(engine, pair.weights.items())
     engine.refit(pair.weights.items(), None, 3)
     engine.precision.num_loads -= 1
