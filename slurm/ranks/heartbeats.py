@@ -49,7 +49,7 @@ class Heartbeats:
         now = self._clock()
         for rank, (text, since) in self._seen.items():
             found = self._read(rank)
-            if found != text:
+            if found and found != text:  # a rank whose disk no longer answers stops in the midst of writing: no sign
                 self._seen[rank] = (found, now)
             elif now - since > (hang_seconds if text else start_seconds):
                 return f"rank {rank} has given no sign of life for {now - since:.0f} s"
@@ -72,6 +72,7 @@ class Heartbeats:
         return self._folder / f"rank-{rank}"
 
     def _read(self, rank: int) -> str:
+        """Return a rank's last sign of life; empty before the first, and while a rank is writing one."""
         try:
             return self._path(rank).read_text()  # opening a file makes NFS look again, asking for its times does not
         except FileNotFoundError:

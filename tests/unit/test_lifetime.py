@@ -126,6 +126,18 @@ def test_a_stage_without_steps_is_never_overdue(clock: Clock) -> None:
     assert life.overdue() is None
 
 
+def test_a_rank_that_stops_while_it_writes_a_sign_of_life_is_named(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "1"
+    heartbeats = [Heartbeats(folder, rank, 2, clock) for rank in range(2)]
+    heartbeats[1].beat()
+    assert heartbeats[0].stopped(60, 300) is None
+    clock.now += 10
+    (folder / "rank-1").write_text("")
+    assert heartbeats[0].stopped(60, 300) is None
+    clock.now += 51
+    assert heartbeats[0].stopped(60, 300) == "rank 1 has given no sign of life for 61 s"
+
+
 def test_a_rank_whose_heart_stops_is_named(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "1"
     heartbeats = [Heartbeats(folder, rank, 3, clock) for rank in range(3)]
