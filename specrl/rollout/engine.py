@@ -32,7 +32,7 @@ from specrl.rollout.vllm.arguments import (
     stop_tokens,
     without_weights,
 )
-from specrl.rollout.vllm.comparison import Expected, Held, assert_drafter_is, assert_policy_is
+from specrl.rollout.vllm.comparison import Expected, Held, assert_drafter_is
 from specrl.rollout.vllm.drafting import Drafting, GreedyDrafts
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.lifecycle import VllmEngine, require_version, set_environment
@@ -420,30 +420,21 @@ class Engine:
 
     @property
     def cannot_verify(self) -> str | None:
-        """The reason why `verify_policy` cannot judge this engine's weights; None if it can."""
+        """The reason why this engine's policy cannot be compared with the trainer's tensors; None if it can."""
         if self.mode == "native":
             return 'precision.generation = "fp8" rounds the weights on a GPU'
         return None
 
     def expected_policy(self) -> Expected:
-        """Return what is to note the trainer's policy on its way to `refit`, for `verify_policy`.
+        """Return what is to note the trainer's policy on its way to `refit`, for `comparison.assert_policy_is`.
 
         Each rank of a tensor-parallel engine notes its own part of every tensor.
         """
         return Expected(self._vllm.policy, self._family)
 
-    def verify_policy(self, expected: Expected) -> str:
-        """Compare the policy inside this rank's part of the engine with what was noted of the trainer's tensors.
-
-        Returns:
-            The policy's fingerprint.
-
-        Raises:
-            PolicyParityError: Tensors differ on this rank; it names them.
-        """
-        held = Held(self._vllm.policy)
-        assert_policy_is(held, expected)
-        return held.fingerprint()
+    def held_policy(self) -> Held:
+        """Return what the policy in this rank's part of the engine computes with, until its weights change."""
+        return Held(self._vllm.policy)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
@@ -460,13 +451,6 @@ class Engine:
         if self._drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
         assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
-
-    def fingerprint(self) -> str:
-        """Return a digest of the policy that this rank's part of the engine holds, experts aside.
-
-        Engines on the same kind of device that hold the same weights have the same; see `vllm.comparison`.
-        """
-        return Held(self._vllm.policy).fingerprint()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Return the log-probs and the experts of each sequence's tokens.

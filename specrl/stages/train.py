@@ -28,7 +28,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
-from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
+from specrl.rollout.refit.policy_probe import MAX_TOKENS, MAX_TOKENS_ALONE, RefitProbe, probe_sequences
 from specrl.stages.train_results import finish
 from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker, stage_run
@@ -137,11 +137,12 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
     config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
     place = EngineRank.of(ranks, config.engine.tensor_parallel)
     own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
+    longest = MAX_TOKENS if engine.cannot_verify is None else MAX_TOKENS_ALONE
     return Refit(
         engine,
         policy,
         drafter,
-        RefitProbe(probe_sequences(rollouts_dir), config),
+        RefitProbe(probe_sequences(rollouts_dir, longest), config),
         DrafterGuard(engine, drafter, own_requests, ranks),
         ranks=ranks,
         counts_path=context.stage_dir / REFITS_FILE,

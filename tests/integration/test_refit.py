@@ -18,6 +18,7 @@ from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, Refit
 from specrl.rollout.exactness import traces
 from specrl.rollout.refit.parity import check_policy
 from specrl.rollout.sampling.near_ties import Noise, compare
+from specrl.rollout.vllm.comparison import assert_policy_is
 from tests.exactness.engines import logprobs_of, mixed_requests, running, verify_policy
 from tests.exactness.toy import (
     drafter_weights,
@@ -146,9 +147,9 @@ def test_a_single_element_that_changes_behind_the_trainer_is_an_error_with_a_nam
 
     case.engine.refit(damaged(), None, 4)
     with pytest.raises(PolicyParityError, match=rf"differs from the trainer's in .*{name}"):
-        case.engine.verify_policy(expected)
+        assert_policy_is(case.engine.held_policy(), expected)
     case.engine.refit(policy.items(), None, 4)
-    assert case.engine.verify_policy(expected) == case.engine.fingerprint()
+    assert_policy_is(case.engine.held_policy(), expected)
 
 
 @pytest.mark.engine
@@ -199,7 +200,7 @@ def test_engines_have_the_same_fingerprint_if_and_only_if_they_hold_the_same_wei
         if case.tied:
             weights[HEAD] = weights[EMBEDDINGS]
         case.engine.refit(weights.items(), None, 9)
-        return case.engine.fingerprint()
+        return case.engine.held_policy().fingerprint()
 
     right = fingerprint()
     names = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "0.input_layernorm", "model.norm", "embed", HEAD)

@@ -33,7 +33,7 @@ def make_recording(accepted: int = 2, length: int = LENGTH, confidence: float | 
         for index, tokens in enumerate(rows)
     ]
     texts = [RecordedText(index, 70 + index, tokens) for index, tokens in enumerate(rows)]
-    return Recording(5, 1, [[index] for index in range(COUNT)], responses, texts, [], [])
+    return Recording(5, 1, [[index] for index in range(COUNT)], responses, texts, [], [], parallel=False)
 
 
 def replay(workload: Workload, recording: Recording | None = None, seed: int = 0) -> Replay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from specrl.config import Config
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.refit.parity import check_moved_on
-from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
 from specrl.rollout.requests import SequenceScore
+from specrl.schemas import Rollout, write_rollouts
 from specrl.training.batches import MicroBatch
 
 OLD, NEW = [[-1.0, -2.0], [-0.5]], [[-1.02, -1.97], [-0.51]]
@@ -87,8 +89,9 @@ def scored_by(prints: list[str], rank: int, *, engine_size: int = 1, may_share: 
     config = Config.model_validate({"name": "probe", **sections})
     engine: Any = SimpleNamespace(score=score, is_first=rank % engine_size == 0)
     ranks: Any = SimpleNamespace(rank=rank, world_size=len(prints), gather=gather)
+    held: Any = SimpleNamespace(fingerprint=lambda: prints[rank])
     found = RefitProbe([[0, 1], [0, 2], [0, 3], [0, 4]], config)._engine_scores(
-        engine, ranks, prints[rank], may_share=may_share
+        engine, ranks, held, may_share=may_share
     )
     expected = [[-tokens[1]] if tokens in asked else [i] for i, tokens in enumerate([[0, 1], [0, 2], [0, 3], [0, 4]])]
     assert [score.logprobs for score in found] == expected
@@ -107,3 +110,16 @@ def test_every_engine_is_compared_on_the_whole_probe_unless_all_are_known_to_hol
     assert len(scored_by(["a", "b", "a", "a"], 3, engine_size=2)) == 4
     assert len(scored_by(["a", "a"], 0, may_share=False)) == 4
     assert len(scored_by(["a"], 0)) == 4
+
+
+def test_the_probe_has_the_end_of_one_response_to_each_prompt(tmp_path: Path) -> None:
+    (tmp_path / "step=000000").mkdir()
+    common = [*range(1, 41)]  # a prompt may begin as all others do
+    rollouts = [make_rollout([*common, prompt], [50 + sample, 60]) for prompt in range(3) for sample in range(2)]
+    write_rollouts(tmp_path / "step=000000" / "rank-0.arrow", rollouts)
+    assert probe_sequences(tmp_path, 4) == [[40, prompt, 50, 60] for prompt in range(3)]
+
+
+def make_rollout(prompt: list[int], response: list[int]) -> Rollout:
+    logprobs = [-1.0] * len(response)
+    return Rollout(0, 0, 0, 0, 0, 0, 0, prompt, response, logprobs, "", "", "stop")

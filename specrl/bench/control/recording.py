@@ -73,7 +73,7 @@ class Recording:
     """Responses to the same prompts by the same policy with other seeds."""
     iterations: list[list[RecordedIteration]]
     """The iterations of each generation at fixed draft lengths, in the order in which these ran."""
-    parallel: bool = False
+    parallel: bool
     """Whether the drafter drafts all positions in one pass, and not each in a pass of its own."""
 
     def save(self, path: Path) -> None:
@@ -81,7 +81,14 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> Recording:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: An earlier version wrote it, which did not say what kind of drafter it recorded.
+        """
         data = json.loads(path.read_text())
+        if "parallel" not in data:
+            raise ValueError(f"{path} does not say what kind of drafter it is of; record again with --record")
         rows: dict[str, Any] = {
             "responses": [RecordedResponse(**item) for item in data["responses"]],
             "earlier": [RecordedText(**item) for item in data["earlier"]],

@@ -29,8 +29,8 @@ from specrl.training.checkpoint.host_copy import HostTensors
 NUM_PROMPTS = 8
 """The number of prompts of the probe."""
 RESPONSES = 2
-"""The number of responses to each of them. A prompt is read once, and two short responses make as many drafts as one of
-almost twice the length, in fewer iterations."""
+"""The number of responses to each of them. An engine reads a prompt once for both, and two short responses make as many
+drafts as one of almost twice the length, in fewer iterations."""
 PROBE_TOKENS = 14
 """The longest response, in tokens."""
 

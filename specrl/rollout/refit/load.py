@@ -20,7 +20,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
-from specrl.rollout.vllm.comparison import Expected
+from specrl.rollout.vllm.comparison import Expected, Held, assert_policy_is
 from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
@@ -102,8 +102,8 @@ class Refit:
             self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
         with heap.kept(until_the_next=True):  # what is packed anew takes the memory of what was packed before
-            fingerprint = self._on_all_ranks(lambda: self._send(version, kv_scales))
-        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, fingerprint))
+            held = self._on_all_ranks(lambda: self._send(version, kv_scales))
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
         guard = self._guard.check(version, probes=probes_drafter or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
@@ -137,8 +137,10 @@ class Refit:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()
 
-    def _send(self, version: int, kv_scales: KvScales | None) -> str:
-        """Give the engine the trainer's weights, compare its policy with them, and return the policy's fingerprint.
+    def _send(self, version: int, kv_scales: KvScales | None) -> Held:
+        """Give the engine the trainer's weights, compare its policy with them, and return that policy.
+
+        What is compared is what left the trainer. Whether that is what the trainer computes with, its log-probs show.
 
         Raises:
             RefitError: A tensor is missing or unknown, or one of the policy's differs.
@@ -150,7 +152,10 @@ class Refit:
             logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
-        return engine.fingerprint() if expected is None else engine.verify_policy(expected)
+        held = engine.held_policy()
+        if expected is not None:
+            assert_policy_is(held, expected)
+        return held
 
     def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's tensors, each after it was noted as expected.

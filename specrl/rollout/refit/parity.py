@@ -59,7 +59,8 @@ def check_moved_on(
     """Return whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
 
     Matrices are compared within their rounding, and log-probs within a tolerance: matrices that silently stay as they
-    were pass both for as long as the policy moves less. So does a trainer that sends the weights of an earlier step.
+    were pass both for as long as the policy moves less than that. So does a trainer that sends the weights of an
+    earlier step, since what is compared is what it sends.
     Rounding alone moves log-probs on either side by as much as a small step does, and those of a few tokens by far
     more. So the two policies must be well apart, and most tokens must agree on which of them it is.
 

@@ -16,6 +16,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.parity import ParityReport, check_moved_on, check_policy
 from specrl.rollout.requests import SequenceScore
+from specrl.rollout.vllm.comparison import Held
 from specrl.schemas import read_rollouts
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
@@ -24,15 +25,22 @@ logger = logging.getLogger(__name__)
 NUM_SEQUENCES = 4
 """The most sequences of the probe."""
 MAX_TOKENS = 32
-"""The longest of them, in tokens, prompt included. The weights are compared apart from them: what the log-probs show is
-that engine and trainer compute the same with these weights."""
+"""The longest of them, in tokens. The weights are compared apart from them: what the log-probs show is that engine and
+trainer compute the same with these weights."""
+MAX_TOKENS_ALONE = 64
+"""The longest of them where the weights cannot be compared, and the log-probs have to show that they arrived, too."""
 
 
-def probe_sequences(rollouts_dir: Path) -> list[list[int]]:
-    """Return a few of the policy's own responses with their prompts, each cut to `MAX_TOKENS` tokens."""
+def probe_sequences(rollouts_dir: Path, longest: int) -> list[list[int]]:
+    """Return the ends of a few of the policy's own responses with their prompts, one for each prompt.
+
+    Args:
+        longest: The largest number of tokens of each. The end is what differs most: prompts may all begin alike.
+    """
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
-    rollouts = read_rollouts(first)[:NUM_SEQUENCES]
-    return [[*rollout.prompt_tokens, *rollout.response_tokens][:MAX_TOKENS] for rollout in rollouts]
+    rollouts = {tuple(rollout.prompt_tokens): rollout for rollout in reversed(read_rollouts(first))}
+    chosen = list(reversed(rollouts.values()))[:NUM_SEQUENCES]
+    return [[*rollout.prompt_tokens, *rollout.response_tokens][-longest:] for rollout in chosen]
 
 
 def expected_difference(config: PrecisionConfig) -> float:
@@ -64,20 +72,20 @@ class RefitProbe:
         self._earlier: list[list[float]] | None = None
         """The trainer's log-probs under the last policy that the engine was shown to hold, at first any."""
 
-    def check(self, engine: Engine, policy: Policy, fingerprint: str) -> ParityReport:
+    def check(self, engine: Engine, policy: Policy, held: Held) -> ParityReport:
         """Compare log-probs of every probe token after the first; collective over the ranks.
 
         The data-parallel ranks hold the same policy, and each computes the trainer's log-probs of some sequences. A
         policy with experts sends the probe's tokens to the engine's experts.
 
         Args:
-            fingerprint: That of the policy in this rank's part of the engine.
+            held: The policy in this rank's part of the engine.
 
         Raises:
             PolicyParityError: Log-probs differ on average by more than `engine.parity_tolerance` and
                 `expected_difference` allow, or are still those of an earlier policy.
         """
-        scores = self._engine_scores(engine, policy.ranks, fingerprint, may_share=policy.routing is None)
+        scores = self._engine_scores(engine, policy.ranks, held, may_share=policy.routing is None)
         found = [score.logprobs for score in scores]
         routes = [score.routes for score in scores]
         trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
@@ -86,7 +94,7 @@ class RefitProbe:
             self._earlier = trainer
         return report
 
-    def _engine_scores(self, engine: Engine, ranks: Ranks, fingerprint: str, *, may_share: bool) -> list[SequenceScore]:
+    def _engine_scores(self, engine: Engine, ranks: Ranks, held: Held, *, may_share: bool) -> list[SequenceScore]:
         """Return the scores of every sequence by this rank's engine (collective).
 
         Engines that hold the same weights compute the same. So where all fingerprints are equal, each engine computes
@@ -96,7 +104,7 @@ class RefitProbe:
             may_share: Whether to do so; otherwise every engine computes all. Fingerprints leave experts out.
         """
         number, engines = ranks.rank // self._engine_size, ranks.world_size // self._engine_size
-        if engines == 1 or not may_share or not self._are_equal(ranks.gather(fingerprint)):
+        if engines == 1 or not may_share or not self._are_equal(ranks.gather(held.fingerprint())):
             return engine.score(self._sequences)
         count = len(self._sequences)
         own = [index for index in range(count) if index % engines == number % count]
@@ -121,7 +129,7 @@ class RefitProbe:
         given = zip(self._sequences, routes, strict=True)
         sequences = [TokenSequence(tokens, 1, i, experts) for i, (tokens, experts) in enumerate(given)]
         own = sequences[policy.dp_rank :: policy.dp_size]
-        batches = pack(own, NUM_SEQUENCES * MAX_TOKENS, policy.pad_multiple)
+        batches = pack(own, sum(map(len, self._sequences)), policy.pad_multiple)
         found: dict[int, list[float]] = {}
         for batch, logprobs in zip(batches, policy.logprobs(batches), strict=True):
             for row, index in enumerate(batch.indices):

@@ -2,7 +2,8 @@
 
 A matrix is known by its products with fixed random rows, because CPU engines keep only packed matrices, and an expert
 by its outputs for such rows; an embedding by an exact sum for each of its rows; everything else by its value. What is
-expected is noted of the trainer's tensors while they pass to the engine, so that nothing is sent twice.
+expected is noted of the trainer's tensors while they pass to the engine, so that nothing is sent twice. A tensor that
+is damaged before it leaves the trainer is not seen here, but by the log-probs of the probe.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from specrl.rollout.vllm.group import own_parts
 from specrl.rollout.vllm.load import HEAD, NOT_LOADED, Weights
 
 PROBE_ROWS = 4
-"""The number of random inputs on which a matrix is compared. On a CPU a second one costs as good as nothing, because it
-is reading the matrix that takes the time."""
+"""The number of random inputs on which a matrix is compared. On a CPU a second one costs next to nothing, because
+reading the matrix takes the time."""
 CHUNK_ROWS = 1024
 """The number of an embedding's rows that are summed at a time, so few that they stay in the cache."""
 READ_BACK_TOLERANCE = 0.02
@@ -45,7 +46,8 @@ class Held:
         self.model = model
         self._like = _parameter(model)
         self._products: dict[nn.Module, Tensor] = {}
-        self._experts: dict[nn.Module, Tensor] = {}
+        self._experts: tuple[nn.Module, Tensor] | None = None
+        """The layer whose experts were asked for last, and their outputs. Those of all layers would take gigabytes."""
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
     def products(self, layer: nn.Module) -> Tensor:
@@ -56,9 +58,9 @@ class Held:
 
     def expert(self, layer: nn.Module, number: int, hidden: int) -> Tensor:
         """Return what one of a layer's experts makes of the fixed rows: [PROBE_ROWS, hidden]."""
-        if layer not in self._experts:
-            self._experts[layer] = outputs_of_experts(layer, probe_rows(hidden, self._like.dtype).to(self._like))
-        return self._experts[layer][number]
+        if self._experts is None or self._experts[0] is not layer:
+            self._experts = layer, outputs_of_experts(layer, probe_rows(hidden, self._like.dtype).to(self._like))
+        return self._experts[1][number]
 
     def value(self, layer: nn.Module, kind: str) -> Tensor:
         """Return a parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
@@ -143,8 +145,8 @@ class Expected:
         family, fused = self._family, self._family.fused
         if family.mtp is not None and name.startswith(family.mtp.prefix):
             config: Any = self._model.config
-            return _place(family.mtp.name_in_engine(name, config.num_hidden_layers), fused)
-        return _place(_eagle3_engine_name(name), LLAMA.fused) if self._drafter else _place(name, fused)
+            return _engine_place(family.mtp.name_in_engine(name, config.num_hidden_layers), fused)
+        return _engine_place(_eagle3_engine_name(name), LLAMA.fused) if self._drafter else _engine_place(name, fused)
 
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
@@ -185,7 +187,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
+def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
     """Return where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
 
     All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
@@ -235,7 +237,9 @@ def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtyp
         if len(tensors) < len(PARTS):
             return None
         matrices = [tensor.to(dtype) for tensor in tensors]
-        return expected_output(layer, matrices, probe_rows(matrices[0].shape[1], dtype).to(matrices[0].device))
+        inputs = probe_rows(matrices[0].shape[1], dtype).to(matrices[0].device)
+        # Those of all experts are kept at once: in float32 they would take twice the memory.
+        return expected_output(layer, matrices, inputs).to(dtype)
     parts = own_parts(layer, kind, tensors)
     if kind == "weight" and _multiplies(layer):
         return _expected_products(layer, [part.to(dtype) for part in parts])

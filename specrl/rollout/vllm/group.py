@@ -36,7 +36,7 @@ def true_on_any(flag: bool) -> bool:
 
 
 def own_parts(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each of some whole tensors; a layer of the engine holds them behind each other.
+    """Return this rank's part of each whole tensor; a layer of the engine holds the parts stacked in this order.
 
     Args:
         layer: The layer, from which the rank's place follows.
