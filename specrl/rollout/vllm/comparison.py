@@ -47,7 +47,7 @@ class Held:
         self._like = _parameter(model)
         self._products: dict[nn.Module, Tensor] = {}
         self._experts: tuple[nn.Module, Tensor] | None = None
-        """The layer whose experts were asked for last, and their outputs. Those of all layers would take gigabytes."""
+        """The layer whose experts were asked for last, and their outputs. Those of all may take hundreds of MiB."""
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
     def products(self, layer: nn.Module) -> Tensor:
