@@ -22,6 +22,8 @@ def bf16_support(flags: frozenset[str]) -> str:
     """Return in words how a processor with these flags computes in bfloat16; AMX tiles are fastest."""
     if "amx_bf16" in flags:
         return "AMX BF16"
+    if "avx512f" not in flags:
+        return "no AVX-512, products of bfloat16 in float32"
     return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "no AMX, bfloat16 emulated"
 
 

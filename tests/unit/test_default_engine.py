@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrl import cpu_products
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import KERNELS
 from specrl.rollout.vllm.arguments import ENVIRONMENT
@@ -31,6 +32,15 @@ def test_it_chooses_its_own_scheduler_and_sampler() -> None:
     assert on_gpu["gpu_memory_utilization"] == 0.4
     on_cpu = default_arguments(Path("policy"), config, None)
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2**30, True)
+
+
+def test_it_computes_in_float32_on_a_cpu_without_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(name="default")
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: False)
+    assert default_arguments(Path("policy"), config, None)["dtype"] == "float32"
+    assert default_arguments(Path("policy"), config, GpuShare("0", 0.4))["dtype"] == "bfloat16"
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
+    assert default_arguments(Path("policy"), config, None)["dtype"] == "bfloat16"
 
 
 def test_its_environment_is_the_users() -> None:

@@ -66,6 +66,23 @@ def test_pick_inverts_the_cumulative_distribution(vocab: int) -> None:
     assert bool((log_kept_mass == 0).all())
 
 
+@pytest.mark.parametrize("vocab", [100, 640, 30_011])
+def test_pick_inverts_the_distribution_of_logits_in_bf16_and_no_masked_token_is_picked(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(64, vocab, generator=generator) * 3).bfloat16()
+    logits[:, ::3] = -torch.inf
+    logits[1::2, :70] = -torch.inf  # a whole block before the first token that can be picked
+    u = torch.rand(64, generator=generator, dtype=torch.float64)
+    u[:4] = torch.tensor([0.0, 0.0, 1 - 2.0**-53, 1 - 2.0**-53])
+    temperature = torch.tensor([1.0, 0.7, 1.4])[torch.arange(64) % 3]
+    tokens, logprobs, _ = pick(logits, temperature, *rows(64)[1:], u)
+    expected = (logits.double() / temperature[:, None].double()).log_softmax(-1)
+    torch.testing.assert_close(logprobs.double(), expected.gather(-1, tokens[:, None])[:, 0], atol=2e-5, rtol=0)
+    upper = expected.exp().cumsum(-1).gather(-1, tokens[:, None])[:, 0]
+    assert bool(((upper - logprobs.double().exp() - 1e-5 <= u) & (u < upper + 1e-5)).all())
+    assert bool(torch.isfinite(logits.gather(-1, tokens[:, None])).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)

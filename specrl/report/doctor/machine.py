@@ -75,7 +75,12 @@ def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
     if fast:
         return Check("CPU bfloat16", "ok", ", ".join(fast))
-    fix = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
+    if "avx512f" in flags:
+        fix = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
+    else:
+        fix = (
+            "products of bfloat16 are computed in float32 on this CPU, and take as long: runs are several times slower"
+        )
     return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", fix)
 
 

@@ -9,6 +9,7 @@ time, so that a row's token does not depend on what else is in the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.sampling.nucleus import BLOCK, blocks, most_probable
+from specrl.training.megatron.cpu import kernels
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -171,34 +173,86 @@ def _draw(
     sums are FP32 over 64 values (relative error below 2^-21), everything after them is FP64. No token of probability 0
     is picked. The exponentials of the block are computed a second time, because keeping all of them would be slower.
     """
-    rows, vocab = logits.shape
-    scales, limited = _scales(temperature, logits.device), _are_limited(top_k, top_p)
-    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    whole = torch.empty_like(sums) if limited else sums  # block sums before anything is dropped
-    least = torch.zeros(rows if limited else 0, device=logits.device)
-    size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
-    for start in range(0, rows, size):
-        part = slice(start, start + size)
-        scale = scales[part] if isinstance(scales, Tensor) else scales
-        found = _exponentials(logits[part], scale, shift[part] if shift is not None else None)
-        if limited:
-            torch.sum(blocks(found), -1, out=whole[part])
-            found, least[part] = most_probable(found, top_k[part], top_p[part])
-        torch.sum(blocks(found), -1, out=sums[part])
+    scales = _scales(temperature, logits.device)
+    sums, whole, least = _block_sums(logits, scales, top_k, top_p, shift)
     across = sums.cumsum(-1, dtype=torch.float64)
     totals = across[:, -1]
     target = (u * totals)[:, None]
     block = _first_above(across, target)
     before = across.gather(-1, block) - sums.gather(-1, block)
     chosen = _exponentials(_block(logits, block), scales, shift)
-    if limited:
+    if whole is not sums:
         chosen = chosen.masked_fill_(chosen < least[:, None], 0)
     token = _first_above(chosen.cumsum(-1, dtype=torch.float64), target - before)
     logprobs = (chosen.gather(-1, token)[:, 0] / totals).log().float()
     log_kept_mass = torch.zeros_like(logprobs)
-    if limited:
+    if whole is not sums:
         log_kept_mass = (totals / whole.cumsum(-1, dtype=torch.float64)[:, -1]).log().float()
     return Picked((block * BLOCK + token)[:, 0], logprobs, log_kept_mass), totals
+
+
+def _block_sums(
+    logits: Tensor, scales: Tensor | float, top_k: Tensor, top_p: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of each block's `_exponentials`, of those kept and of all, and the least one kept of each row.
+
+    Both sums are FP32 [rows, blocks], and the same tensor if no row has top-k or top-p. The least is FP32 [rows], and 0
+    where everything is kept. A row's sums do not depend on whether other rows are limited.
+    """
+    limited = (top_k > 0) | (top_p < 1)
+    if not limited.any():
+        sums = _sums(logits, scales, shift)
+        return sums, sums, torch.zeros(len(logits), device=logits.device)
+    if limited.all():
+        return _limited_sums(logits, scales, top_k, top_p, shift)
+    sums = torch.empty(len(logits), -(-logits.shape[1] // BLOCK), device=logits.device)
+    whole, least = torch.empty_like(sums), torch.empty(len(logits), device=logits.device)
+    for own in (limited, ~limited):
+        rows = own.to(logits.device)
+        scale = scales[rows] if isinstance(scales, Tensor) else scales
+        by = shift[rows] if shift is not None else None
+        sums[rows], whole[rows], least[rows] = _block_sums(logits[rows], scale, top_k[own], top_p[own], by)
+    return sums, whole, least
+
+
+def _sums(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:
+    """Return the sums of each block's `_exponentials`, FP32 [rows, blocks]."""
+    rows, vocab = logits.shape
+    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
+    if shift is None and kernels.take(logits) and logits.is_contiguous():
+        factors = torch.full((rows, 1), scales) if isinstance(scales, float) else scales
+        kernels.exponential_sums(rows, vocab, sums.shape[1], logits, factors / LOG2_E, sums)
+        return sums
+    for part, found in _by_chunks(logits, scales, shift):
+        torch.sum(blocks(found), -1, out=sums[part])
+    return sums
+
+
+def _limited_sums(
+    logits: Tensor, scales: Tensor | float, top_k: Tensor, top_p: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over what top-k and top-p keep and over everything, [rows, blocks], and the least that is kept.
+
+    The least exponential that is kept is FP32 [rows].
+    """
+    rows, vocab = logits.shape
+    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
+    whole, least = torch.empty_like(sums), torch.zeros(rows, device=logits.device)
+    for part, found in _by_chunks(logits, scales, shift):
+        torch.sum(blocks(found), -1, out=whole[part])
+        kept, least[part] = most_probable(found, top_k[part], top_p[part])
+        torch.sum(blocks(kept), -1, out=sums[part])
+    return sums, whole, least
+
+
+def _by_chunks(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the `_exponentials` of a few rows at a time, with the place of these rows."""
+    rows, vocab = logits.shape
+    size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
+        scale = scales[part] if isinstance(scales, Tensor) else scales
+        yield part, _exponentials(logits[part], scale, shift[part] if shift is not None else None)
 
 
 def _exponentials(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:

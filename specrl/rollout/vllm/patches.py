@@ -12,7 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from specrl import cpu_products
 from specrl.training.heap import untouched_zeros
+
+PRODUCT_SHAPES = 32
+"""The number of shapes for which oneDNN keeps a layer's compiled product; vLLM's own number."""
 
 
 def patch() -> None:
@@ -22,6 +26,7 @@ def patch() -> None:
     fix_kernel_registration()
     _take_memory_as_needed()
     _own_shared_memory()
+    _pack_bf16_in_float32()
     # vLLM would look at each new model's class in a process that imports everything again, so as not to initialise
     # CUDA in this one; here the engine does that next.
     registry._run_in_subprocess = lambda inspect: inspect()
@@ -98,3 +103,32 @@ def _own_shared_memory() -> None:
 
     shared.make_group_name = staticmethod(make_group_name)
     shared._init_cpu_shm = init_and_unlink
+
+
+def _pack_bf16_in_float32() -> None:
+    """Let linear layers in BF16 compute in float32, on CPUs that have no products of BF16.
+
+    vLLM leaves such layers to PyTorch there, which takes 64 times as long for 64 tokens as for one. Packed like this,
+    weights take twice the memory.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if not current_platform.is_cpu() or cpu_products.has_bf16() or pack.__module__ == __name__:
+        return
+
+    def pack_wide(layer: Any, remove_weight: bool) -> None:
+        weight: torch.Tensor = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.bfloat16:
+            pack(layer, remove_weight)
+            return
+        packed = ops.create_onednn_mm(weight.float().t(), PRODUCT_SHAPES)
+        layer.cpu_linear = lambda x, _, bias: ops.onednn_mm(
+            packed, x.float(), None if bias is None else bias.float()
+        ).bfloat16()
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = pack_wide

@@ -34,7 +34,10 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.
 EXP = tuple(map(np.float32, (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 5.0000001e-1)))
 """The coefficients of e^r for |r| < ln 2 / 2 (Cephes), the highest power first."""
 C0, C1, C2, C3, C4, C5 = EXP
-ONE, HALF, LOWEST, HIGHEST = np.float32(1.0), np.float32(0.5), np.float32(-87.0), np.float32(88.0)
+BLOCK = 64
+"""The number of tokens in each block of a vocabulary that `exponential_sums` sums up."""
+NONE, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
 LEAST, THIRTY_ONE, ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(31), np.int32(2**31 - 1)
 SIXTEEN, TWENTY_THREE, LAST_BIT, BELOW_HALF = np.uint32(16), np.int32(23), np.uint32(1), np.uint32(0x7FFF)
 BIAS = np.int32(127)
@@ -280,6 +283,32 @@ def _score(data: Any) -> None:
         sums[0, row], sums[1, row], sums[2, row] = highest, total, weighted
 
 
+def _exponential_sums(data: Any) -> None:
+    numbers = carray(data, 6, np.int64)
+    rows, width, blocks, logits_at, scales_at, sums_at = numbers
+    logits, scales = carray(at(logits_at), (rows, width), np.uint16), carray(at(scales_at), rows, np.float32)
+    sums = carray(at(sums_at), (rows, blocks), np.float32)
+    first, last = part(rows)
+    for row in range(first, last):
+        scale = scales[row]
+        for block in range(width // BLOCK):
+            total = np.float32(0.0)
+            for column in range(BLOCK):  # a fixed number, so that the compiler needs no remainder
+                total += _weight(logits[row, block * BLOCK + column], scale)
+            sums[row, block] = total
+        if width % BLOCK:
+            total = np.float32(0.0)
+            for column in range(width - width % BLOCK, width):
+                total += _weight(logits[row, column], scale)
+            sums[row, blocks - 1] = total
+
+
+@inlined
+def _weight(bits: Any, scale: Any) -> Any:
+    x = widen(bits) * scale
+    return NONE if x < LOWEST else exp(x)
+
+
 swiglu = Kernel(_swiglu)
 """Computes silu(gate) up: rows, width, x [rows, 2 width], result [rows, width]."""
 swiglu_backward = Kernel(_swiglu_backward)
@@ -300,3 +329,6 @@ score = Kernel(_score)
 """Sums over a vocabulary: rows, width, stride between rows, factor f, whether to keep weights, logits x [rows, width]
 and result [3, rows] in float32. The results are m = max f x, sum e^(f x - m) and sum f x e^(f x - m); e^(f x - m) takes
 the place of the logits if it is to be kept."""
+exponential_sums = Kernel(_exponential_sums)
+"""Sums over blocks of `BLOCK` tokens: rows, width, blocks in a row, logits x [rows, width] and, in float32, factors f
+[rows] and result [rows, blocks]. A sum is that of e^(f x); what is below e^-87 counts as zero."""
