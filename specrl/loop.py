@@ -29,8 +29,8 @@ from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_m
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, load_newest
-from specrl.training.drafter.online import OnlineTraining
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.online import OnlineTraining
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy

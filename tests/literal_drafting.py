@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specrl.models.rope import rope_frequencies
-from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
 
 class LiteralDrafter:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config
 from specrl.models.drafters import ARCHITECTURES, LAYERS, read_published, suited
-from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
 SHARED = (
     *("hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings"),

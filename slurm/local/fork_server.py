@@ -211,7 +211,7 @@ def _load(stages: Sequence[StageName]) -> None:
         importlib.import_module("specrl.training.megatron.policy")
         importlib.import_module("specrl.models.tiny")  # and with it transformers' models
     if set(stages) & set(ENGINE_STAGES):
-        from specrl.rollout.vllm.lifecycle import import_engine  # imports torch, as the flow must not
+        from specrl.rollout.vllm.engine.lifecycle import import_engine  # imports torch, as the flow must not
 
         import_engine()
 

@@ -21,7 +21,7 @@ from specrl.models.sources import HUB_ID, download, is_path
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 """The architectures of the original layout; the first is the one that specrl writes."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""The flags by which drafters depart from the first EAGLE-3; `specrl.training.drafter.eagle3` says what each does."""
+"""The flags by which drafters depart from the first EAGLE-3; `training/drafter/kinds/eagle3.py` says what each does."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that trainer and engine compute alike."""
 ROPE_KEYS = (

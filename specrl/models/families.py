@@ -1,8 +1,9 @@
 """The model families that can be trained: one row for each, which says everything in which it differs from the others.
 
 The loader and the exporter (`training/megatron/weights.py`), the comparison of weights inside the engine
-(`rollout/vllm/comparison.py`), the memory plan (`models/shapes.py`), the FP8 recipe (`precision/recipe.py`), the source
-check (`models/directory.py`) and the tiny models (`models/tiny.py`) read the row. Nothing here imports torch.
+(`rollout/vllm/weights/comparison.py`), the memory plan (`models/shapes.py`), the FP8 recipe (`precision/recipe.py`),
+the source check (`models/directory.py`) and the tiny models (`models/tiny.py`) read the row. Nothing here imports
+torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The multi-token-prediction layers of model families: the names of their tensors, and how they draft.
 
-One row for each kind, which a family's row in `specrl/models/families.py` refers to. `specrl/training/drafter/mtp.py`
-computes them.
+One row for each kind, which a family's row in `specrl/models/families.py` refers to.
+`specrl/training/drafter/kinds/mtp.py` computes them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MtpModule:
     """Whether vLLM loads a checkpoint with several layers."""
 
     def name_on_disk(self, own: str, layer: int = 0) -> str:
-        """Return the name of a layer's tensor on disk, given its name in `training/drafter/mtp.py`."""
+        """Return the name of a layer's tensor on disk, given its name in `training/drafter/kinds/mtp.py`."""
         module, _, kind = own.rpartition(".")
         beside = {
             "token_layernorm": self.token_norm,

@@ -58,7 +58,7 @@ WINDOW_BYTES = 2**24
 CALIBRATION_POSITIONS = 640
 """The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
 DRAFTER_SCORES = 2**26
-"""The number of attention scores that a step of the drafter's training holds at once (`training/drafter/layers.py`)."""
+"""The number of attention scores that a step of drafter training holds at once (`training/drafter/kinds/layers.py`)."""
 DRAFTER_CHAINS = 1024
 """The number of chains that the drafter's training has in memory at once (`training/drafter/chains.py`)."""
 
@@ -373,8 +373,8 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
 
     The targets among them exist twice, because they leave the policy's head packed and are then padded; where they are
     hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
-    time keep the features of two more steps (`training/drafter/spot.py`). Ranks that hold one copy of the policy divide
-    the rows, of which one may be as long as the longest sequence; the targets leave the policy's head undivided.
+    time keep the features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the policy
+    divide the rows, of which one may be as long as the longest sequence; the targets leave the policy's head undivided.
 
     Args:
         tokens: The number of tokens with features.

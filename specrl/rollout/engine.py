@@ -24,7 +24,9 @@ from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
-from specrl.rollout.vllm.arguments import (
+from specrl.rollout.vllm.drafting.drafting import Drafting, GreedyDrafts
+from specrl.rollout.vllm.drafting.recorder import DraftLog, DraftObserver, Recorder, SyntheticAcceptance
+from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,
     gpu_memory,
@@ -32,20 +34,18 @@ from specrl.rollout.vllm.arguments import (
     stop_tokens,
     without_weights,
 )
-from specrl.rollout.vllm.comparison import Expected, Held, assert_drafter_is
-from specrl.rollout.vllm.drafting import Drafting, GreedyDrafts
+from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, set_environment
+from specrl.rollout.vllm.engine.timing import IterationTimes, iteration_times
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
-from specrl.rollout.vllm.lifecycle import VllmEngine, require_version, set_environment
-from specrl.rollout.vllm.load import (
+from specrl.rollout.vllm.precision import EnginePrecision
+from specrl.rollout.vllm.sampler import InvariantSampler
+from specrl.rollout.vllm.self_test import CraftedInputs
+from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_drafter_is
+from specrl.rollout.vllm.weights.load import (
     Weights,
     drafter_weight_names,
     policy_weight_names,
 )
-from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import DraftLog, DraftObserver, Recorder, SyntheticAcceptance
-from specrl.rollout.vllm.sampler import InvariantSampler
-from specrl.rollout.vllm.self_test import CraftedInputs
-from specrl.rollout.vllm.timing import IterationTimes, iteration_times
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
@@ -426,7 +426,7 @@ class Engine:
         return None
 
     def expected_policy(self) -> Expected:
-        """Return what is to note the trainer's policy on its way to `refit`, for `comparison.assert_policy_is`.
+        """Return what is to note the trainer's policy on its way to `refit`, for `weights.comparison.assert_policy_is`.
 
         Each rank of a tensor-parallel engine notes its own part of every tensor.
         """

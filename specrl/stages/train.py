@@ -34,8 +34,8 @@ from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker, stage_run
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.drafter.drafters import load_drafter
-from specrl.training.drafter.online import OnlineTraining
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.online import OnlineTraining
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy

@@ -30,7 +30,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import DefaultTurns, matched_pair
-from specrl.rollout.vllm.load import read_weights
+from specrl.rollout.vllm.weights.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.next_step import NextStep

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from specrl.distributed import join, leave
 from specrl.rollout.engine import Engine
-from specrl.rollout.vllm.lifecycle import import_engine
+from specrl.rollout.vllm.engine.lifecycle import import_engine
 from tests.exactness.engines import mixed_requests
 from tests.exactness.toy import toy_config
 from tests.forks import fork, wait

@@ -23,7 +23,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.refit.load import Refit
-from specrl.rollout.vllm.comparison import Expected
+from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.stages.train import build
 from specrl.tracking import Silent

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from specrl.rollout.vllm.cpu_layers import use_kernels
+from specrl.rollout.vllm.engine.cpu_layers import use_kernels
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests
 

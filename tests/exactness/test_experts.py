@@ -11,7 +11,7 @@ import pytest
 
 from specrl.rollout.engine import Engine, Request, Response
 from specrl.rollout.errors import PolicyParityError
-from specrl.rollout.vllm.load import read_weights
+from specrl.rollout.vllm.weights.load import read_weights
 from tests.exactness.engines import running, verify_policy
 from tests.exactness.experts import LAYERS, routes_of, write_expert_drafter, write_expert_policy
 from tests.exactness.test_token_for_token import count_preemptions

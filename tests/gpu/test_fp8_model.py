@@ -127,7 +127,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
     """The products agree with few tokens and with many, for which kernels may differ."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
-    from specrl.rollout.vllm.comparison import linear_output
+    from specrl.rollout.vllm.weights.comparison import linear_output
 
     config = Config.model_validate(
         {

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from specrl.rollout.vllm.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than a run
 import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
@@ -43,7 +43,7 @@ from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import StepRollouts
-from specrl.rollout.vllm.lifecycle import import_engine
+from specrl.rollout.vllm.engine.lifecycle import import_engine
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish

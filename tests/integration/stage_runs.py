@@ -16,7 +16,7 @@ import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
 from specrl.config import STAGES, Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS
-from specrl.rollout.vllm.lifecycle import import_engine
+from specrl.rollout.vllm.engine.lifecycle import import_engine
 from specrl.tracking import start_parent_run
 from tests.forks import fork, wait
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specrl.rollout.vllm.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than all the rest
 
@@ -24,7 +24,7 @@ from specrl.distributed import Ranks, join, leave
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
-from specrl.rollout.vllm.lifecycle import import_engine
+from specrl.rollout.vllm.engine.lifecycle import import_engine
 from tests.exactness.engines import logprobs_of, mixed_requests, verify_policy
 from tests.exactness.toy import (
     ToyTrainer,

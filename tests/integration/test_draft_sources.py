@@ -18,7 +18,7 @@ from specrl.rollout.drafts.replay import END
 from specrl.rollout.drafts.text_sources import RecentTextSource
 from specrl.rollout.engine import Engine, Response
 from specrl.rollout.matched import matched_pair
-from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
+from specrl.rollout.vllm.drafting.deferred_prefill import DeferredPrefill
 from specrl.rollout.vllm.sampler import RequestRecord
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy

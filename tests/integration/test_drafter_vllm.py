@@ -21,9 +21,9 @@ from specrl.export.exported import ExportedDrafter
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.models.drafters import NORM_FLAGS
-from specrl.rollout.vllm import lifecycle, patches
-from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.rollout.vllm.engine import lifecycle, patches
 from specrl.training.drafter.io import adopt_drafter
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.features import Features
 from tests.literal_drafting import LiteralDrafter

@@ -18,7 +18,7 @@ from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, Refit
 from specrl.rollout.exactness import traces
 from specrl.rollout.refit.parity import check_policy
 from specrl.rollout.sampling.near_ties import Noise, compare
-from specrl.rollout.vllm.comparison import assert_policy_is
+from specrl.rollout.vllm.weights.comparison import assert_policy_is
 from tests.exactness.engines import logprobs_of, mixed_requests, running, verify_policy
 from tests.exactness.toy import (
     drafter_weights,

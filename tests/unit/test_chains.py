@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specrl.config import DrafterConfig
 from specrl.training.drafter import chains, ttt
-from specrl.training.drafter import layers as draft_layers
+from specrl.training.drafter.kinds import layers as draft_layers
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs
 from specrl.training.features import Features

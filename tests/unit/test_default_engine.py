@@ -13,7 +13,6 @@ import torch
 from specrl import cpu_products
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import KERNELS
-from specrl.rollout.vllm.arguments import ENVIRONMENT
 from specrl.rollout.vllm.default_engine import (
     DefaultEngine,
     DefaultEngineError,
@@ -22,7 +21,8 @@ from specrl.rollout.vllm.default_engine import (
     default_environment,
     engine_devices,
 )
-from specrl.rollout.vllm.recorder import rate_for
+from specrl.rollout.vllm.drafting.recorder import rate_for
+from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
-from specrl.training.drafter import layers as draft_layers
 from specrl.training.drafter import ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
-from specrl.training.drafter.eagle3 import Eagle3Shape, feature_layers
+from specrl.training.drafter.kinds import layers as draft_layers
+from specrl.training.drafter.kinds.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens, schedule
 from specrl.training.drafter.ttt import Objective, Tally, feed_context, metrics_from_sums, train_chains
 from specrl.training.features import Features

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from specrl.config import Config, DrafterConfig
 from specrl.rollout.errors import RefitError
-from specrl.rollout.vllm.arguments import engine_arguments
-from specrl.rollout.vllm.load import check_own_head
+from specrl.rollout.vllm.engine.arguments import engine_arguments
 from specrl.rollout.vllm.precision import EnginePrecision
+from specrl.rollout.vllm.weights.load import check_own_head
 from specrl.training.drafter.io import adopt_drafter, read_drafter
 from specrl.training.drafter.trainer import Drafter
 from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, HIDDEN, VOCAB, make_drafter, make_features, write_policy

@@ -25,7 +25,7 @@ from specrl.projection.memory import Rank
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
 from specrl.training.drafter.drafters import save_drafter
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs, unroll
 from specrl.training.megatron.policy import Policy

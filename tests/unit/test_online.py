@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.training.drafter.online import OnlineTraining
-from specrl.training.drafter.online_rate import EVERY, LEAST_RESPONSES, OnlineRate, PairedCounts
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.online import OnlineTraining
+from specrl.training.drafter.online.rate import EVERY, LEAST_RESPONSES, OnlineRate, PairedCounts
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from tests.unit.test_drafter import PARALLEL, arithmetic_features, assert_equal_state, make_drafter, write_policy

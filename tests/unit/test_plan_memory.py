@@ -27,8 +27,8 @@ from specrl.training import heap
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.data import KL_POSITIONS
 from specrl.training.drafter import chains
-from specrl.training.drafter import layers as draft_layers
-from specrl.training.drafter.mtp import Mtp, mtp_shape
+from specrl.training.drafter.kinds import layers as draft_layers
+from specrl.training.drafter.kinds.mtp import Mtp, mtp_shape
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.attention import local

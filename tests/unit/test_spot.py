@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from specrl.distributed import join, leave
 from specrl.processes import free_port
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.features import padded, sequences
 from tests.unit.test_drafter import ALONE, make_drafter, make_features, write_policy
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from specrl.rollout.vllm.patches import _OwnModules
+from specrl.rollout.vllm.engine.patches import _OwnModules
 
 
 @pytest.fixture

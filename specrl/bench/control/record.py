@@ -20,7 +20,7 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import accepted_prefix
 from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.engine import Engine, Request, start_engine
-from specrl.rollout.vllm.recorder import DraftObserver
+from specrl.rollout.vllm.drafting.recorder import DraftObserver
 
 LONGEST_DRAFT, LONGEST_REPLAY = 5, 16
 """The longest drafts that are recorded and timed, in tokens: of the drafter and from text; see `longest_draft`."""

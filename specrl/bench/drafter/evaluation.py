@@ -22,7 +22,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.outcome_log import VerifiedDraft, by_length, counters
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.rollout.vllm.arguments import gpu_memory
+from specrl.rollout.vllm.engine.arguments import gpu_memory
 
 GPU_SHARE = 0.85
 """The share of a GPU's memory that all engines have together."""

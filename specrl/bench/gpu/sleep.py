@@ -11,7 +11,7 @@ from specrl.bench.gpu.exactness import MAX_LENGTH, K, mixed_requests
 from specrl.bench.gpu.findings import Findings
 from specrl.bench.gpu.models import Scale, bench_config, write_drafter, write_sharp
 from specrl.rollout.engine import Engine
-from specrl.rollout.vllm.load import read_weights
+from specrl.rollout.vllm.weights.load import read_weights
 
 CYCLES = 3
 GIB = 2**30

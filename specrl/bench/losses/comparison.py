@@ -25,7 +25,7 @@ from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.matched import matched_pair
-from specrl.rollout.vllm.arguments import gpu_memory
+from specrl.rollout.vllm.engine.arguments import gpu_memory
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.megatron.policy import Policy
 

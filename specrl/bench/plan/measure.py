@@ -32,7 +32,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.host_copy import HostTensors
-from specrl.training.drafter.online import BEST, OnlineTraining
+from specrl.training.drafter.online.online import BEST, OnlineTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 

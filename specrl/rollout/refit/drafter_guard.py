@@ -22,7 +22,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.vllm.load import Weights
+from specrl.rollout.vllm.weights.load import Weights
 from specrl.schemas import read_rollouts
 from specrl.training.checkpoint.host_copy import HostTensors
 

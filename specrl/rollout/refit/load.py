@@ -20,7 +20,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
-from specrl.rollout.vllm.comparison import Expected, Held, assert_policy_is
+from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_policy_is
 from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy

@@ -16,7 +16,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.parity import ParityReport, check_moved_on, check_policy
 from specrl.rollout.requests import SequenceScore
-from specrl.rollout.vllm.comparison import Held
+from specrl.rollout.vllm.weights.comparison import Held
 from specrl.schemas import read_rollouts
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy

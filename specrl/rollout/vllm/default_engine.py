@@ -25,7 +25,7 @@ from specrl.config.rollout import ALONE_FRACTION
 from specrl.distributed.ranks import KERNELS
 from specrl.processes import end_with_parent
 from specrl.rollout.requests import Request
-from specrl.rollout.vllm.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
 """The variables of `ENVIRONMENT` that a default engine gets too: its threads run on the cores of this process, and it

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from specrl.config import Config
 from specrl.distributed import Ranks, sum_arrays
 from specrl.schemas import Rollout
-from specrl.training.drafter.mtp import Mtp
+from specrl.training.drafter.kinds.mtp import Mtp
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens
 from specrl.training.megatron.policy import Policy
 

@@ -32,8 +32,8 @@ from specrl.models.drafters import (
     suited,
 )
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.eagle3 import Eagle3Shape
-from specrl.training.drafter.parallel import eagle3_module
+from specrl.training.drafter.kinds.eagle3 import Eagle3Shape
+from specrl.training.drafter.kinds.parallel import eagle3_module
 
 MAPPINGS = ("d2t", "t2d")
 NEW_NAMES = {

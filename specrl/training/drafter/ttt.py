@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specrl.training.drafter.chains import ChainBatch, Part
-from specrl.training.drafter.layers import DraftModule, causal_attention, chain_attention
+from specrl.training.drafter.kinds.layers import DraftModule, causal_attention, chain_attention
 from specrl.training.gather import rows_of
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

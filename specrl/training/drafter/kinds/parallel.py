@@ -2,11 +2,12 @@
 
 The first position is EAGLE-3's. Each later one would need the draft before it and the module's output there. In their
 place it reads a mask, which is the same at all of them: the embedding of a token that stands for none, and hidden
-states that are learned. What it sees besides is what any chain sees (`ttt.py`): the slots with the policy's features up
-to the chain's start, and the masked slots since then, at consecutive positions. So no pass waits for another one.
+states that are learned. What it sees besides is what any chain sees (`drafter/ttt.py`): the slots with the policy's
+features up to the chain's start, and the masked slots since then, at consecutive positions. So no pass waits for
+another one.
 
-It is trained by the unroll of `ttt.py` with the same targets. A later position cannot know the tokens drafted before
-it, and so learns the policy's distribution averaged over them.
+It is trained by the unroll of `drafter/ttt.py` with the same targets. A later position cannot know the tokens drafted
+before it, and so learns the policy's distribution averaged over them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specrl.training.drafter.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
 
 class ParallelEagle3(Eagle3):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specrl.models.drafters import MASK_HIDDEN
-from specrl.rollout.vllm.load import Weights
+from specrl.rollout.vllm.weights.load import Weights
 
 
 class ParallelDrafting:

@@ -1,6 +1,6 @@
 """The drafter's update in each RL step: with a learning rate that follows its gain, and a way back to the best weights.
 
-What is measured, and why that is fair, is said in `online_rate.py`. It changes how fast the drafter learns and never a
+What is measured, and why that is fair, is said in `rate.py`. It changes how fast the drafter learns and never a
 sampled token. `DrafterGuard` stays what notices a drafter that is damaged, stale or lost: it watches the engine, and a
 slow decline is none of its concern.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specrl.training.checkpoint.host_copy import HostTensors
-from specrl.training.drafter.online_rate import OnlineRate, PairedCounts
-from specrl.training.drafter.spot import SpotTraining
+from specrl.training.drafter.online.rate import OnlineRate, PairedCounts
+from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 

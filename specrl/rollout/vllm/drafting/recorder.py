@@ -16,7 +16,7 @@ from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.outcome_log import VerifiedDraft
 from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
-from specrl.rollout.vllm.drafting import Drafting
+from specrl.rollout.vllm.drafting.drafting import Drafting
 from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, request_seed
 
 LIKELY = 1e-3

@@ -1,4 +1,4 @@
-"""The building blocks of drafters, and `DraftModule`, the interface that the unroll in `ttt.py` drives.
+"""The building blocks of drafters, and `DraftModule`, the interface that the unroll in `drafter/ttt.py` drives.
 
 There are three drafters: EAGLE-3 (`eagle3.py`), its kind that drafts all positions in one pass (`parallel.py`), and the
 multi-token-prediction layer of a policy that has one (`mtp.py`). All run their decoder layers, most often one, for each
@@ -91,7 +91,7 @@ class DraftShape:
 
 
 class DraftModule(nn.Module, ABC):
-    """The parameters of a drafter, and one drafting step in pieces, which `unroll` in `ttt.py` puts together.
+    """The parameters of a drafter, and one drafting step in pieces, which `unroll` in `drafter/ttt.py` puts together.
 
     Tensors of the policy (`SHARED`) are held as copies that no gradient reaches.
     """

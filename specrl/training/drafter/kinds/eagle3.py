@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specrl.models.drafters import LAYERS, MASK_TOKEN, NORM_FLAGS
-from specrl.training.drafter.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
+from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
 from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.group import own_parts
-from specrl.rollout.vllm.load import HEAD, NOT_LOADED, Weights
+from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
 
 PROBE_ROWS = 4
 """The number of random inputs on which a matrix is compared. On a CPU a second one costs next to nothing, because

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specrl.models.families import Family
-from specrl.training.drafter.layers import EMBEDDINGS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
+from specrl.training.drafter.kinds.layers import EMBEDDINGS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 

@@ -22,9 +22,9 @@ from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
 from specrl.rollout.drafts.text_drafts import TextDrafts
 from specrl.rollout.drafts.text_sources import StoredTextSource, text_sources
 from specrl.rollout.sampling.inverse_cdf import most_likely
-from specrl.rollout.vllm.deferred_prefill import DeferredPrefill
+from specrl.rollout.vllm.drafting.deferred_prefill import DeferredPrefill
+from specrl.rollout.vllm.engine.lifecycle import draft_model
 from specrl.rollout.vllm.group import agreed
-from specrl.rollout.vllm.lifecycle import draft_model
 from specrl.rollout.vllm.sampler import InvariantSampler, RequestRecord, request_seed
 
 

@@ -46,7 +46,7 @@ CPU_BLOCK_TOKENS = 32
 
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
-NO_DRAFTER = "specrl.rollout.vllm.drafting.NoDrafter"
+NO_DRAFTER = "specrl.rollout.vllm.drafting.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """The words by which vLLM guesses a method from the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")

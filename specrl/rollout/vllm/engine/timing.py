@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specrl.rollout.vllm.lifecycle import VllmEngine
+from specrl.rollout.vllm.engine.lifecycle import VllmEngine
 
 PARTS = ("policy", "drafter", "sampler", "scheduler")
 """The parts that are timed: `policy` is the forward pass and the head, `drafter` everything that proposes. The rest of

@@ -21,13 +21,13 @@ from torch import nn
 
 from specrl.models.light_transformers import skip_unused_parts
 from specrl.rollout.errors import RefitError
-from specrl.rollout.vllm.arguments import ENVIRONMENT
-from specrl.rollout.vllm.cpu_layers import use_kernels
+from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.cpu_layers import use_kernels
+from specrl.rollout.vllm.engine.parallel_drafting import ParallelDrafting
+from specrl.rollout.vllm.engine.patches import patch
+from specrl.rollout.vllm.engine.shared_prompts import SharedPrompts, can_share
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
-from specrl.rollout.vllm.load import Weights, check_own_head, refit_drafter, refit_policy
-from specrl.rollout.vllm.parallel import ParallelDrafting
-from specrl.rollout.vllm.patches import patch
-from specrl.rollout.vllm.shared_prompts import SharedPrompts, can_share
+from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
@@ -151,7 +151,7 @@ class VllmEngine:
             pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the policy in place; errors are those of `load.refit_policy`."""
+        """Load the policy in place; errors are those of `weights.load.refit_policy`."""
         assert not self.llm.has_unfinished_requests(), "refit while generating"
         tied = bool(self.llm.model_config.hf_config.tie_word_embeddings)
         refit_policy(self.llm.vllm_config, self.policy, weights, names, tied)
