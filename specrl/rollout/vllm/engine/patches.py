@@ -26,7 +26,7 @@ def patch() -> None:
     fix_kernel_registration()
     _take_memory_as_needed()
     _own_shared_memory()
-    _pack_bf16_in_float32()
+    pack_bf16_in_float32()
     # vLLM would look at each new model's class in a process that imports everything again, so as not to initialise
     # CUDA in this one; here the engine does that next.
     registry._run_in_subprocess = lambda inspect: inspect()
@@ -105,7 +105,7 @@ def _own_shared_memory() -> None:
     shared._init_cpu_shm = init_and_unlink
 
 
-def _pack_bf16_in_float32() -> None:
+def pack_bf16_in_float32() -> None:
     """Let linear layers in BF16 compute in float32, on CPUs that have no products of BF16.
 
     vLLM leaves such layers to PyTorch there, which takes 64 times as long for 64 tokens as for one. Packed like this,
