@@ -13,6 +13,23 @@ from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_te
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, finished, read_config
 
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="eagle3 (the original layout, for vLLM), speculators (for vLLM and the library), or sglang.",
+    ),
+]
+To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help="The new folder; it must be empty if it exists.")]
+PolicyName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The policy's hub id or folder, as the server will name it.")
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(metavar="int8|fp8", help="Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("export")(export)
@@ -20,26 +37,11 @@ def register(app: typer.Typer) -> None:
 
 def export(
     name: RunName,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="eagle3 (the original layout, for vLLM), speculators (for vLLM and the library), or sglang.",
-        ),
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="The new folder; it must be empty if it exists.")],
-    policy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The policy's hub id or folder, as the server will name it."),
-    ] = None,
+    form: Format,
+    to: To,
+    policy: PolicyName = None,
     runs_dir: RunsDir = Path("runs"),
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="int8|fp8", help="Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
-        ),
-    ] = None,
+    quantize: Quantize = None,
 ) -> None:
     """Write the drafter of a finished run in a format that inference servers load.
 

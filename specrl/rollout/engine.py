@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -204,12 +204,8 @@ class Engine:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
-        stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
-        running: dict[str, tuple[int, str]] = {}
         responses: dict[int, Response] = {}
-        if self._drafting is not None:
-            self._drafting.begin(recall, learn)
-        try:
+        with self._generation(recall, learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             queue = list(enumerate(zip(requests, params, strict=True)))
             queue = self._add(queue, running, waits=len(requests) <= self.config.engine.max_num_seqs)
@@ -227,14 +223,8 @@ class Engine:
                     on_iteration()
                 if running and stop is not None and self.agreed(stop())[0]:
                     break
-            for index, internal in running.values():
-                responses[index] = self._response(internal, self._vllm.tokens_so_far(internal), "abort")
-            for index, _ in queue:
-                responses[index] = self._response("", [], "abort")
-        finally:
-            self._abort(internal for _, internal in running.values())
-            self._vllm.forget_prompts()
-            stats, self._sampler.stats = self._sampler.stats, stats
+            responses |= self._cut_off(running, queue)
+            stats = self._sampler.stats  # each iteration has replaced it by a sum
         ordered = [responses[index] for index in range(len(requests))]
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
@@ -533,6 +523,24 @@ class Engine:
         """Free the engine; the default process group stays."""
         self._vllm.stop()
 
+    @contextmanager
+    def _generation(self, recall: bool, learn: bool) -> Iterator[dict[str, tuple[int, str]]]:
+        """Begin a generation with all counts at zero; whatever ends it, no request or prompt is left in vLLM.
+
+        Yields:
+            The place and vLLM's internal name of each running request, by its name; the block keeps it up to date.
+        """
+        stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
+        running: dict[str, tuple[int, str]] = {}
+        if self._drafting is not None:
+            self._drafting.begin(recall, learn)
+        try:
+            yield running
+        finally:
+            self._abort(internal for _, internal in running.values())
+            self._vllm.forget_prompts()
+            self._sampler.stats = stats
+
     def _add(
         self, queue: list[tuple[int, tuple[Request, Any]]], running: dict[str, tuple[int, str]], *, waits: bool
     ) -> list[tuple[int, tuple[Request, Any]]]:
@@ -554,6 +562,16 @@ class Engine:
                 name, internal = self._vllm.add(asked.prompt_tokens, params)
                 running[name] = (index, internal)
         return later
+
+    def _cut_off(
+        self, running: Mapping[str, tuple[int, str]], queue: list[tuple[int, tuple[Request, Any]]]
+    ) -> dict[int, Response]:
+        """Return what there is of the responses that are not finished, by their requests' places."""
+        begun = {
+            index: self._response(internal, self._vllm.tokens_so_far(internal), "abort")
+            for index, internal in running.values()
+        }
+        return begun | {index: self._response("", [], "abort") for index, _ in queue}
 
     def _abort(self, internal: Iterable[str]) -> None:
         names = list(internal)
