@@ -23,7 +23,7 @@ from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, NotQuantisedError, Recipe, engine_name
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.errors import PolicyParityError
-from specrl.rollout.vllm.precision import EnginePrecision
+from specrl.rollout.vllm.precision import EnginePrecision, has_fp8_kv_cache
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
@@ -188,6 +188,7 @@ def test_a_layer_in_the_wrong_precision_or_a_missed_load_is_an_error_with_its_na
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(not has_fp8_kv_cache(), reason="vLLM has no FP8 KV cache on this device")
 def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(directories: tuple[Path, Path]) -> None:
     config = toy_config("eagle3", 3).model_copy(update={"precision": PrecisionConfig(kv_cache="fp8")})
     engine = Engine(*directories, config=config, seed=0, recipe=RECIPE)
@@ -222,8 +223,9 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r'precision\.hardware = "native": vLLM has no native FP8'):
             EnginePrecision(PrecisionConfig(generation="fp8", hardware="native"), RECIPE)
-    with pytest.raises(ValueError, match=r'precision\.kv_cache = "fp8" needs scales'):
-        EnginePrecision(PrecisionConfig(kv_cache="fp8"), Recipe(LLAMA, LAYERS)).loaded(torch.nn.Module(), None)
+    if has_fp8_kv_cache():
+        with pytest.raises(ValueError, match=r'precision\.kv_cache = "fp8" needs scales'):
+            EnginePrecision(PrecisionConfig(kv_cache="fp8"), Recipe(LLAMA, LAYERS)).loaded(torch.nn.Module(), None)
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specrl.rollout.vllm.precision import has_fp8_kv_cache
 from specrl.schemas import Rollout, read_rollouts
 from tests.integration.loop_plan import LoopRun
 from tests.integration.pipeline_runs import outside_of_groups
@@ -29,8 +30,8 @@ RUNS = [LoopRun("whole", ranks=1, settings=SETTINGS), LoopRun("stopped", ranks=1
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not torch.cuda.is_available() and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        pytest.skip("this CPU has no FP8 KV cache")
+    if not has_fp8_kv_cache():
+        pytest.skip("vLLM has no FP8 KV cache on this device")
     folder = tmp_path_factory.mktemp("resume")
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in RUNS]))
     command = [sys.executable, "-m", "tests.integration.loop_runs", str(folder), str(folder / "runs.json")]

@@ -121,17 +121,20 @@ def _check_linears(config: PrecisionConfig) -> None:
         raise ValueError('precision.scales = "power_of_two": vLLM quantises weights on a GPU with "fp32" scales only')
 
 
+def has_fp8_kv_cache() -> bool:
+    """Return whether vLLM stores keys and values in FP8 on this device."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY
+    return bool(torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def _check_kv_cache() -> None:
     """Check that this device can store keys and values in FP8.
 
     Raises:
         ValueError: The device cannot.
     """
-    if torch.cuda.is_available():
-        able = torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY
-    else:
-        able = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-    if not able:
+    if not has_fp8_kv_cache():
         raise ValueError(
             'precision.kv_cache = "fp8": this device has no FP8 KV cache (vLLM needs AVX-512 or AMX, or a GPU of '
             'compute capability 8.9); use "bf16"'

@@ -9,14 +9,18 @@ log-prob does not depend on how many rows share its batch, and drafts change no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specrl import cpu_products
 from specrl.training.megatron.cpu import kernels
 
+Normalise = Callable[[Tensor, Tensor, float], Tensor]
+"""A function of rows x, [..., hidden], a weight w, [hidden], and eps that returns w x / sqrt(mean(x^2) + eps)."""
 ROW_MULTIPLE = 16
 """vLLM's kernel takes rows of which the length is a multiple of this number; it knows no remainder."""
 
@@ -32,11 +36,12 @@ def use_kernels(model: nn.Module) -> None:
 
     if not current_platform.is_cpu():
         return
+    normalise = _normalise if cpu_products.has_bf16() else _normalise_and_round
     layers: list[Any] = list(model.modules())
     for layer in layers:
         # A subclass may compute something else.
         if type(layer) is RMSNorm and _is_plain(layer):
-            layer._forward_method = partial(rms_norm, layer)
+            layer._forward_method = partial(rms_norm, layer, normalise)
         elif type(layer) is SiluAndMul:
             layer._forward_method = silu_and_mul
 
@@ -46,11 +51,14 @@ def _is_plain(norm: Any) -> bool:
     return bool(norm.has_weight) and norm.variance_size_override is None and norm.hidden_size % ROW_MULTIPLE == 0
 
 
-def rms_norm(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(
+    layer: Any, normalise: Normalise, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return w x / sqrt(mean(x^2) + eps), [..., hidden], for a norm of vLLM's, in whose place this is called.
 
     Args:
         layer: The norm.
+        normalise: Computes it, given all in one type.
         residual: Is added to `x` first; then the sum is returned too, in their type.
     """
     weight = layer.weight.data
@@ -59,9 +67,24 @@ def rms_norm(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | 
         return result
     # vLLM's kernel with the addition in it overwrites both, and others may hold the residual: features are read later.
     summed = x.contiguous() if residual is None else x + residual
-    normed = torch.empty_like(summed)
-    torch.ops._C.rms_norm(normed, summed, weight, layer.variance_epsilon)
+    normed = normalise(summed, weight, layer.variance_epsilon)
     return normed if residual is None else (normed, summed)
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = torch.empty_like(x)
+    torch.ops._C.rms_norm(normed, x, weight, eps)
+    return normed
+
+
+def _normalise_and_round(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Round BF16 to the nearest: vLLM's kernel for AVX2 cuts it off, so that all results are too near to zero."""
+    if not kernels.take(x, weight):
+        return _normalise(x, weight, eps)
+    normed, width = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // width
+    kernels.rms_norm(rows, width, eps, x, weight, normed, torch.empty(rows))
+    return normed
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
