@@ -7,6 +7,7 @@ BF16 instructions compute, too: products of two BF16 numbers are exact in float3
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 OPERATORS = ("mm", "addmm", "bmm", "baddbmm")
-"""The operators of ATen to which linear layers, attention and `@` lead."""
+"""The operators of ATen that linear layers and `@` lead to; attention in one operation and products with a vector are
+others, and stay as they are."""
 
 
 def has_bf16() -> bool:
@@ -33,11 +35,12 @@ def multiply_in_float32() -> Any:
         What holds the change; it ends with this object, which is kept.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for operator in OPERATORS:
-        for overload in ("", ".out"):
-            name = operator + overload
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
+        for name in (operator + overload for operator in OPERATORS for overload in ("", ".out")):
             original = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, _widened(getattr(torch, operator), original), "CPU", with_keyset=True)
+            widened = _widened(getattr(torch, name.removesuffix(".out")), original)
+            library.impl(name, widened, "CPU", with_keyset=True)
     return library
 
 
@@ -45,7 +48,7 @@ def _widened(product: Callable[..., Tensor], original: Any) -> Callable[..., Ten
     """Return an operator that calls `product` with float32 for operands in BF16, and `original` for all others."""
 
     def multiply(keys: Any, *operands: Tensor, out: Tensor | None = None, **options: float) -> Tensor:
-        if any(operand.dtype != torch.bfloat16 for operand in operands):
+        if any(tensor.dtype != torch.bfloat16 for tensor in (*operands, *(() if out is None else (out,)))):
             given = options if out is None else {**options, "out": out}
             untouched: Tensor = original.call_boxed(keys, *operands, **given)
             return untouched

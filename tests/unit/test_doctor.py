@@ -75,7 +75,7 @@ def test_cpu_flags_decide_on_bfloat16(tmp_path: Path) -> None:
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx2\n")
     widened = machine.check_bf16(cpuinfo)
     assert widened.status == "warn"
-    assert "computed in float32" in widened.fix
+    assert "products are computed in float32" in widened.fix
 
 
 def test_a_machine_without_slurm_is_told_which_packages_bring_it(

@@ -72,6 +72,7 @@ def test_pick_inverts_the_distribution_of_logits_in_bf16_and_no_masked_token_is_
     logits = (torch.randn(64, vocab, generator=generator) * 3).bfloat16()
     logits[:, ::3] = -torch.inf
     logits[1::2, :70] = -torch.inf  # a whole block before the first token that can be picked
+    logits = torch.cat((logits, torch.full((64, 34), 9.0).bfloat16()), 1)[:, :vocab]  # a padded vocabulary
     u = torch.rand(64, generator=generator, dtype=torch.float64)
     u[:4] = torch.tensor([0.0, 0.0, 1 - 2.0**-53, 1 - 2.0**-53])
     temperature = torch.tensor([1.0, 0.7, 1.4])[torch.arange(64) % 3]
@@ -87,7 +88,8 @@ def test_pick_inverts_the_distribution_of_logits_in_bf16_and_no_masked_token_is_
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     count, vocab = 48, 30_000
-    logits = (torch.randn(count, vocab, generator=generator) * 3).to(dtype)
+    # The engine's vocabulary is padded: its rows lie apart, but one alone is contiguous.
+    logits = (torch.randn(count, vocab + 16, generator=generator) * 3).to(dtype)[:, :vocab]
     u = torch.rand(count, generator=generator, dtype=torch.float64)
     temperature = torch.tensor([1.0, 0.6, 0.0, 1.3])[torch.arange(count) % 4]
     top_k, top_p = torch.tensor([0, 20, 0])[torch.arange(count) % 3], torch.tensor([1.0, 0.9])[torch.arange(count) % 2]

@@ -183,7 +183,8 @@ def _draw(
     chosen = _exponentials(_block(logits, block), scales, shift)
     if whole is not sums:
         chosen = chosen.masked_fill_(chosen < least[:, None], 0)
-    token = _first_above(chosen.cumsum(-1, dtype=torch.float64), target - before)
+    inside = (target - before).clamp_(min=0)  # rounding may put it below, where a token of probability 0 would do
+    token = _first_above(chosen.cumsum(-1, dtype=torch.float64), inside)
     logprobs = (chosen.gather(-1, token)[:, 0] / totals).log().float()
     log_kept_mass = torch.zeros_like(logprobs)
     if whole is not sums:
@@ -194,10 +195,10 @@ def _draw(
 def _block_sums(
     logits: Tensor, scales: Tensor | float, top_k: Tensor, top_p: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of each block's `_exponentials`, of those kept and of all, and the least one kept of each row.
+    """Return the sums of the `_exponentials` that are kept, the sums of all of them, and the least one that is kept.
 
-    Both sums are FP32 [rows, blocks], and the same tensor if no row has top-k or top-p. The least is FP32 [rows], and 0
-    where everything is kept. A row's sums do not depend on whether other rows are limited.
+    Both sums are by block, FP32 [rows, blocks], and the same tensor if no row has top-k or top-p. The least is FP32
+    [rows], and 0 where everything is kept. A row's sums do not depend on whether other rows are limited.
     """
     limited = (top_k > 0) | (top_p < 1)
     if not limited.any():
@@ -219,9 +220,10 @@ def _sums(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tenso
     """Return the sums of each block's `_exponentials`, FP32 [rows, blocks]."""
     rows, vocab = logits.shape
     sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    if shift is None and kernels.take(logits) and logits.is_contiguous():
+    # vLLM pads the vocabulary, so that its logits may lie apart from each other.
+    if shift is None and kernels.take(logits) and logits.stride(1) == 1:
         factors = torch.full((rows, 1), scales) if isinstance(scales, float) else scales
-        kernels.exponential_sums(rows, vocab, sums.shape[1], logits, factors / LOG2_E, sums)
+        kernels.exponential_sums(rows, vocab, logits.stride(0), sums.shape[1], logits, factors / LOG2_E, sums)
         return sums
     for part, found in _by_chunks(logits, scales, shift):
         torch.sum(blocks(found), -1, out=sums[part])

@@ -87,7 +87,7 @@ class DefaultEngine:
                 start_new_session=True,
             )
         self.facts: dict[str, Any] = self._ask(default_arguments(policy_dir, config, gpu) | dict(overrides or {}))
-        """What vLLM has chosen by itself: `async_scheduling`, `max_num_seqs`, `max_num_batched_tokens`, `eager`."""
+        """What it runs with: `async_scheduling`, `max_num_seqs`, `max_num_batched_tokens`, `eager` and `dtype`."""
 
     def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
         """Generate exactly so many tokens for each request, with no prompt cached and `batch` requests at a time.
@@ -238,7 +238,8 @@ def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
     """Return the arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself.
 
-    A CPU without products of BF16 gets float32: vLLM as it comes takes many times as long in BF16 there.
+    A CPU without products of BF16 gets float32, in which its KV cache holds half as many tokens: vLLM as it comes takes
+    many times as long in BF16 there.
     """
     widened = gpu is None and not cpu_products.has_bf16()
     arguments: dict[str, Any] = {
@@ -288,6 +289,7 @@ def _facts(llm: Any) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "eager": bool(config.model_config.enforce_eager),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
     }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specrl import cpu_products
 from specrl.training.megatron.cpu import kernels
 
 Normalise = Callable[[Tensor, Tensor, float], Tensor]
@@ -36,7 +35,7 @@ def use_kernels(model: nn.Module) -> None:
 
     if not current_platform.is_cpu():
         return
-    normalise = _normalise if cpu_products.has_bf16() else _normalise_and_round
+    normalise = _normalise if torch.cpu._is_avx512_bf16_supported() else _normalise_and_round
     layers: list[Any] = list(model.modules())
     for layer in layers:
         # A subclass may compute something else.
@@ -78,7 +77,10 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _normalise_and_round(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Round BF16 to the nearest: vLLM's kernel for AVX2 cuts it off, so that all results are too near to zero."""
+    """Round BF16 to the nearest.
+
+    Where a CPU has no instruction that does so, vLLM's kernel truncates, which biases all results towards zero.
+    """
     if not kernels.take(x, weight):
         return _normalise(x, weight, eps)
     normed, width = torch.empty_like(x), x.shape[-1]

@@ -111,12 +111,15 @@ def pack_bf16_in_float32() -> None:
     vLLM leaves such layers to PyTorch there, which takes 64 times as long for 64 tokens as for one. Packed like this,
     weights take twice the memory.
     """
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu() or cpu_products.has_bf16():
+        return
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils
+
     pack = utils.dispatch_cpu_unquantized_gemm
-    if not current_platform.is_cpu() or cpu_products.has_bf16() or pack.__module__ == __name__:
+    if pack.__module__ == __name__:
         return
 
     def pack_wide(layer: Any, remove_weight: bool) -> None:

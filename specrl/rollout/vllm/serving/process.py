@@ -49,7 +49,7 @@ def expand(
 
 
 def mend() -> None:
-    """Let vLLM's verification of drafts on CPUs use `expand`, and its linear layers in BF16 float32 where they must.
+    """Let vLLM on CPUs verify drafts with `expand`, and compute BF16 layers in float32 where the CPU requires it.
 
     Other devices have kernels of their own.
     """

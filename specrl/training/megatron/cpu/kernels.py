@@ -36,7 +36,7 @@ EXP = tuple(map(np.float32, (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796
 C0, C1, C2, C3, C4, C5 = EXP
 BLOCK = 64
 """The number of tokens in each block of a vocabulary that `exponential_sums` sums up."""
-NONE, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+ZERO, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
 LEAST, THIRTY_ONE, ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(31), np.int32(2**31 - 1)
 SIXTEEN, TWENTY_THREE, LAST_BIT, BELOW_HALF = np.uint32(16), np.int32(23), np.uint32(1), np.uint32(0x7FFF)
@@ -284,9 +284,9 @@ def _score(data: Any) -> None:
 
 
 def _exponential_sums(data: Any) -> None:
-    numbers = carray(data, 6, np.int64)
-    rows, width, blocks, logits_at, scales_at, sums_at = numbers
-    logits, scales = carray(at(logits_at), (rows, width), np.uint16), carray(at(scales_at), rows, np.float32)
+    numbers = carray(data, 7, np.int64)
+    rows, width, stride, blocks, logits_at, scales_at, sums_at = numbers
+    logits, scales = carray(at(logits_at), (rows, stride), np.uint16), carray(at(scales_at), rows, np.float32)
     sums = carray(at(sums_at), (rows, blocks), np.float32)
     first, last = part(rows)
     for row in range(first, last):
@@ -306,7 +306,7 @@ def _exponential_sums(data: Any) -> None:
 @inlined
 def _weight(bits: Any, scale: Any) -> Any:
     x = widen(bits) * scale
-    return NONE if x < LOWEST else exp(x)
+    return ZERO if x < LOWEST else exp(x)
 
 
 swiglu = Kernel(_swiglu)
@@ -330,5 +330,5 @@ score = Kernel(_score)
 and result [3, rows] in float32. The results are m = max f x, sum e^(f x - m) and sum f x e^(f x - m); e^(f x - m) takes
 the place of the logits if it is to be kept."""
 exponential_sums = Kernel(_exponential_sums)
-"""Sums over blocks of `BLOCK` tokens: rows, width, blocks in a row, logits x [rows, width] and, in float32, factors f
-[rows] and result [rows, blocks]. A sum is that of e^(f x); what is below e^-87 counts as zero."""
+"""Sums over blocks of `BLOCK` tokens: rows, width, stride between rows, blocks in a row, logits x [rows, width] and, in
+float32, factors f [rows] and result [rows, blocks]. A sum is that of e^(f x); what is below e^-87 counts as zero."""
