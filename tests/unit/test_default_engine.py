@@ -34,6 +34,12 @@ def test_it_chooses_its_own_scheduler_and_sampler() -> None:
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2**30, True)
 
 
+def test_its_processes_find_no_llvmlite_when_they_start() -> None:
+    """vLLM looks through all modules for its kernels then, and fails at llvmlite's library."""
+    script = "import specrl.rollout.vllm.default_engine, sys; assert not {'llvmlite', 'numba'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_it_computes_in_float32_on_a_cpu_without_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(name="default")
     monkeypatch.setattr(cpu_products, "has_bf16", lambda: False)

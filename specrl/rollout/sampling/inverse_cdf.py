@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specrl.rollout.sampling.nucleus import BLOCK, blocks, most_probable
-from specrl.training.megatron.cpu import kernels
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -218,6 +217,10 @@ def _block_sums(
 
 def _sums(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:
     """Return the sums of each block's `_exponentials`, FP32 [rows, blocks]."""
+    # Not above: vLLM's own processes import this module before they start, and must not find llvmlite then.
+    from specrl.training.megatron.cpu import kernels
+
+    assert kernels.BLOCK == BLOCK
     rows, vocab = logits.shape
     sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
     # vLLM pads the vocabulary, so that its logits may lie apart from each other.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specrl.training.megatron.cpu import kernels
-
-BLOCK = kernels.BLOCK
+BLOCK = 64
 """The number of tokens in a block. Rows are summed and searched block by block."""
 RANKS = (128, 1024)
 """How many of the most probable tokens are sorted: the first number for every row with top-k or top-p, the second for
