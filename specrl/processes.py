@@ -50,6 +50,17 @@ def start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else started
 
 
+def cpu_seconds(session: int) -> float:
+    """Return the CPU time that all living processes of a session have taken so far, in seconds; 0 if there are none."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def is_locked(path: Path) -> bool:
     """Return whether a process holds a lock file, on this host or on another one that shares the file system.
 

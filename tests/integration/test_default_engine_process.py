@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from specrl.config import parse_config
+from specrl.processes import cpu_seconds
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm import default_engine
 from specrl.rollout.vllm.default_engine import DefaultEngine, DefaultEngineError
@@ -23,6 +25,9 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, mo
     engine = DefaultEngine(tmp_path / "policy", config, tmp_path / "log")
     requests = [Request([5, 6, 7], seed, 10, 1.0, 1.0) for seed in range(5)]
     assert len(engine.generate(requests, [10] * 5, batch=2)) == 3
+    before = cpu_seconds(engine._process.pid)
+    time.sleep(0.5)
+    assert 0 < before <= cpu_seconds(engine._process.pid) < before + 0.25, "nothing of it runs beside what comes next"
     processes = [engine._process.pid, *(child.pid for child in psutil.Process(engine._process.pid).children(True))]
     assert len(processes) > 1, "vLLM has started processes of its own"
     monkeypatch.setattr(default_engine, "ANSWER_SECONDS", 1)

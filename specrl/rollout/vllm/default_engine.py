@@ -23,7 +23,7 @@ from specrl import cpu_products
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION
 from specrl.distributed.ranks import KERNELS
-from specrl.processes import end_with_parent
+from specrl.processes import cpu_seconds, end_with_parent
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
@@ -36,6 +36,10 @@ FREE_SHARE = 0.92
 """The part of a GPU's free memory that the engine takes at most."""
 ANSWER_SECONDS = 3600
 """How long the engine may take to start, or to generate one batch, before it is killed."""
+QUIET_SECONDS, QUIET_SHARE = 0.2, 0.2
+"""An engine is quiet when its processes took less than this share of a core for so many seconds."""
+UNQUIET_SECONDS = 5
+"""How long it is waited for at most."""
 EXIT_SECONDS = 30
 """How long the engine may take to end after it was told to."""
 
@@ -102,7 +106,9 @@ class DefaultEngine:
             DefaultEngineError: The engine has ended, or has not answered within `ANSWER_SECONDS`.
         """
         parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
-        return [self._generate(requests[part], lengths[part], fresh=part.start == 0) for part in parts]
+        seconds = [self._generate(requests[part], lengths[part], fresh=part.start == 0) for part in parts]
+        self._await_quiet()
+        return seconds
 
     def _generate(self, requests: Sequence[Request], lengths: Sequence[int], *, fresh: bool) -> float:
         """Generate for one batch, and return the seconds; where `fresh`, prompts cached before are forgotten first."""
@@ -120,6 +126,19 @@ class DefaultEngine:
         if answer["tokens"] != sum(lengths):
             raise DefaultEngineError(f"vLLM's default engine made {answer['tokens']} tokens instead of {sum(lengths)}")
         return float(answer["seconds"])
+
+    def _await_quiet(self) -> None:
+        """Wait until the engine computes no more, or it would slow down what is measured next.
+
+        A worker of vLLM polls for a second after its last order, and takes most of a core for it.
+        """
+        deadline, before = time.monotonic() + UNQUIET_SECONDS, cpu_seconds(self._process.pid)
+        while time.monotonic() < deadline:
+            time.sleep(QUIET_SECONDS)
+            now = cpu_seconds(self._process.pid)
+            if now - before < QUIET_SHARE * QUIET_SECONDS:
+                return
+            before = now
 
     def sleep(self) -> None:
         """Give the GPU memory back until `wake`; only for an engine with `enable_sleep_mode`."""
