@@ -23,6 +23,7 @@ from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
+from specrl.rollout.refit.drafter_guard import DrafterCheck
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
@@ -181,9 +182,10 @@ class Trainer:
             mismatch = self.precision.check_agreement(update.mismatch) | update.routing
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)
-            update.features.clear()  # or they would still be held beside the next step's
             with timer("refit"):
-                refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
+                how = self.drafter_check(step + 1, update.features)
+                update.features.clear()  # or they would still be held beside the next step's
+                refit = self.refit_engine(version=step + 1, kv_scales=kv_scales, how=how)
             parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
             others = self.generator.metrics() | controller_metrics(self.engine.controller)
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
@@ -208,11 +210,22 @@ class Trainer:
         """Return what happened to the drafter since the last call."""
         return [*(self.online.take_events() if self.online is not None else ()), *self.refit.take_events()]
 
-    def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
+    def drafter_check(self, version: int, features: list[Features | None]) -> DrafterCheck:
+        """Return what is to show that the drafter's tokens are accepted, given the features that it learned from."""
+        # What is gained by training in idle time is read from one probe after the other, and the last one is exported.
+        if self.is_last(version) or (self.spot is not None and version % PROBE_EVERY == 0):
+            return DrafterCheck.PROBE
+        if not self.may_save(version):
+            return DrafterCheck.ROLLOUTS
+        # Training in idle time learns a few responses by heart: what it measured on them says nothing of others.
+        vouches = self.online is not None and self.spot is None and self.online.drafts_on(features)
+        return DrafterCheck.TRAINER if vouches else DrafterCheck.PROBE
+
+    def refit_engine(
+        self, version: int, kv_scales: KvScales | None = None, how: DrafterCheck = DrafterCheck.PROBE
+    ) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
-        # What is gained by training in idle time is read from one probe after the other.
-        probes = self.may_save(version) or (self.spot is not None and version % PROBE_EVERY == 0)
-        report = self.refit.load(version, kv_scales, probes_drafter=probes)
+        report = self.refit.load(version, kv_scales, how)
         acceptance_length = report.guard.acceptance_length
         if self.drafter is not None and report.guard.speculating and acceptance_length is not None:
             self.generator.probed(acceptance_length)

@@ -21,7 +21,8 @@ LARGEST = 2**30
 USUAL = 2**25
 """Above this size, in bytes, the C library maps memory for a single tensor; it arrives at this threshold by itself."""
 KEPT = 2**30
-"""The most free memory, in bytes, that stays in the heap from one update to the next; the plan of a rank counts it."""
+"""The most free memory, in bytes, that stays in the heap from a refit to the next update; the plan of a rank counts
+it."""
 
 
 class _Usage(ctypes.Structure):
@@ -37,14 +38,14 @@ class _Usage(ctypes.Structure):
 
 
 @contextmanager
-def kept(*, until_the_next: bool = False) -> Iterator[None]:
+def kept(*, left: float = 0) -> Iterator[None]:
     """Keep what is freed inside the block for the allocations that follow, and give it back at the end.
 
     Nothing happens where the C library is not glibc.
 
     Args:
-        until_the_next: Whether it stays in the heap behind the block, unless it is more than `KEPT`: where another
-            block follows, as updates do, most pages need not be mapped again.
+        left: The most free memory, in bytes, that stays in the heap behind the block; where there is more, all is given
+            back. Where another block follows, pages need not be mapped again.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "mallinfo2"):
@@ -57,7 +58,7 @@ def kept(*, until_the_next: bool = False) -> Iterator[None]:
         yield
     finally:
         library.mallopt(M_MMAP_THRESHOLD, USUAL)
-        if not until_the_next or library.mallinfo2().fordblks > KEPT:
+        if library.mallinfo2().fordblks > left:
             library.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
             library.malloc_trim(0)
 

@@ -13,7 +13,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard, GuardReport
+from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterCheck, DrafterGuard, GuardReport
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     NUM_LIKELY,
@@ -130,7 +130,7 @@ def test_a_ruined_drafter_that_no_probe_saw_shows_in_the_rollouts_and_is_in_no_c
     for notice in (lambda: guard.watch(engine.generate(REQUESTS).stats, 2), lambda: guard.confirm(2)):
         trainer.weights = inverted(drafter_weights(1))
         engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
-        assert guard.check(2, probes=False).speculating
+        assert guard.check(2, DrafterCheck.ROLLOUTS).speculating
         report = notice()
         assert report is not None and report.reloaded
         assert "acceptance at position 1 fell to" in guard.take_events()[0]

@@ -14,9 +14,10 @@ from specrl.config import Config
 from specrl.data.reward_pool import FailureTally
 from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
-from specrl.loop import Trainer
+from specrl.loop import PROBE_EVERY, Trainer
 from specrl.progress import Progress
 from specrl.rollout.drafts.acceptance import SourceCounts
+from specrl.rollout.refit.drafter_guard import DrafterCheck
 from specrl.stages.train_results import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
@@ -146,6 +147,24 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
     Trainer.save(cast(Any, trainer), 4)
     assert found == [(4, "good", {"kv_scales": None, "drafter_guard": 2}, {})]
     assert [(event.kind, event.step, event.text) for event in read_events(tmp_path)] == [("drafter", 4, events[0])]
+
+
+def test_a_drafter_that_a_checkpoint_may_hold_is_probed_unless_the_trainer_vouches_for_it() -> None:
+    def found(version: int, *, drafts_on: bool, idle: bool = False) -> DrafterCheck:
+        trainer = SimpleNamespace(
+            spot=object() if idle else None,
+            online=SimpleNamespace(drafts_on=lambda _: drafts_on),
+            may_save=lambda version: version % 3 == 0,
+            is_last=lambda version: version == 9,
+        )
+        return Trainer.drafter_check(cast(Any, trainer), version, [])
+
+    assert found(2, drafts_on=False) is DrafterCheck.ROLLOUTS
+    assert found(3, drafts_on=False) is DrafterCheck.PROBE
+    assert found(3, drafts_on=True) is DrafterCheck.TRAINER
+    assert found(9, drafts_on=True) is DrafterCheck.PROBE
+    for version, how in ((2, DrafterCheck.ROLLOUTS), (3, DrafterCheck.PROBE), (PROBE_EVERY, DrafterCheck.PROBE)):
+        assert found(version, drafts_on=True, idle=True) is how
 
 
 def test_a_step_tells_of_a_drafter_that_went_back_to_its_best_weights() -> None:

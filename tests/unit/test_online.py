@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from specrl.training.drafter.online.online import OnlineTraining
 from specrl.training.drafter.online.rate import EVERY, LEAST_RESPONSES, OnlineRate, PairedCounts
 from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.features import Features
+from specrl.training.features import Features, sequences, spread_sequences
 from tests.unit.test_drafter import PARALLEL, arithmetic_features, assert_equal_state, make_drafter, write_policy
 
 
@@ -159,3 +160,39 @@ def test_what_was_trained_in_idle_time_is_compared_too(policy_dir: Path) -> None
         spot.work(lambda: False)
         assert drafter.optimizer.param_groups[0]["lr"] == rate
     assert found["reverted"] == 1 and rate == 0.25
+
+
+def test_an_update_that_ruins_the_drafter_is_told_from_one_that_does_not(policy_dir: Path) -> None:
+    drafter = trained_drafter(policy_dir, online_lr=1e-4)
+    online, text = OnlineTraining(drafter), text_of(drafter)
+    online.update(text)
+    assert not online.drafts_on(text), "nothing is known of the drafter before the update"
+    online.update(text)
+    before = copy.deepcopy(drafter.state_dict())
+    assert online.drafts_on(text) and online.drafts_on([None, *text])
+    assert not online.drafts_on([]) and not online.drafts_on([None])
+    assert_equal_state(drafter.state_dict(), before)
+    state = copy.deepcopy(online.state_dict())
+    drafter.config = drafter.config.model_copy(update={"online_lr": 0.5})
+    online.update(text)  # its first step ruins the drafter, which its other steps measure
+    assert not online.drafts_on(text)
+    online.load_state_dict(state)
+    drafter.config = drafter.config.model_copy(update={"online_lr": 1e-4})
+    online.update(text)
+    assert online.drafts_on(text), "what was usual before a restart counts"
+
+
+def test_sequences_are_taken_evenly_from_all_micro_batches_of_one_head(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    text = text_of(drafter)
+    whole = [row for item in text for row in sequences(item)]
+    few = spread_sequences([None, *text], num_tokens=sum(row.tokens.shape[1] for row in whole) // 8)
+    assert few is not None and len(few.tokens) == len(whole) // 8
+    where = [next(i for i, row in enumerate(whole) if torch.equal(row.hidden[0], taken)) for taken in few.hidden]
+    assert where == sorted(where) and where[0] < 8 and where[-1] >= len(whole) - 8
+    assert spread_sequences([None], 100) is None
+    one = spread_sequences(text, 1)
+    assert one is not None and len(one.tokens) == 1
+    other = replace(text[1], head=torch.zeros(1))
+    kept = spread_sequences([text[0], other], 10**6)
+    assert kept is not None and len(kept.tokens) == len(sequences(text[0]))

@@ -123,12 +123,13 @@ with heap.kept():
     page_faults(more=2**10)  # the C library looks for more than it returns, to align it
     print(page_faults())
 print(page_faults())
-with heap.kept(until_the_next=True):
+with heap.kept(left=2**30):
     page_faults(more=2**12)
-with heap.kept(until_the_next=True):
+with heap.kept(left=2**30):
     print(page_faults())
-    heap.KEPT = 2**20  # more is free
-with heap.kept(until_the_next=True):
+with heap.kept(left=2**20):  # more is free
+    pass
+with heap.kept(left=2**30):
     print(page_faults())
 zeros = heap.untouched_zeros((2**12, 2**12), torch.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -18,7 +18,7 @@ from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import DrafterGuard, RolloutWatch
+from specrl.rollout.refit.drafter_guard import PROBE_AT_LEAST_EVERY, DrafterCheck, DrafterGuard, RolloutWatch
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
 LENGTH = 12
@@ -174,7 +174,7 @@ def test_the_guard_probes_when_rollouts_cast_doubt_and_before_a_checkpoint() -> 
     def refit(version: int) -> None:
         state["fc"] += 1
         drafter.changes += 1
-        assert guard.check(version, probes=False).acceptance_length is None
+        assert guard.check(version, DrafterCheck.ROLLOUTS).acceptance_length is None
         assert guard._last_good["fc"].tolist() == [version - 1] * 2, "only what was probed is known to be good"
 
     refit(1)
@@ -190,6 +190,43 @@ def test_the_guard_probes_when_rollouts_cast_doubt_and_before_a_checkpoint() -> 
     restored.restore(guard.state())
     assert restored.state() == guard.state()
     assert len(engine.asked) == 4
+
+
+def test_a_drafter_that_the_trainer_vouches_for_is_probed_where_rollouts_doubt_it_and_from_time_to_time() -> None:
+    engine, state = CountingEngine(), {"fc": torch.zeros(2)}
+    drafter = SimpleNamespace(state_dict=lambda: state, named_weights=dict, load_state_dict=dict, changes=0)
+    guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    guard.check(0)
+    good = drafted_of(100, 80)
+    probed = []
+    for version in range(1, PROBE_AT_LEAST_EVERY + 2):
+        state["fc"] += 1
+        drafter.changes += 1
+        asked = len(engine.asked)
+        guard.check(version, DrafterCheck.TRAINER)
+        assert guard.watch(good, version) is None and guard.confirm(version) is None
+        probed += [version] * (len(engine.asked) - asked)
+        assert guard._last_good["fc"].tolist() == [probed[-1] if probed else 0] * 2, "only what an engine has shown"
+    assert probed == [PROBE_AT_LEAST_EVERY]
+    assert guard.watch(SpeculationStats(), version) is not None and guard._last_good["fc"].tolist() == [version] * 2
+
+
+def test_the_probe_of_a_restart_leaves_the_running_value_as_a_run_without_one_has_it() -> None:
+    drafter = SimpleNamespace(state_dict=dict, named_weights=dict, load_state_dict=dict, changes=0)
+    guards = [
+        DrafterGuard(cast(Engine, CountingEngine()), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+        for _ in range(2)
+    ]
+    straight, resumed = guards
+    straight.check(0)
+    straight.check(3, DrafterCheck.TRAINER)
+    resumed.restore(straight.state())
+    resumed.check(3)
+    assert resumed.state() == straight.state()
+    for guard in guards:
+        guard.check(PROBE_AT_LEAST_EVERY, DrafterCheck.TRAINER)
+    assert resumed.state() == straight.state() != {"probe": None, "rollouts": ()}
+    assert straight._watch.version == PROBE_AT_LEAST_EVERY
 
 
 def test_the_engines_share_the_guards_probe_and_judge_the_drafter_by_all_of_it() -> None:

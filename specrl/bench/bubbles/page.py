@@ -25,9 +25,9 @@ Ratios are against `plain`, which is synchronous decoding without speculation on
 the slowest rank per token; *step* is the time of whole RL steps per token. *idle* is the share of the ranks' time until
 the slowest is done in which they wait for it; *used* is the part of that time put to use, and *overrun* the share of
 the step in which the slowest then waited for the others. *acceptance length* is the mean over the first and the last
-three steps: the drafter's on the guard's probe, which has the same prompts and draft length in every step; where there
-is no drafter, that of stored text (for `recent`, of recent rollouts) from the second step on. *tokens* counts those of
-all responses; *same text* is the share of responses equal to `plain`'s.
+three steps that have one: the drafter's on the guard's probe, which always has the same prompts and draft length; where
+there is no drafter, that of stored text (for `recent`, of recent rollouts) from the second step on. *tokens* counts
+those of all responses; *same text* is the share of responses equal to `plain`'s.
 """
 STORED_LEGEND = """
 The last column is a response's decoding steps per token after its first, which comes with the prompt: 1 is plain

@@ -2,9 +2,10 @@
 
 Speculation is exact with any drafter, so a bad one costs nothing but time, silently. After every refit the guard
 compares the engine's drafter with the trainer's, tensor by tensor. Whether its drafts are accepted is read from the
-step's own rollouts: where acceptance falls, and before every checkpoint, the guard generates a fixed probe with a fixed
-draft length, whose acceptance per position is compared with its running value. On a collapse, trainer and engine go
-back to the last good drafter; if that does not help, speculation is turned off. The run goes on either way.
+step's own rollouts, and before a checkpoint from the trainer's own drafts. Where acceptance falls, and from time to
+time anyway, the guard generates a fixed probe with a fixed draft length, whose acceptance per position is compared with
+its running value. On a collapse, trainer and engine go back to the last good drafter; if that does not help,
+speculation is turned off. The run goes on either way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,23 @@ RESPONSES = 2
 drafts as one of almost twice the length, in fewer iterations."""
 PROBE_TOKENS = 14
 """The longest response, in tokens."""
+
+
+PROBE_AT_LEAST_EVERY = 8
+"""The number of versions after which a drafter that the trainer vouches for is probed all the same. The running value
+of the probe's acceptance must not grow old: it follows a policy that drifts, in which a probe after many versions would
+find a collapse."""
+
+
+class DrafterCheck(Enum):
+    """What shows after a refit that the drafter's tokens are accepted."""
+
+    PROBE = auto()
+    """The probe."""
+    TRAINER = auto()
+    """The trainer's own drafts have, and the next rollouts will; the probe does from time to time."""
+    ROLLOUTS = auto()
+    """The next rollouts will, or `DrafterGuard.confirm`."""
 
 
 class TrainedDrafter(Protocol):
@@ -61,20 +80,20 @@ class AcceptanceWatch:
 
     def __init__(self) -> None:
         self.running: tuple[float, ...] | None = None
-        self._version: int | None = None
+        self.version: int | None = None
         """The version of the drafter whose rates were taken in last; the same one counts once, restarts included."""
 
     def state(self) -> dict[str, Any]:
         """Return the running value and the version of the last drafter in it, as JSON."""
-        return {"running": self.running, "version": self._version}
+        return {"running": self.running, "version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
         self.running = tuple(state["running"]) if state["running"] is not None else None
-        self._version = state["version"]
+        self.version = state["version"]
 
-    def check(self, stats: SpeculationStats, version: int) -> None:
-        """Compare the rates of one probe with the running value, and take them into it.
+    def check(self, stats: SpeculationStats, version: int, *, takes: bool = True) -> None:
+        """Compare the rates of one probe with the running value, and take them into it unless `takes` is False.
 
         Raises:
             DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at the position that the error names;
@@ -84,7 +103,7 @@ class AcceptanceWatch:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
         rates = stats.acceptance_rate_per_pos
         if self.running is None:
-            self.running, self._version = rates, version
+            self.running, self.version = rates, version
             return
         for position, (rate, running) in enumerate(zip(rates, self.running, strict=False), start=1):
             num_drafts = max(1, stats.drafted_per_pos[position - 1])
@@ -94,9 +113,9 @@ class AcceptanceWatch:
                     f"acceptance at position {position} fell to {rate:.3f} of {num_drafts} drafts on the probe "
                     f"with drafter version {version}; its running value was {running:.3f}"
                 )
-        if version == self._version:
+        if version == self.version or not takes:
             return
-        self._version = version
+        self.version = version
         self.running = tuple(
             running + self.SMOOTHING * (rate - running) for rate, running in zip(rates, self.running, strict=False)
         )
@@ -170,6 +189,10 @@ class DrafterGuard:
         self._rollouts = RolloutWatch()
         self._probed = False
         """Whether the drafter that the engine holds was probed."""
+        self._vouched = False
+        """Whether the trainer vouches for it."""
+        self._resumed = False
+        """Whether the next probe is the first one after a restart."""
         self._buffers = HostTensors()
         self._last_good: dict[str, Tensor] = {}
         self._copied: int | None = None
@@ -183,22 +206,25 @@ class DrafterGuard:
             self._last_good = self._buffers.take(self._drafter.state_dict())
             self._copied = self._drafter.changes
 
-    def check(self, version: int, *, probes: bool = True) -> GuardReport:
+    def check(self, version: int, how: DrafterCheck = DrafterCheck.PROBE) -> GuardReport:
         """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
 
-        Without a trained drafter nothing can go stale, and nothing is done.
+        Its tensors are always compared. Without a trained drafter nothing can go stale, and nothing is done.
 
         Args:
             version: The version of the drafter.
-            probes: Whether to generate the probe, too; if not, `watch` and `confirm` come later.
+            how: What shows that its tokens are accepted.
         """
         if self._drafter is None or not self._engine.speculates:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
-        self._probed = False
+        self._probed = self._vouched = False
         fault = self._of_any_rank(self._verify)
-        if fault is None and not probes:
-            return GuardReport(reloaded=False, speculating=True, acceptance_length=None)
-        return self._settle(fault or self._of_any_rank(lambda: self._check_acceptance(version)), version)
+        if how is DrafterCheck.TRAINER and not self._was_probed_lately(version):
+            how = DrafterCheck.PROBE
+        if fault is not None or how is DrafterCheck.PROBE:
+            return self._settle(fault or self._of_any_rank(lambda: self._check_acceptance(version)), version)
+        self._vouched = how is DrafterCheck.TRAINER
+        return GuardReport(reloaded=False, speculating=True, acceptance_length=None)
 
     def watch(self, stats: SpeculationStats, version: int) -> GuardReport | None:
         """Read from the rollouts of a step whether drafts are accepted (collective).
@@ -215,21 +241,28 @@ class DrafterGuard:
         if self._drafter is None or not self._engine.speculates:
             return None
         doubts = self._rollouts.doubts(stats)
-        return self.confirm(version) if doubts else None
+        return self._probe_unless_done(version) if doubts else None
 
     def confirm(self, version: int) -> GuardReport | None:
-        """Probe the drafter that the engine holds, unless that was done; on a collapse act as `check` (collective).
+        """Probe the engine's drafter unless that was done or the trainer vouches for it (collective).
+
+        On a collapse it is replaced as in `check`.
 
         Returns:
             What came of the probe; None without one.
         """
-        if self._drafter is None or not self._engine.speculates or self._probed:
+        if self._drafter is None or not self._engine.speculates or self._vouched:
+            return None
+        return self._probe_unless_done(version)
+
+    def _probe_unless_done(self, version: int) -> GuardReport | None:
+        if self._probed:
             return None
         return self._settle(self._of_any_rank(lambda: self._check_acceptance(version)), version)
 
     def _settle(self, fault: str | None, version: int) -> GuardReport:
         """Keep the drafter as the last good one if it has no fault; replace it if it has one (collective)."""
-        self._probed = True
+        self._probed, self._resumed = True, False
         if fault is None:
             self.renew()
             return self._report(reloaded=False)
@@ -245,6 +278,10 @@ class DrafterGuard:
         )
         return self._report(reloaded=False, failures=2)
 
+    def _was_probed_lately(self, version: int) -> bool:
+        probed = self._watch.version
+        return probed is not None and version - probed < PROBE_AT_LEAST_EVERY
+
     def state(self) -> dict[str, Any]:
         """Return the running values of acceptance, as JSON."""
         return {"probe": self._watch.state(), "rollouts": self._rollouts.running}
@@ -253,6 +290,7 @@ class DrafterGuard:
         """Go on from what `state` returned."""
         self._watch.restore(state["probe"])
         self._rollouts.running = tuple(state["rollouts"])
+        self._resumed = True
 
     def take_events(self) -> list[str]:
         """Return the collapses since the last call, and what was done about each."""
@@ -293,7 +331,8 @@ class DrafterGuard:
         self._stats = over_engines([stats for stats, _ in parts])
         # In responses of one or two tokens there may be nothing to draft, with any drafter.
         if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
-            self._watch.check(self._stats, version)
+            # The first probe after a restart is one that the run without it would not have made.
+            self._watch.check(self._stats, version, takes=not self._resumed)
 
     def _probe(self) -> Generation:
         """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.

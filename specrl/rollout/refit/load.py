@@ -17,7 +17,7 @@ from specrl.precision.recipe import KvScales
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
-from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
+from specrl.rollout.refit.drafter_guard import DrafterCheck, DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_policy_is
@@ -82,7 +82,9 @@ class Refit:
         """Whether the drafter was loaded again since the last refit."""
         self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
 
-    def load(self, version: int, kv_scales: KvScales | None = None, *, probes_drafter: bool = True) -> RefitReport:
+    def load(
+        self, version: int, kv_scales: KvScales | None = None, how: DrafterCheck = DrafterCheck.PROBE
+    ) -> RefitReport:
         """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
 
         If the drafter did not arrive or its drafts are no longer accepted, `DrafterGuard` replaces it; that is no
@@ -90,8 +92,7 @@ class Refit:
 
         Args:
             kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
-            probes_drafter: Whether to probe the drafter now. If not, the next rollouts tell whether its drafts are
-                accepted (`watch`). The first refit always does.
+            how: What shows that the drafter's tokens are accepted. In the first refit it is always the probe.
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
@@ -101,10 +102,10 @@ class Refit:
         if not self._num_loads:
             self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
-        with heap.kept(until_the_next=True):  # what is packed anew takes the memory of what was packed before
+        with heap.kept(left=heap.KEPT):  # what is packed anew takes the memory of the update
             held = self._on_all_ranks(lambda: self._send(version, kv_scales))
-        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
-        guard = self._guard.check(version, probes=probes_drafter or not self._num_loads)
+            parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
+        guard = self._guard.check(version, how if self._num_loads else DrafterCheck.PROBE)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
         guard, self._reloaded = replace(guard, reloaded=guard.reloaded or self._reloaded), False
@@ -115,7 +116,7 @@ class Refit:
         self._note(self._guard.watch(stats, version))
 
     def confirm_drafter(self, version: int) -> None:
-        """Probe the drafter unless that was done since it changed: what a checkpoint holds was probed (collective)."""
+        """Probe the drafter of a checkpoint unless that was done or the trainer vouches for it (collective)."""
         self._note(self._guard.confirm(version))
 
     def _note(self, guard: GuardReport | None) -> None:

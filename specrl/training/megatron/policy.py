@@ -405,7 +405,8 @@ class Policy:
             return output, partial(_outcome, batch, loss)
 
         try:
-            with torch.set_grad_enabled(loss is not None), heap.kept(until_the_next=self._optimizer is not None):
+            left = math.inf if self._optimizer is not None else 0  # a refit follows an update
+            with torch.set_grad_enabled(loss is not None), heap.kept(left=left):
                 outcomes = get_forward_backward_func()(
                     forward_step_func=forward_step,
                     data_iterator=iter(items),

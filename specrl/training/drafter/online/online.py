@@ -2,26 +2,38 @@
 
 What is measured, and why that is fair, is said in `rate.py`. It changes how fast the drafter learns and never a
 sampled token. `DrafterGuard` stays what notices a drafter that is damaged, stale or lost: it watches the engine, and a
-slow decline is none of its concern.
+slow decline is none of its concern. An update that ruins the drafter at once is noticed here (`drafts_on`), on the text
+that the update learned from.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from specrl.training import heap
 from specrl.training.checkpoint.host_copy import HostTensors
 from specrl.training.drafter.online.rate import OnlineRate, PairedCounts
 from specrl.training.drafter.online.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
-from specrl.training.features import Features
+from specrl.training.drafter.ttt import acceptance_of
+from specrl.training.features import Features, spread_sequences
 
 BEST = "best/"
 """The prefix of the best weights and their optimizer in a checkpoint, behind which names are the drafter's own."""
+JUDGED_TOKENS = 256
+"""About how many tokens of each rank's sequences `OnlineTraining.drafts_on` measures a drafter on."""
+FALL, SMOOTHING = 0.8, 0.5
+"""A drafter is as good as before if at least `FALL` of its usual acceptance remains at each position; below that, the
+probe of an engine decides, because acceptance also varies with the responses. `SMOOTHING` is the weight of an update's
+acceptance in the usual one."""
 FACTOR, WAITED = "online/factor", "online/waited"
 """The names of the state of `OnlineRate` in a checkpoint."""
+USUAL = "online/usual"
+"""The name of the usual acceptance in a checkpoint."""
 
 
 class OnlineTraining:
@@ -38,6 +50,10 @@ class OnlineTraining:
         self._buffers = HostTensors()
         self._best: dict[str, Tensor] = {}
         """The state of the drafter that was best so far, in host memory; empty before the first update."""
+        self._usual: tuple[float, ...] = ()
+        """The usual acceptance at each position; empty before the first update."""
+        self._usual_before: tuple[float, ...] = ()
+        """The same, as it was before the last update."""
         self._events: list[str] = []
 
     @property
@@ -56,11 +72,34 @@ class OnlineTraining:
             are ahead of the best ones.
         """
         merged = self._spot.merge() if self._spot is not None else {}
-        compared = self._compare(features) if self._drafter.config.online_lr else {}
-        metrics = merged or self._drafter.update(list(features), lr=self.lr)
+        with heap.kept(left=math.inf):  # it takes the memory of the policy's update, and a refit follows
+            compared = self._compare(features) if self._drafter.config.online_lr else {}
+            metrics = merged or self._drafter.update(list(features), lr=self.lr)
+        self._usual_before = self._usual
+        if metrics["num_tokens"]:
+            rates = acceptance_of(metrics)
+            usual = self._usual or rates
+            self._usual = tuple(old + SMOOTHING * (new - old) for old, new in zip(usual, rates, strict=True))
         if self._spot is not None:
             self._spot.remember(features, self.lr)
         return {**metrics, "lr": self.lr, **compared}
+
+    def drafts_on(self, features: Sequence[Features | None]) -> bool:
+        """Return whether the drafter, after an update, gets its tokens accepted as before it (collective).
+
+        This is what a probe of the engine shows of a drafter that training may have ruined, in a forward pass of the
+        drafter alone. It shows neither that the engine drafts like the trainer nor how well unseen text is drafted;
+        the rollouts that follow show both.
+
+        Args:
+            features: Those that the update learned from; without any the answer is no.
+        """
+        few = spread_sequences(features, JUDGED_TOKENS)
+        found = self._drafter.update([few] if few is not None else [], lr=0.0)
+        if not (found["num_tokens"] and self._usual_before):
+            return False
+        pairs = zip(acceptance_of(found), self._usual_before, strict=True)
+        return all(rate >= FALL * usual > 0 for rate, usual in pairs)
 
     def take_events(self) -> list[str]:
         """Return a line for each time since the last call that the best weights came back."""
@@ -71,7 +110,9 @@ class OnlineTraining:
         """Return the state of the drafter and of its history, from which the same training goes on to the bit."""
         best = {BEST + name: tensor for name, tensor in self._best.items()}
         factor = torch.tensor(self._rate.factor, dtype=torch.float64)
-        return {**self._drafter.state_dict(), **best, FACTOR: factor, WAITED: torch.tensor(self._rate.waited)}
+        usual = torch.tensor(self._usual, dtype=torch.float64)
+        history = {FACTOR: factor, WAITED: torch.tensor(self._rate.waited), USUAL: usual}
+        return {**self._drafter.state_dict(), **best, **history}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; without best weights in it, the history begins with the next update.
@@ -80,6 +121,7 @@ class OnlineTraining:
             ValueError: The state belongs to a drafter with another draft vocabulary.
         """
         self._drafter.load_state_dict(state)
+        self._usual = tuple(state[USUAL].tolist()) if USUAL in state else ()
         best = {name.removeprefix(BEST): tensor for name, tensor in state.items() if name.startswith(BEST)}
         self._best = self._buffers.take(best)
         self._rate = OnlineRate(self._drafter.config.online_lr_range)
