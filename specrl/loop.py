@@ -218,7 +218,7 @@ class Trainer:
         if not self.may_save(version):
             return DrafterCheck.ROLLOUTS
         # Training in idle time learns a few responses by heart: what it measured on them says nothing of others.
-        vouches = self.online is not None and self.spot is None and self.online.drafts_on(features)
+        vouches = self.online is not None and self.spot is None and self.online.is_as_good_as_before(features)
         return DrafterCheck.TRAINER if vouches else DrafterCheck.PROBE
 
     def refit_engine(

@@ -150,21 +150,21 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
 
 
 def test_a_drafter_that_a_checkpoint_may_hold_is_probed_unless_the_trainer_vouches_for_it() -> None:
-    def found(version: int, *, drafts_on: bool, idle: bool = False) -> DrafterCheck:
+    def found(version: int, *, good: bool, idle: bool = False) -> DrafterCheck:
         trainer = SimpleNamespace(
             spot=object() if idle else None,
-            online=SimpleNamespace(drafts_on=lambda _: drafts_on),
+            online=SimpleNamespace(is_as_good_as_before=lambda _: good),
             may_save=lambda version: version % 3 == 0,
             is_last=lambda version: version == 9,
         )
         return Trainer.drafter_check(cast(Any, trainer), version, [])
 
-    assert found(2, drafts_on=False) is DrafterCheck.ROLLOUTS
-    assert found(3, drafts_on=False) is DrafterCheck.PROBE
-    assert found(3, drafts_on=True) is DrafterCheck.TRAINER
-    assert found(9, drafts_on=True) is DrafterCheck.PROBE
+    assert found(2, good=False) is DrafterCheck.ROLLOUTS
+    assert found(3, good=False) is DrafterCheck.PROBE
+    assert found(3, good=True) is DrafterCheck.TRAINER
+    assert found(9, good=True) is DrafterCheck.PROBE
     for version, how in ((2, DrafterCheck.ROLLOUTS), (3, DrafterCheck.PROBE), (PROBE_EVERY, DrafterCheck.PROBE)):
-        assert found(version, drafts_on=True, idle=True) is how
+        assert found(version, good=True, idle=True) is how
 
 
 def test_a_step_tells_of_a_drafter_that_went_back_to_its_best_weights() -> None:

@@ -166,20 +166,20 @@ def test_an_update_that_ruins_the_drafter_is_told_from_one_that_does_not(policy_
     drafter = trained_drafter(policy_dir, online_lr=1e-4)
     online, text = OnlineTraining(drafter), text_of(drafter)
     online.update(text)
-    assert not online.drafts_on(text), "nothing is known of the drafter before the update"
+    assert not online.is_as_good_as_before(text), "nothing is known of the drafter before the update"
     online.update(text)
     before = copy.deepcopy(drafter.state_dict())
-    assert online.drafts_on(text) and online.drafts_on([None, *text])
-    assert not online.drafts_on([]) and not online.drafts_on([None])
+    assert online.is_as_good_as_before(text) and online.is_as_good_as_before([None, *text])
+    assert not online.is_as_good_as_before([]) and not online.is_as_good_as_before([None])
     assert_equal_state(drafter.state_dict(), before)
     state = copy.deepcopy(online.state_dict())
     drafter.config = drafter.config.model_copy(update={"online_lr": 0.5})
     online.update(text)  # its first step ruins the drafter, which its other steps measure
-    assert not online.drafts_on(text)
+    assert not online.is_as_good_as_before(text)
     online.load_state_dict(state)
     drafter.config = drafter.config.model_copy(update={"online_lr": 1e-4})
     online.update(text)
-    assert online.drafts_on(text), "what was usual before a restart counts"
+    assert online.is_as_good_as_before(text), "what was usual before a restart counts"
 
 
 def test_sequences_are_taken_evenly_from_all_micro_batches_of_one_head(policy_dir: Path) -> None:

@@ -174,6 +174,8 @@ def limit_table(found: RolloutFindings) -> str:
                 f"{line.speedup(batch, k, fast.measured.stats.acceptance_length):.2f}",
             )
         )
+    if not rows:
+        return f"Iterations were not compared with the roofline, because drafts of k = {k} were not measured."
     return "Milliseconds per engine iteration, measured and least possible:\n\n" + markdown_table(columns, rows)
 
 

@@ -35,12 +35,10 @@ RESPONSES = 2
 drafts as one of almost twice the length, in fewer iterations."""
 PROBE_TOKENS = 14
 """The longest response, in tokens."""
-
-
 PROBE_AT_LEAST_EVERY = 8
 """The number of versions after which a drafter that the trainer vouches for is probed all the same. The running value
-of the probe's acceptance must not grow old: it follows a policy that drifts, in which a probe after many versions would
-find a collapse."""
+of the probe's acceptance follows a policy that drifts; after many versions without a probe, drift would look like a
+collapse."""
 
 
 class DrafterCheck(Enum):

@@ -405,7 +405,7 @@ class Policy:
             return output, partial(_outcome, batch, loss)
 
         try:
-            left = math.inf if self._optimizer is not None else 0  # a refit follows an update
+            left = math.inf if self._optimizer is not None else 0  # for what follows an update, such as a refit
             with torch.set_grad_enabled(loss is not None), heap.kept(left=left):
                 outcomes = get_forward_backward_func()(
                     forward_step_func=forward_step,

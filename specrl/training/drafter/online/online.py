@@ -2,8 +2,8 @@
 
 What is measured, and why that is fair, is said in `rate.py`. It changes how fast the drafter learns and never a
 sampled token. `DrafterGuard` stays what notices a drafter that is damaged, stale or lost: it watches the engine, and a
-slow decline is none of its concern. An update that ruins the drafter at once is noticed here (`drafts_on`), on the text
-that the update learned from.
+slow decline is none of its concern. An update that ruins the drafter at once is noticed here, on the text that the
+update learned from (`is_as_good_as_before`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specrl.training.features import Features, spread_sequences
 BEST = "best/"
 """The prefix of the best weights and their optimizer in a checkpoint, behind which names are the drafter's own."""
 JUDGED_TOKENS = 256
-"""About how many tokens of each rank's sequences `OnlineTraining.drafts_on` measures a drafter on."""
+"""About how many tokens of each rank's sequences `OnlineTraining.is_as_good_as_before` measures a drafter on."""
 FALL, SMOOTHING = 0.8, 0.5
 """A drafter is as good as before if at least `FALL` of its usual acceptance remains at each position; below that, the
 probe of an engine decides, because acceptance also varies with the responses. `SMOOTHING` is the weight of an update's
@@ -84,7 +84,7 @@ class OnlineTraining:
             self._spot.remember(features, self.lr)
         return {**metrics, "lr": self.lr, **compared}
 
-    def drafts_on(self, features: Sequence[Features | None]) -> bool:
+    def is_as_good_as_before(self, features: Sequence[Features | None]) -> bool:
         """Return whether the drafter, after an update, gets its tokens accepted as before it (collective).
 
         This is what a probe of the engine shows of a drafter that training may have ruined, in a forward pass of the
