@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from slurm.ranks.supervisor import WALLTIME_SIGNAL, WARNING_SECONDS
 from specrl.lifetime.segments import Segment, read_segments
 
 SECONDS = 600
@@ -95,11 +96,17 @@ class Disturbed:
     def cut_short(self, seconds: int) -> None:
         """Take most of its time from the first job, before its first rank asks when it ends.
 
-        Its set-up has the line `held`.
+        Its set-up has the line `held`. Slurm looks every 30 s which jobs are to be warned, and warns each once; a rank
+        that has not been set up does not survive that, so the warning must come while none has been started.
         """
         running = ("squeue", "-h", "-t", "running", "-o", "%i %j")
         wait_until(lambda: f" {self.stage}-" in slurm(*running))
         job_id = next(line.split()[0] for line in slurm(*running).splitlines() if f" {self.stage}-" in line)
+        log = Path(os.environ["SLURM_CONF"]).parents[1] / "log" / "slurmctld.log"
+        slurm("scontrol", "setdebug", "debug")  # only so does Slurm write that it has warned a job
+        slurm("scontrol", "update", f"JobId={job_id}", f"EndTime=now+{WARNING_SECONDS}")
+        wait_until(lambda: f"warning signal {WALLTIME_SIGNAL:d} to JobId={job_id}\n" in log.read_text())
+        slurm("scontrol", "setdebug", "info")
         slurm("scontrol", "update", f"JobId={job_id}", f"EndTime=now+{seconds}")
         (self.run_dir / RELEASED).touch()
         wait_until(lambda: self.reasons()[:1] == ["walltime"])
