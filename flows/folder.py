@@ -43,8 +43,19 @@ def anchor(config: Config) -> Config:
         drafter = drafter.model_copy(update={"source": str(folder.absolute())})
     if drafter.data is not None:
         drafter = drafter.model_copy(update={"data": drafter.data.expanduser().absolute()})
-    runs_dir = config.runs_dir.expanduser().absolute()
-    changed = {"runs_dir": runs_dir, "data": data, "model": model, "speculation": speculation, "drafter": drafter}
+    validate = config.validate_
+    sets = {
+        name: chosen.model_copy(update={"path": chosen.path and chosen.path.expanduser().absolute()})
+        for name, chosen in validate.sets.items()
+    }
+    changed = {
+        "runs_dir": config.runs_dir.expanduser().absolute(),
+        "data": data,
+        "model": model,
+        "speculation": speculation,
+        "drafter": drafter,
+        "validate_": validate.model_copy(update={"sets": sets}),
+    }
     return config.model_copy(update=changed)
 
 

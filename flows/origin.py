@@ -54,9 +54,7 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
-    name, _, step = place.partition("@")
-    run_dir = find_run(name, config.runs_dir)
-    origin = _find_checkpoint(run_dir, step, config)
+    origin = find_origin(place, config)
     return _with_source(config, origin.policy_dir), origin
 
 
@@ -71,20 +69,31 @@ def _with_source(config: Config, folder: Path) -> Config:
     return config.model_copy(update={"model": model, "warm_start": warm_start})
 
 
-def _find_checkpoint(run_dir: Path, step: str, config: Config) -> Origin:
+def find_origin(place: str, config: Config) -> Origin:
+    """Return a checkpoint of a run, by default its newest.
+
+    Args:
+        place: A run or `RUN@STEP`.
+        config: The configuration of what starts from it.
+
+    Raises:
+        ConfigError: There is no such run or checkpoint.
+    """
+    name, _, step = place.partition("@")
+    run_dir = find_run(name, config.runs_dir)
     record = read_record(run_dir)
     if record is None:
-        raise ConfigError(f"--from {run_dir.name}: the run has not started")
+        raise ConfigError(f"{run_dir.name}: the run has not started")
     stages = run_dir / "stages"
     current = stages / record.stage_keys["train"]
     folders = [current, *sorted(folder for folder in stages.glob("train-*") if folder != current)]
     found = {number: folder for folder in reversed(folders) for number in saved_steps(folder)}
     if not found:
-        raise ConfigError(f"--from {run_dir.name}: the run has no checkpoint yet")
+        raise ConfigError(f"{run_dir.name}: the run has no checkpoint yet")
     wanted = step or str(max(saved_steps(current) or found))
     if not wanted.isdigit() or int(wanted) not in found:
         kept = ", ".join(map(str, sorted(found)))
-        raise ConfigError(f"--from {run_dir.name}@{wanted}: it has checkpoints after these steps: {kept}")
+        raise ConfigError(f"{run_dir.name}@{wanted}: the run has checkpoints after these steps: {kept}")
     stage_dir = found[int(wanted)]
     theirs, own = read_run_config(run_dir), config.speculation.draft_method
     start = Continuation(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flows.folder import size_of
 from slurm.registry import backends_of
-from specrl.config import STAGES, Config, ConfigError
+from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
@@ -150,9 +150,9 @@ def check_tracking(config: Config) -> list[str]:
 
 
 def check_gpu_packages(config: Config) -> list[str]:
-    """Check that the packages of a run with GPUs, which its jobs share with this command, are built for GPUs."""
+    """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
     torch = installed_torch()
-    stages = [stage for stage in STAGES if config.resources_of(stage).gpus_per_rank]
+    stages = [stage for stage in STAGES if config.resources_of(stage).gpus_per_rank and _shares_packages(config, stage)]
     if not stages or cuda_of_build(torch) is not None:
         return []
     return [
@@ -177,6 +177,12 @@ CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_gpu_packages,
     check_cluster,
 )
+
+
+def _shares_packages(config: Config, stage: StageName) -> bool:
+    """Return whether a stage's ranks run the Python of this command: in no container, and with no other Python."""
+    cluster = config.cluster_of(stage)
+    return cluster.container is None and cluster.python is None
 
 
 def _shape_is_known(config: Config) -> bool:

@@ -35,6 +35,9 @@ PACKAGES = ("flows", "tasks", "slurm", "specrl")
 ROOT = Path(__file__).parents[1]
 """The folder with the packages that this process imports."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+"""The variables by which NVIDIA's libraries, and Triton's kernels, multiply float32 numbers in float32 and not in TF32,
+whose products have 10 bits: Transformer Engine and vLLM's attention would choose that for themselves."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
 
@@ -101,6 +104,7 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), TOKENIZERS_PARALLELISM="false")
     os.environ.update(backend.rank_environment(request))
     os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
     for name, folder in cache_folders(request.key.cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
     if "torch" in sys.modules:  # this rank is a fork: torch has read the number of threads of the process before it
@@ -133,6 +137,11 @@ def device_variables(resources: Resources, visible: str | None) -> dict[str, str
             '(cluster.sbatch.gpus-per-task = 1, or cluster.sbatch.gpu-bind = "none")'
         )
     return {}
+
+
+def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
+    """Return the variables that keep products on a GPU in the type that is asked for, `model.dtype`."""
+    return FULL_FLOAT32 if resources.gpus_per_rank and dtype == "float32" else {}
 
 
 def cache_folders(place: str | None) -> dict[str, str]:

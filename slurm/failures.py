@@ -96,7 +96,8 @@ def _limit(context: StageContext, state: State) -> str:
     if state.cause == "time limit":
         return f"it ran longer than resources.minutes = {resources.minutes}"
     if state.cause == "memory":
-        return f"killed, most likely out of memory: resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}"
+        given = f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}"
+        return f"killed, most likely out of memory: {given}; raise it"
     if state.cause is not None:
         return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")
     return ""

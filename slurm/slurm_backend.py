@@ -197,8 +197,10 @@ class SlurmBackend:
         ranks = submitit_jobs.rank_environment() | {ATTEMPT: os.environ.get("SLURM_RESTART_COUNT", "0")}
         if one_host:
             return ranks | LOOPBACK
-        interface = request.key.cluster.interface or interface_towards(submitit_jobs.other_host())
-        return ranks | interface_variables(interface)
+        if request.key.cluster.interface is not None:
+            return ranks | interface_variables(request.key.cluster.interface)
+        guess = interface_variables(interface_towards(submitit_jobs.other_host()))
+        return ranks | {name: os.environ.get(name) or value for name, value in guess.items()}
 
     def run_rank(self, request: StageRequest) -> None:
         request.call()

@@ -1,4 +1,4 @@
-"""`specrl export`: write a run's drafter in a format that others load."""
+"""`specrl export`: write a run's drafter, or the policy of one of its checkpoints, in a format that others load."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunName, RunsDir
+from flows.commands.options import RunsDir
 from flows.folder import find_run
+from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, finished, read_config
@@ -18,7 +19,8 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="FORMAT",
-        help="eagle3 (the original layout, for vLLM), speculators (for vLLM and the library), or sglang.",
+        help="The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; "
+        "or policy, a Hugging Face folder of a checkpoint's policy.",
     ),
 ]
 To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help="The new folder; it must be empty if it exists.")]
@@ -31,12 +33,22 @@ Quantize = Annotated[
 ]
 
 
+POLICY = "policy"
+"""The format that is not a drafter's."""
+Exported = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="The name of a run, or the path of its folder; RUN@STEP with --format policy alone."
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     app.command("export")(export)
 
 
 def export(
-    name: RunName,
+    name: Exported,
     form: Format,
     to: To,
     policy: PolicyName = None,
@@ -45,8 +57,53 @@ def export(
 ) -> None:
     """Write the drafter of a finished run in a format that inference servers load.
 
-    The folder gets a model card with the acceptance that the run has measured. The policy is a Hugging Face folder
-    already: export/policy of the run.
+    The folder gets a model card with the acceptance that the run has measured. The final policy is a Hugging Face
+    folder already: export/policy of the run. --format policy writes that of a checkpoint, by default the newest, also
+    while the run goes on.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"--to {to}: it exists and is not an empty folder")
+    if form != POLICY:
+        _export_drafter(name, form, to, policy, runs_dir, quantize)
+    elif policy is not None or quantize is not None:
+        raise ConfigError("--policy and --quantize are for drafters; leave them out with --format policy")
+    else:
+        _export_policy(name, to, runs_dir)
+
+
+def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
+    """Write the policy of a checkpoint as a Hugging Face folder.
+
+    Raises:
+        ConfigError: There is no such checkpoint, it is damaged, or its policy has a layer of its own that drafts.
+    """
+    import torch
+
+    from specrl.distributed import Ranks
+    from specrl.training.checkpoint.manifest import CheckpointError
+    from specrl.training.checkpoint.policy_folder import write_policy_folder
+
+    config = read_config(find_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
+    method = config.speculation.method
+    if config.speculation.draft_method.is_policy_layer:
+        raise ConfigError(
+            f'--format policy: speculation.method = "{method}" trains a layer of the policy, which a checkpoint keeps '
+            "apart; specrl stop, then specrl resume --steps with the steps it has, writes both to export/policy"
+        )
+    origin = find_origin(place, config)
+    try:
+        alone = Ranks(0, 1, 0, torch.device("cpu"))
+        write_policy_folder(origin.checkpoint_dir, origin.policy_dir, to, getattr(torch, config.model.dtype), alone)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    print(f"policy of {origin.start.run} after step {origin.start.step}: {to.absolute()}")
+
+
+def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path, quantize: str | None) -> None:
+    """Write the drafter of a finished run, and its card.
+
+    Raises:
+        ConfigError: The run has not finished or has no drafter, or the format cannot hold it.
     """
     from specrl.export.card import CARD_FILE, model_card
     from specrl.export.exported import ExportedDrafter
@@ -57,8 +114,6 @@ def export(
     scheme = None if quantize is None else find_scheme(quantize)
     if scheme is not None and form != "eagle3":
         raise ConfigError(f"--quantize {quantize}: only --format eagle3 can be quantized, not {form}")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to {to}: it exists and is not an empty folder")
     stages = find_stages(run_dir)
     exported = finished(stages, "export", ExportResult)
     trained, validated = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)

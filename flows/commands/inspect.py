@@ -78,7 +78,7 @@ def ui(
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     """Check what this machine can run.
 
-    Everything that is missing comes with a line that says how to fix it. The exit code is 1 when nothing can run.
+    Everything that is missing comes with a line that says how to fix it. The exit code is 1 when a check failed.
     """
     from specrl.report.doctor import checks, exit_code, render
 

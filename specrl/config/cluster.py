@@ -112,8 +112,8 @@ class ClusterConfig(Section):
     node's environment. By default it lies in `$SLURM_TMPDIR` or, where a node has none, in `/tmp`: hundreds of ranks
     that compile into a shared home folder would block each other."""
     interface: str | None = None
-    """The network interface for gloo and NCCL, such as `ib0`; if it is not given, the interface of the route to the
-    job's other nodes."""
+    """The network interface for gloo and NCCL, such as `ib0`; if it is not given, what `GLOO_SOCKET_IFNAME` and
+    `NCCL_SOCKET_IFNAME` name in the job, or else the interface of the route to the job's other nodes."""
     network_gb_per_s: PositiveFloat | None = None
     """The speed of the network between nodes for one rank, in GB/s and each direction. The plan reads it, the scheduler
     does not; without it the plan assumes 40 on GPUs (one 400 Gb/s adapter for each) and 1 on CPUs."""

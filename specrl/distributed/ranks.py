@@ -17,6 +17,9 @@ T = TypeVar("T")
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 """The variable with which gloo connects two ranks of a group when they first exchange something. Otherwise each group
 connects all pairs of its ranks at once, which takes minutes with hundreds of ranks."""
+PINNED = "PYTORCH_ALLOC_CONF"
+"""The variable with settings of torch's allocators. By default pinned memory is rounded up to a power of two: the copy for
+a checkpoint could take twice its size of the host's memory, and the plan counts it once."""
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 """The variables that bound how many compiled matrix products oneDNN and torch's layer above it keep. Each shape of a
 BF16 product on a CPU is compiled once and then takes half a megabyte in every cache. Nearly every micro-batch has a
@@ -73,10 +76,12 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    for name, value in {LAZY_CONNECTIONS: "1", **KERNELS}.items():
+    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64", **KERNELS}.items():
         os.environ.setdefault(name, value)
-    local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
+    if torch.cuda.device_count() == 1:  # this rank's own, whatever its place on the node
+        os.environ["LOCAL_RANK"] = "0"
+    local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -58,5 +58,5 @@ def find_format(name: str) -> Format:
         ConfigError: There is no such format.
     """
     if name not in FORMATS:
-        raise ConfigError(f"--format {name}: allowed are {', '.join(FORMATS)}")
+        raise ConfigError(f"--format {name}: allowed are {', '.join(FORMATS)}, and policy")
     return FORMATS[name]

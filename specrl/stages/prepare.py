@@ -7,6 +7,8 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
+
 from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
@@ -19,6 +21,7 @@ from specrl.models.drafters import check_drafter, fetch_source
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.tracking import Tracker, stage_run
+from specrl.training.checkpoint.policy_folder import write_policy_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,8 @@ def main(context: StageContext) -> None:
             record_event(context.stage_dir, "data", line)
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})
         if start is not None:
-            with logs.phase("loading of the checkpoint"):
-                _load_checkpoint(context, start, ranks, base_dir, policy_dir)
+            with logs.phase("writing of the checkpoint's policy"):
+                _write_checkpoint(context, start, ranks, base_dir, policy_dir)
         elif warm:
             with logs.phase("warm start"):
                 first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
@@ -91,18 +94,12 @@ def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Pat
     return directory
 
 
-def _load_checkpoint(
+def _write_checkpoint(
     context: StageContext, start: Continuation, ranks: Ranks, base_dir: Path, policy_dir: Path
 ) -> None:
     """Write the policy of another run's checkpoint as a Hugging Face directory (collective)."""
-    from specrl.training.checkpoint.load import load
-    from specrl.training.megatron.policy import Policy
-
-    config = context.config
-    policy = Policy(base_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
-    load(start.checkpoint_dir, policy, None)
-    policy.save_pretrained(policy_dir)
-    ranks.barrier()
+    dtype = getattr(torch, context.config.model.dtype)
+    write_policy_folder(start.checkpoint_dir, base_dir, policy_dir, dtype, ranks)
     if ranks.is_first:
         shutil.rmtree(base_dir)
 

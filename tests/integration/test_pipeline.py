@@ -188,14 +188,19 @@ def test_a_run_starts_from_another_runs_checkpoint(undisturbed: Path, tmp_path: 
     process = run_smoke(tmp_path, "--from", "smoke@3", *overrides)
     other = tmp_path / "smoke"
     wait_for(tmp_path / "fork", "run.json")
+    to = ("--to", str(tmp_path / "policy"), "--runs-dir", str(tmp_path))
+    finish(specrl("export", "smoke@3", "--format", "policy", *to))
     shutil.rmtree(other)  # the new run needs it no more
     finish(process)
     run_dir = tmp_path / "fork"
     record = json.loads((run_dir / "run.json").read_text())
     assert (record["origin"]["run"], record["origin"]["step"]) == ("smoke", 3)
     (first,) = run_dir.glob("stages/prepare-*/policy/model.safetensors")
-    expected, found = load_file(undisturbed / "export" / "policy" / "model.safetensors"), load_file(first)
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    expected = load_file(undisturbed / "export" / "policy" / "model.safetensors")
+    for path in (first, tmp_path / "policy" / "model.safetensors"):
+        found = load_file(path)
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     (drafter,) = run_dir.glob("stages/pretrain-*/drafter/model.safetensors")
     trained = load_file(undisturbed / "export" / "drafter" / "model.safetensors")
     assert [name for name, tensor in load_file(drafter).items() if not torch.equal(trained[name], tensor)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -31,7 +32,8 @@ from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load, load_newest
 from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
-from specrl.training.checkpoint.pieces import Piece, Shard, cut
+from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut
+from specrl.training.checkpoint.policy_folder import write_policy_folder
 from specrl.training.megatron.shards import bands, tensor_shapes
 from tests.unit.test_weights import MODELS, make_map, parts, shapes_on_disk
 
@@ -252,6 +254,52 @@ def test_the_newest_the_best_and_every_so_manieth_are_kept(tmp_path: Path) -> No
     kept = sorted(int(path.name.removeprefix("step=")) for path in tmp_path.glob("step=*"))
     assert kept == [3, 4, 8, 9, 10]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 3}
+
+
+class PolicyInParts(ToyPolicy):
+    """A matrix and a vector, each held in ranges that end in the middle of a row."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+
+    def shards(self) -> list[Shard]:
+        return [shard for name, tensor in self.weights.items() for shard in self.ranges(name, tensor)]
+
+    def ranges(self, name: str, tensor: Tensor) -> list[Shard]:
+        rows, flat = len(tensor), tensor.flatten()
+        whole = Band(0, Piece(name, (0, rows), (0, len(flat) // rows)))
+        ends = [0, len(flat) // 3, len(flat) // 2, len(flat)]
+        return [
+            Shard(tuple(cut([whole], start, stop)), dict.fromkeys(KINDS, flat[start:stop].clone()), True)
+            for start, stop in itertools.pairwise(ends)
+        ]
+
+
+def test_the_policy_of_a_checkpoint_is_written_without_a_trainer(tmp_path: Path) -> None:
+    weights = {"model.layers.0.weight": torch.randn(7, 5), "model.norm.weight": torch.randn(9)}
+    base, written = tmp_path / "base", tmp_path / "policy"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}))
+    (base / "tokenizer.json").write_text("{}")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", PolicyInParts(weights), Retention(1))
+    checkpoints.save(1, None, {}, {})
+    checkpoints.wait()
+    (folder,) = (tmp_path / "checkpoints").glob("step=*")
+    write_policy_folder(folder, base, written, torch.bfloat16, ALONE)
+    found = load_file(written / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor.to(torch.bfloat16)) for name, tensor in weights.items())
+    assert json.loads((written / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (written / "tokenizer.json").read_text() == "{}"
+    (file,) = folder.glob("policy-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"checkpoint .* is damaged: .* wrong checksum .*; use an earlier one"):
+        write_policy_folder(folder, base, tmp_path / "other", torch.bfloat16, ALONE)
+    assert not (tmp_path / "other").exists()
 
 
 def test_blocks_are_checked_one_by_one_across_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

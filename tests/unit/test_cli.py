@@ -201,7 +201,10 @@ def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None
     assert config.model.source == str(tmp_path / "model")
     assert config.data.path == tmp_path / "x.jsonl"
     drafting = {"method": "draft_model", "draft_model": "small"}
-    config = anchor(parse_config({"name": "run", "speculation": drafting}))
+    sets = {"aime": {"path": "aime.jsonl", "reward": "exact_match"}, "held-out": {}}
+    config = anchor(parse_config({"name": "run", "speculation": drafting, "validate": {"sets": sets}}))
+    assert config.validate_.sets["aime"].path == tmp_path / "aime.jsonl"
+    assert config.validate_.sets["held-out"].path is None
     assert config.speculation.draft_model == tmp_path / "small"
 
 

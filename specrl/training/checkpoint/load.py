@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specrl.distributed import Ranks
-from specrl.training.checkpoint.manifest import CheckpointError, Manifest, find_damage, read_manifest, stored_name
-from specrl.training.checkpoint.pieces import Piece, Shard
+from specrl.training.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    find_damage,
+    pieces_by_tensor,
+    read_manifest,
+    stored_name,
+)
+from specrl.training.checkpoint.pieces import Shard
 
 DRAFTER_FILE = "drafter.safetensors"
 
@@ -138,10 +144,7 @@ def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
 @torch.no_grad()
 def _read_shards(folder: Path, manifest: Manifest, shards: list[Shard]) -> None:
     """Copy what the shards need into their tensors, reading nothing else."""
-    held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-    for file in manifest.files:
-        for piece in file.pieces:
-            held[piece.tensor].append((file.name, piece))
+    held = pieces_by_tensor(manifest)
     files: dict[str, Any] = {}
     for shard in shards:
         offset = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,15 @@ def stored_name(kind: str, piece: Piece) -> str:
     """Return the name of a piece in its file."""
     (first, last), (left, right) = piece.rows, piece.columns
     return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
+
+
+def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
+    """Return the pieces of each tensor of the policy, each with the name of the file that holds it."""
+    held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    for file in manifest.files:
+        for piece in file.pieces:
+            held[piece.tensor].append((file.name, piece))
+    return held
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -56,7 +56,7 @@ class LastLayer(TransformerLayer):  # type: ignore[misc]
     @torch.no_grad()
     def _completed(self, hidden_states: Tensor, output: Tensor) -> Tensor:
         """Return `output` with the outputs of all other tokens, [tokens, 1, hidden]."""
-        is_other = torch.ones(len(hidden_states), dtype=torch.bool)
+        is_other = torch.ones(len(hidden_states), dtype=torch.bool, device=hidden_states.device)
         is_other[self._rows] = False
         whole = torch.empty_like(hidden_states)
         whole[self._rows] = output
