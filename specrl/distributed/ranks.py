@@ -18,8 +18,8 @@ LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 """The variable with which gloo connects two ranks of a group when they first exchange something. Otherwise each group
 connects all pairs of its ranks at once, which takes minutes with hundreds of ranks."""
 PINNED = "PYTORCH_ALLOC_CONF"
-"""The variable with settings of torch's allocators. By default pinned memory is rounded up to a power of two: the copy for
-a checkpoint could take twice its size of the host's memory, and the plan counts it once."""
+"""The variable with settings of torch's allocators. By default pinned memory is rounded up to a power of two: the copy
+for a checkpoint could take twice its size of the host's memory, and the plan counts it once."""
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 """The variables that bound how many compiled matrix products oneDNN and torch's layer above it keep. Each shape of a
 BF16 product on a CPU is compiled once and then takes half a megabyte in every cache. Nearly every micro-batch has a
