@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+GOES_ON = {"RUNNING", "SIGNALING"}
+"""Words of squeue about a job that does not end yet. It counts as being signalled until Slurm knows that the signal,
+such as the warning of a preemption, has arrived, and a rank may ask before that."""
 UNDECIDED = (PENDING | RUNNING) - {"REQUEUED"}
 """Words of Slurm's accounting about a job that does not say how it ended."""
 UNKNOWN = "no longer in the queue"
@@ -213,7 +216,7 @@ class SlurmBackend:
             logger.warning("%s", error)
             known = os.environ.get("SLURM_JOB_END_TIME")
             return JobPlace(job_id, float(known) if known else None)
-        if not answer or answer[0] != "RUNNING":
+        if not answer or answer[0] not in GOES_ON:
             return JobPlace(job_id, is_ending=True)
         with contextlib.suppress(ValueError):  # a job without a limit has no such time
             return JobPlace(job_id, datetime.fromisoformat(answer[1]).timestamp())

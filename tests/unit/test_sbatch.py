@@ -221,6 +221,18 @@ def test_ranks_of_two_nodes_use_the_interface_towards_the_other_node(
         assert found["NCCL_SOCKET_IFNAME"] == interface != found["GLOO_SOCKET_IFNAME"] or named
 
 
+def test_a_job_that_is_being_warned_does_not_end_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = configured(tmp_path)
+    request = StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a.b:main")
+    for word, ends in (("RUNNING", False), ("SIGNALING", False), ("COMPLETING", True), ("PREEMPTED", True)):
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {word} 2026-11-24T18:00:00\n")
+        (tmp_path / "squeue").chmod(0o755)
+        place = backend_of(config.cluster).place(request)
+        assert (place.job_id, place.is_ending, place.end_at is None) == ("7", ends, ends)
+
+
 def test_compiled_code_lies_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
     folders = cache_folders(None)
