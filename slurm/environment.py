@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 """The variables by which NVIDIA's libraries, and Triton's kernels, multiply float32 numbers in float32 and not in TF32,
-whose products have 10 bits: Transformer Engine and vLLM's attention would choose that for themselves."""
+which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
 

@@ -46,7 +46,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
 GOES_ON = {"RUNNING", "SIGNALING"}
-"""Words of squeue about a job that does not end yet. It counts as being signalled until Slurm knows that the signal,
+"""The states that squeue gives for a job that is not ending yet. A job is SIGNALING until Slurm knows that a signal,
 such as the warning of a preemption, has arrived, and a rank may ask before that."""
 UNDECIDED = (PENDING | RUNNING) - {"REQUEUED"}
 """Words of Slurm's accounting about a job that does not say how it ended."""

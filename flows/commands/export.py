@@ -32,15 +32,14 @@ Quantize = Annotated[
     typer.Option(metavar="int8|fp8", help="Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."),
 ]
 
-
-POLICY = "policy"
-"""The format that is not a drafter's."""
-Exported = Annotated[
+RunOrCheckpoint = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="The name of a run, or the path of its folder; RUN@STEP with --format policy alone."
+        metavar="RUN", help="The name of a run, or the path of its folder; with --format policy also RUN@STEP."
     ),
 ]
+POLICY = "policy"
+"""The format that is not a drafter's."""
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    name: Exported,
+    name: RunOrCheckpoint,
     form: Format,
     to: To,
     policy: PolicyName = None,

@@ -100,7 +100,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
     engines, own = ranks.world_size // size, ranks.rank // size
     prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
     with logs.phase("start of the engine"):
-        # It never sleeps, and memory that can would outlive its end, after which the drafter needs the GPU.
+        # It never sleeps, and sleep mode's allocator could keep memory that the drafter needs once the engine is gone.
         awake = {"enable_sleep_mode": False}
         engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True, overrides=awake)
     with logs.phase("generation"):

@@ -214,11 +214,12 @@ def test_ranks_of_two_nodes_use_the_interface_towards_the_other_node(
                 assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == (interface or name)
                 assert (found["RANK"], found["MASTER_ADDR"]) == (node, nodes.split(",")[0])
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib1")  # as a line of `cluster.setup` exports it
-    for named, interface in (({}, "ib1"), ({"interface": "ib0"}, "ib0")):
-        config = configured(tmp_path, resources={"nodes": 2}, cluster=named)
+    interfaces = ({}, addresses[-1][0], "ib1"), ({"interface": "ib0"}, "ib0", "ib0")
+    for cluster, gloo, nccl in interfaces:
+        config = configured(tmp_path, resources={"nodes": 2}, cluster=cluster)
         request = StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a.b:main")
         found = backend_of(config.cluster).rank_environment(request)
-        assert found["NCCL_SOCKET_IFNAME"] == interface != found["GLOO_SOCKET_IFNAME"] or named
+        assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == (gloo, nccl)
 
 
 def test_a_job_that_is_being_warned_does_not_end_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

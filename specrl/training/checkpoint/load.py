@@ -17,6 +17,7 @@ from specrl.distributed import Ranks
 from specrl.training.checkpoint.manifest import (
     CheckpointError,
     Manifest,
+    check_whole,
     find_damage,
     pieces_by_tensor,
     read_manifest,
@@ -87,9 +88,7 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
         CheckpointError: The checkpoint is damaged, or was written with a policy of another shape.
         ValueError: Its drafter has another draft vocabulary.
     """
-    damage = find_damage(folder, policy.ranks)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
+    check_whole(folder, policy.ranks)
     return load_verified(folder, policy, drafter)
 
 

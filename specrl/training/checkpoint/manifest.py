@@ -116,6 +116,17 @@ def find_damage(folder: Path, ranks: Ranks) -> str | None:
     return next((text for text in ranks.gather(found) if text is not None), None)
 
 
+def check_whole(folder: Path, ranks: Ranks) -> None:
+    """Verify a checkpoint that is to be read (collective).
+
+    Raises:
+        CheckpointError: `find_damage` finds something.
+    """
+    damage = find_damage(folder, ranks)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
+
+
 def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     try:
         manifest = read_manifest(folder)

@@ -6,6 +6,7 @@ This needs no GPU, no layout and no optimizer: the files hold rectangles of Hugg
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from specrl.models.families import family_of
 from specrl.models.hf_io import TensorReader, write_model
 from specrl.training.checkpoint.manifest import (
     MASTER,
-    CheckpointError,
     Manifest,
-    find_damage,
+    check_whole,
     pieces_by_tensor,
     read_manifest,
     stored_name,
@@ -43,36 +43,32 @@ def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: to
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
-    damage = find_damage(folder, ranks)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
+    check_whole(folder, ranks)
     if ranks.is_first:
-        manifest = read_manifest(folder)
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = (
-            (name, tensor.to(dtype)) for part in (_masters(folder, manifest), _extra(base_dir)) for name, tensor in part
-        )
-        write_model(directory, base_dir, tensors, dtype, writes=True)
+        stored = chain(_masters(folder, read_manifest(folder)), _mtp_layers(base_dir))
+        write_model(directory, base_dir, ((name, tensor.to(dtype)) for name, tensor in stored), dtype, writes=True)
     ranks.barrier()
 
 
 def _masters(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of the policy in float32, put together from the pieces of all files."""
     held = pieces_by_tensor(manifest)
-    files: dict[str, Any] = {}
+    # All are opened at once: what is open can be read to its end, although a run removes its old checkpoints.
+    files: dict[str, Any] = {
+        file.name: safe_open(folder / file.name, framework="pt") for file in manifest.files if file.pieces
+    }
     for name, shape in manifest.tensors.items():
         tensor = torch.empty(tuple(shape))
         matrix = tensor.view(shape[0], -1)
         whole = Piece(name, (0, matrix.shape[0]), (0, matrix.shape[1]))
         for file, piece in held[name]:
-            if file not in files:
-                files[file] = safe_open(folder / file, framework="pt")
             matrix[piece.inside(whole)] = files[file].get_tensor(stored_name(MASTER, piece))
         assert sum(piece.size for _, piece in held[name]) == whole.size, f"{folder} does not hold all of {name}"
         yield name, tensor
 
 
-def _extra(base_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def _mtp_layers(base_dir: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the layers for multi-token prediction of the policy from which training began."""
     mtp = family_of(read_model_config(base_dir)).mtp
     if mtp is None:

@@ -94,7 +94,7 @@ def engine_arguments(
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-        # vLLM's own all-reduce asks after the GPUs of the other ranks, which one that sees its own alone cannot name.
+        # vLLM's own all-reduce looks for the GPUs of the other ranks, which a rank that sees only its own cannot find.
         arguments["disable_custom_all_reduce"] = torch.cuda.device_count() == 1
     if drafter_dir is not None and has_window(drafter_dir):
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
