@@ -51,7 +51,7 @@ ATTENTION_SCORES = 2**26
 MOST_SHARING = 8
 """The most responses that share one copy of a prompt in a micro-batch (`training/batches.py`)."""
 KEPT = "activations, kept"
-KEPT_GIB = 1.0
+KEPT_GIB = 1.5
 """The most GiB of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)."""
 WINDOW_BYTES = 2**24
 """The memory that the ranks of a group on one node map to exchange large tensors (`distributed/tensors.py`)."""

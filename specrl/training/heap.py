@@ -20,7 +20,7 @@ LARGEST = 2**30
 """Both thresholds, in bytes, while memory is kept."""
 USUAL = 2**25
 """Above this size, in bytes, the C library maps memory for a single tensor; it arrives at this threshold by itself."""
-KEPT = 2**30
+KEPT = 3 * 2**29
 """The most free memory, in bytes, that stays in the heap from a refit to the next update; the plan of a rank counts
 it."""
 

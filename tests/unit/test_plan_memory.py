@@ -223,7 +223,7 @@ def test_what_an_update_leaves_in_the_heap_is_planned_for_the_whole_stage_on_cpu
         of_passes = [item for item in items if item.name.startswith("activations")]
         whole = activations(rank, trainable=trainable).gib
         assert sum(item.gib for item in of_passes) == pytest.approx(whole)
-        assert [item.gib for item in of_passes if item.phase is None] == [1.0] * (not gpu and trainable)
+        assert [item.gib for item in of_passes if item.phase is None] == [memory.KEPT_GIB] * (not gpu and trainable)
 
 
 def test_the_calibration_is_planned_for_sequences_of_its_length() -> None:

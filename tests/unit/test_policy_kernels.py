@@ -231,3 +231,18 @@ def test_the_most_likely_token_is_the_lowest_among_equals(group: dist.ProcessGro
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 2.0]])
     assert most_likely(logits, 0, group).tolist() == [1, 0]
     assert torch.equal(columns_of(logits, torch.tensor([2, 0]), 0, group), logits[:, [2, 0]])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_matrix_is_multiplied_with_a_few_rows_as_in_float32(threads: int) -> None:
+    matrix, inputs = (tensor.detach() for tensor in leaves((37, 24), (kernels.PRODUCT_ROWS, 24)))
+    matrix = matrix.bfloat16()
+    if not kernels.take(matrix):
+        pytest.skip("PyTorch has an OpenMP of another name here, and its operators compute these products")
+    found, before = torch.empty(kernels.PRODUCT_ROWS, 37), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kernels.few_products(37, 24, matrix, inputs, found)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, inputs @ matrix.float().T)

@@ -36,6 +36,8 @@ EXP = tuple(map(np.float32, (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796
 C0, C1, C2, C3, C4, C5 = EXP
 BLOCK = 64
 """The number of tokens in each block of a vocabulary that `exponential_sums` sums up."""
+PRODUCT_ROWS = 4
+"""The number of rows that `few_products` multiplies a matrix with; the kernel has a sum for each of them."""
 ZERO, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
 LEAST, THIRTY_ONE, ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(31), np.int32(2**31 - 1)
@@ -303,6 +305,24 @@ def _exponential_sums(data: Any) -> None:
             sums[row, blocks - 1] = total
 
 
+def _few_products(data: Any) -> None:
+    numbers = carray(data, 5, np.int64)
+    rows, width, matrix_at, inputs_at, result_at = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    matrix = carray(at(matrix_at), (rows, width), np.uint16)
+    inputs = carray(at(inputs_at), (PRODUCT_ROWS, width), np.float32)
+    result = carray(at(result_at), (PRODUCT_ROWS, rows), np.float32)
+    first, last = part(rows)
+    for row in range(first, last):
+        sum0, sum1, sum2, sum3 = ZERO, ZERO, ZERO, ZERO
+        for column in range(width):
+            value = widen(matrix[row, column])
+            sum0 += value * inputs[0, column]
+            sum1 += value * inputs[1, column]
+            sum2 += value * inputs[2, column]
+            sum3 += value * inputs[3, column]
+        result[0, row], result[1, row], result[2, row], result[3, row] = sum0, sum1, sum2, sum3
+
+
 @inlined
 def _weight(bits: Any, scale: Any) -> Any:
     x = widen(bits) * scale
@@ -332,3 +352,6 @@ the place of the logits if it is to be kept."""
 exponential_sums = Kernel(_exponential_sums)
 """Sums over blocks of `BLOCK` tokens: rows, width, stride between rows, blocks in a row, logits x [rows, width] and, in
 float32, factors f [rows] and result [rows, blocks]. A sum is that of e^(f x); what is below e^-87 counts as zero."""
+few_products = Kernel(_few_products)
+"""Multiplies a matrix with a few rows, reading it once: rows of the matrix, width, matrix [rows, width] and, in
+float32, `PRODUCT_ROWS` inputs [PRODUCT_ROWS, width] and result [PRODUCT_ROWS, rows]."""
