@@ -12,8 +12,10 @@ from threading import Thread
 
 import httpx
 import pytest
+from rich.console import Console
 
 from flows import cli
+from flows.change import ChangeRequest, change_run
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.execute import begin_run
@@ -371,6 +373,21 @@ def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: P
     assert "specrl: " not in as_started + changed
     shutil.rmtree(config.run_dir / "code")
     assert "the code that it was started with, is gone" in resume()
+
+
+def test_a_change_may_leave_a_setting_without_an_effect_but_not_set_one(tmp_path: Path) -> None:
+    config = load(Path(write(tmp_path, "[speculation]\nk = 2\n[train]\nkeep_every = 6\n")), None, None)
+    begin(config)
+    write_config(config)
+
+    def change(*overrides: str) -> None:
+        change_run(config.run_dir, ChangeRequest(overrides), Console(quiet=True), dry_run=True)
+
+    change("speculation.method='replay'")
+    with pytest.raises(ConfigError, match=r'^speculation\.k = 1 with speculation\.method = "replay": it drafts'):
+        change("speculation.method='replay'", "speculation.k=1")
+    with pytest.raises(ConfigError, match=r"^train\.keep_every = 6 with train\.checkpoint_every = 4: "):
+        change("train.checkpoint_every=4")
 
 
 def test_a_scheduled_run_goes_on_with_its_own_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
