@@ -174,6 +174,43 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.keep_checkpoints=100000000000", "too little free disk"),
+        ("tracking.uri=http://127.0.0.1:9", "tracking.uri = http://127.0.0.1:9: no MLflow server answers"),
+        ('data={source="file",path="missing.jsonl"}', "missing.jsonl: there is no such file"),
+        ("data.generators=[{name='worked_sum'}]", "did you mean worked_sums"),
+        ("data.reward=nowhere.module:function", 'data.reward = "nowhere.module:function"'),
+        ("speculation={method='draft_model',draft_model='nowhere'}", "speculation.draft_model: "),
+    ],
+)
+def test_a_dry_run_prints_the_plan_and_then_what_a_start_would_be_refused_for(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["run", write(tmp_path), "--dry-run", "--set", override]) == 2
+    printed = capsys.readouterr()
+    assert "Memory of one rank" in printed.out
+    (line,) = printed.err.splitlines()
+    assert words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_the_checks_of_a_dry_run_import_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    path = write(tmp_path, '[data]\ngenerators = [{ name = "chain_sum" }]\n')
+    script = (
+        f"import sys; from flows.cli import invoke; code = invoke(['run', {path!r}, '--dry-run', *sys.argv[1:]])\n"
+        "names = ('torch', 'vllm', 'mlflow', 'transformers', 'megatron', 'prefect')\n"
+        "print(code, [name for name in names if name in sys.modules])"
+    )
+    for source in ("tiny", "smollm2-135m"):
+        command = [sys.executable, "-c", script, "--set", f"model.source={source}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "0 []"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
 def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["ls"]) == 0
     assert "no runs in" in capsys.readouterr().out
