@@ -118,11 +118,13 @@ def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
     new = anchor(change_config(old, list(request.overrides)))
     if (new.name, new.runs_dir) != (old.name, old.runs_dir):
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
+    changes: list[Change] = config_changes(old, new)
+    if lines := [setting.line for setting in new.unused if not _keys(changes).isdisjoint(setting.keys)]:
+        raise ConfigError("\n".join(lines))  # what the run has had before has no effect either, and hinders nothing
     for backend in backends_of(new):
         backend.connect()
     check(new)
     files = named_files(new)
-    changes: list[Change] = config_changes(old, new)
     changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]
     root = ROOT if request.new_code else record.code_dir(run_dir)
     stage_code = _stage_code(root)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from flows.folder import size_of
@@ -24,13 +25,17 @@ from specrl.tracking.store import check_server
 GIB = 2**30
 
 
-def check(config: Config) -> None:
-    """Check everything that a run needs.
+def check(config: Config, *, dry_run: bool = False) -> None:
+    """Check everything that a run needs; nothing is written.
+
+    Args:
+        dry_run: Whether to leave out what only the machine that submits the jobs must have (packages for GPUs, and the
+            commands of the scheduler), and what takes minutes.
 
     Raises:
         ConfigError: The run has problems; each is a line of the message.
     """
-    problems = [line for look in CHECKS for line in look(config)]
+    problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
@@ -84,23 +89,27 @@ def check_drafter(config: Config) -> list[str]:
     return []
 
 
-def check_data(config: Config) -> list[str]:
-    """Check that the data files and the reward exist and that they can be used."""
+def check_data(config: Config, *, draw_all: bool = True) -> list[str]:
+    """Check that the data files and the reward exist and that they can be used.
+
+    Args:
+        draw_all: See `specrl.data.check.check_data`.
+    """
     named = {
         "data.path": config.data.path,
         "data.validation_path": config.data.validation_path,
         "drafter.data": config.drafter.data,
     }
     lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
-    return lines or _check_contents(config)
+    return lines or _check_contents(config, draw_all)
 
 
-def _check_contents(config: Config) -> list[str]:
+def _check_contents(config: Config, draw_all: bool) -> list[str]:
     """Check what can only be seen by opening the files and making the generators."""
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
     try:
-        check_contents(config)
+        check_contents(config, draw_all=draw_all)
     except ConfigError as error:
         return [str(error)]
     return []
@@ -176,6 +185,15 @@ CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_tracking,
     check_gpu_packages,
     check_cluster,
+)
+DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+    check_model,
+    check_draft_model,
+    check_drafter,
+    partial(check_data, draw_all=False),
+    check_algorithms,
+    check_disk,
+    check_tracking,
 )
 
 

@@ -95,6 +95,9 @@ def _limit(context: StageContext, state: State) -> str:
     resources = context.config.resources_of(context.stage)
     if state.cause == "time limit":
         return f"it ran longer than resources.minutes = {resources.minutes}"
+    if state.cause == "memory" and not context.config.cluster_of(context.stage).request_memory:
+        asked = "the job asks for none (cluster.request_memory = false)"
+        return f"killed, most likely out of memory: {asked}; ask for more cores, or for whole nodes with cluster.sbatch"
     if state.cause == "memory":
         given = f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}"
         return f"killed, most likely out of memory: {given}; raise it"

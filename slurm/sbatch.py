@@ -24,6 +24,7 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
     """Return the options of sbatch for a stage's job, without those for its name, its logs and its signals."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
     gpus = resources.ranks_per_node * resources.gpus_per_rank
+    memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     options = {
         "partition": cluster.partition,
@@ -33,7 +34,7 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
-        "mem": f"{round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)}M",
+        "mem": f"{memory}M" if cluster.request_memory else None,
         "gpus-per-node": gpus if gpus and not chosen else None,
         "time": resources.minutes,
         "requeue": True,

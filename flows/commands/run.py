@@ -14,8 +14,9 @@ from flows.execute import execute
 from flows.folder import find_run
 from flows.origin import start_from
 from flows.own_code import config_or_own_code, continue_with_own_code
+from flows.preflight import check
 from slurm.registry import backend_of, backends_of
-from specrl.config import STAGES
+from specrl.config import STAGES, Config
 from specrl.lineage.changes import adjustable_keys
 from tasks.run import ask_to_stop, read_run_config
 
@@ -50,7 +51,8 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the jobs, the memory of each rank, and what a step sends and stores; submit nothing.",
+            help="Print the jobs, the memory of each rank, and what a step sends and stores; then check the data, the "
+            "reward, the disk and MLflow. Nothing is written or submitted.",
         ),
     ] = False,
 ) -> None:
@@ -62,14 +64,24 @@ def run(
     if place is not None:
         config, origin = start_from(place, config)
     if dry_run:
-        from specrl.projection.plan import plan, print_plan
+        print_dry_run(config)
+    else:
+        execute(config, origin=origin)
 
-        clusters = {stage: config.cluster_of(stage) for stage in STAGES}
-        queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
-        options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
-        print_plan(plan(config, queues, options))
-        return
-    execute(config, origin=origin)
+
+def print_dry_run(config: Config) -> None:
+    """Print the plan of a run, and then check what can be checked without the cluster and within seconds.
+
+    Raises:
+        ConfigError: The run does not fit, or would be refused; the plan has been printed unless it is what is wrong.
+    """
+    from specrl.projection.plan import plan, print_plan
+
+    clusters = {stage: config.cluster_of(stage) for stage in STAGES}
+    queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
+    options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
+    print_plan(plan(config, queues, options))
+    check(config, dry_run=True)
 
 
 def resume(

@@ -35,9 +35,20 @@ weighted by `train.correction`. The unweighted mean of each metric over the same
 """
 
 
-def register_loss(name: str, options: type[Options] = Options) -> Callable[[LossFunction], LossFunction]:
-    """Return the decorator that registers a policy loss under `name` for `train.loss`."""
-    return LOSSES.register(name, options)
+def register_loss(
+    name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
+) -> Callable[[LossFunction], LossFunction]:
+    """Return the decorator that registers a policy loss under `name` for `train.loss`.
+
+    Args:
+        metrics: The names of all metrics that it returns, so that `train.stop_when` is refused another name; None lets
+            it watch any.
+    """
+    return LOSSES.register(name, options, metrics)
+
+
+CLIPPED_METRICS = ("clip_fraction",)
+"""The metrics of losses that clip as PPO does."""
 
 
 class GrpoLossOptions(Options):
@@ -49,7 +60,7 @@ class GrpoLossOptions(Options):
     """How far above 1 a token's ratio is clipped."""
 
 
-@register_loss("grpo", GrpoLossOptions)
+@register_loss("grpo", GrpoLossOptions, metrics=CLIPPED_METRICS)
 def grpo_loss(inputs: LossInputs, options: GrpoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
@@ -65,7 +76,7 @@ class GspoLossOptions(Options):
     """How far above 1 a response's ratio is clipped."""
 
 
-@register_loss("gspo", GspoLossOptions)
+@register_loss("gspo", GspoLossOptions, metrics=CLIPPED_METRICS)
 def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Return GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
 

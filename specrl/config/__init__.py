@@ -2,7 +2,8 @@
 
 Every section is a frozen pydantic model that refuses unknown keys; the docstring below a field is its documentation
 and names its unit. `load_config` merges a file with `--set a.b=c` overrides, and `parse_config` validates what is
-already a dict; both turn every mistake into a `ConfigError` whose message has one line for each wrong key.
+already a dict; both turn every mistake into a `ConfigError` whose message has one line for each wrong key. Settings
+without an effect are mistakes in a file alone (`specrl.config.unused` says why).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyMo
 from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
+from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
 
 __all__ = [
@@ -108,6 +110,15 @@ class Config(Section):
     def adopts_drafter(self) -> bool:
         """Whether the run drafts with the drafter of `drafter.source`, and goes on training it."""
         return self.drafter.source is not None and self.speculation.draft_method.model == "drafter"
+
+    @property
+    def unused(self) -> list[Unused]:
+        """The settings that have no effect beside the others; `load_config` refuses them."""
+        return [
+            *unused_drafting(self.speculation, self.drafter),
+            *unused_data(self.data, self.validate_),
+            *unused_training(self.train, self.speculation),
+        ]
 
     def resources_of(self, stage: StageName) -> Resources:
         """Return `[resources]` with the stage's own overrides applied."""
@@ -283,8 +294,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         overrides: `a.b=c` each; a value is read as TOML and, where that fails, as a string.
 
     Raises:
-        ConfigError: The file does not exist or is not UTF-8 or TOML, an override is malformed, or a key, type or
-            combination is wrong.
+        ConfigError: The file does not exist or is not UTF-8 or TOML, an override is malformed, a key, type or
+            combination is wrong, or a setting has no effect.
     """
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
@@ -298,7 +309,10 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
         _apply_override(data, override)
-    return parse_config(data, import_own=True)
+    config = parse_config(data, import_own=True)
+    if config.unused:
+        raise ConfigError("\n".join(setting.line for setting in config.unused))
+    return config
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:

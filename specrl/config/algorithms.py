@@ -56,6 +56,8 @@ class Registered:
 
     function: Callable[..., Any]
     options: type[Options]
+    metrics: tuple[str, ...] | None
+    """The names of all metrics that it returns; None where they are not known."""
 
 
 class Registry:
@@ -74,8 +76,13 @@ class Registry:
         self._default = default
         self._by_name: dict[str, Registered] = {}
 
-    def register(self, name: str, options: type[Options] = Options) -> Callable[[Function], Function]:
+    def register(
+        self, name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
+    ) -> Callable[[Function], Function]:
         """Return the decorator that registers a function, which is called with its options as the last argument.
+
+        Args:
+            metrics: The names of all metrics that the function returns; None if it does not say.
 
         Raises:
             ValueError: Another function is registered under the name.
@@ -85,7 +92,7 @@ class Registry:
             other = self._by_name.get(name)
             if other is not None and _place(other.function) != _place(function):
                 raise ValueError(f"{self.key}: {_place(other.function)} is already registered as {name!r}")
-            self._by_name[name] = Registered(function, options)
+            self._by_name[name] = Registered(function, options, metrics)
             return function
 
         return decorate
@@ -129,6 +136,14 @@ class Registry:
         """
         found, options = self._find(algorithm.name), self._options(algorithm.name, algorithm.options)
         return lambda *arguments: found.function(*arguments, options)
+
+    def metrics_of(self, algorithm: Algorithm) -> tuple[str, ...] | None:
+        """Return the names of all metrics that the chosen function returns; None if it does not say.
+
+        Raises:
+            ValueError: There is no such function.
+        """
+        return self._find(algorithm.name).metrics
 
     def _options(self, name: str, values: dict[str, Any]) -> Options:
         model = self._find(name).options

@@ -70,7 +70,8 @@ class Resources(Section):
     cpus_per_rank: PositiveInt = 2
     """Number of CPU cores of each rank."""
     memory_gib_per_rank: PositiveFloat = 10.0
-    """Host memory of a rank, in GiB."""
+    """Host memory of a rank, in GiB. The memory plan counts with it, and a job asks Slurm for it unless
+    `cluster.request_memory` is false."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU, in GiB; the memory plan reads it, the scheduler does not."""
     minutes: PositiveInt = 60
@@ -96,6 +97,9 @@ class ClusterConfig(Section):
     """Slurm's quality of service."""
     constraint: str | None = None
     """The features that Slurm's nodes must have."""
+    request_memory: bool = True
+    """Whether a job asks Slurm for the memory of its ranks (`--mem`). With `false`, for sites that refuse the option,
+    it has what the partition gives by itself; `resources.memory_gib_per_rank` is then to say how much that is."""
     sbatch: SbatchOptions = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""

@@ -87,9 +87,10 @@ class DataConfig(Section):
     path: Path | None = None
     """The JSONL or Parquet file of problems, for `source = "file"`."""
     validation_path: Path | None = None
-    """The file of held-out problems; without it the last `validation_fraction` of the rows of `path` is held out."""
+    """The file of held-out problems, for `source = "file"`; without it the last `validation_fraction` of the rows of
+    `path` is held out."""
     validation_fraction: Fraction = 0.1
-    """Fraction of the problems that is held out."""
+    """Fraction of the problems that is held out, unless `validation_path` has them."""
     prompt_column: str = "prompt"
     """The file's column of questions."""
     answer_column: str = "answer"

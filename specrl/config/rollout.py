@@ -79,7 +79,8 @@ class SpeculationConfig(Section):
     """The name of a row in `specrl/config/methods.py`. `mtp` drafts with the multi-token-prediction layer of a policy
     that has one."""
     k: Adjustable[NonNegativeInt] = 3
-    """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`."""
+    """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`. Methods that draft
+    from text alone have no use for it."""
     adaptive: Adjustable[bool] = True
     """Whether the controller chooses the draft length, from 0 upwards, for each running batch size, and how much of
     each draft is verified; if not, drafts always have the full length, and all of it is verified."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, Strict
 
 OptionValue = StrictBool | StrictInt | StrictFloat | StrictStr
 
+MEMORY_KEYS = "resources.memory_gib_per_rank, or cluster.request_memory = false to ask for none"
 OWN_OPTIONS: Mapping[str, str] = {
     "account": "cluster.account",
     "array": "",
@@ -22,9 +23,9 @@ OWN_OPTIONS: Mapping[str, str] = {
     "export": "cluster.setup, with a line such as export NAME=value",
     "export-file": "cluster.setup, with a line such as export NAME=value",
     "job-name": "",
-    "mem": "resources.memory_gib_per_rank",
-    "mem-per-cpu": "resources.memory_gib_per_rank",
-    "mem-per-gpu": "resources.memory_gib_per_rank",
+    "mem": MEMORY_KEYS,
+    "mem-per-cpu": MEMORY_KEYS,
+    "mem-per-gpu": MEMORY_KEYS,
     "no-requeue": "",
     "nodes": "resources.nodes",
     "ntasks": "resources.nodes and resources.ranks_per_node",

@@ -211,7 +211,8 @@ class TrainConfig(Section):
     keep_checkpoints: Adjustable[PositiveInt] = 2
     """Number of checkpoints to keep, the newest first; the best one is kept beside them."""
     keep_every: Adjustable[PositiveInt | None] = None
-    """Also keep the checkpoints of all steps that are multiples of this number; None keeps no others."""
+    """Also keep the checkpoints of all steps that are multiples of this number, a multiple of `checkpoint_every`, or 1
+    for all checkpoints; None keeps no others."""
     best_metric: Adjustable[str | None] = None
     """The metric of a held-out set by which the best policy is chosen among those validated, such as
     `validation/held-out/pass_at_k`; by default the accuracy on the first set, where `validate.every` is set."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -10,7 +12,7 @@ from pydantic import Field, model_validator
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
 from specrl.config.model import GeneratorConfig
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.metrics import VALIDATION, find_metric
+from specrl.metrics import METRICS, VALIDATION, find_metric
 
 HELD_OUT = "held-out"
 """The name of the only set where `validate.sets` gives none."""
@@ -21,12 +23,24 @@ WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mism
 """The groups of the metrics that `train.stop_when` may watch: results, not times."""
 
 
+def suggest_metric(metric: str, names: Iterable[str] = ()) -> str:
+    """Return the end of a message about a wrong name: the nearest metric that may be watched, if one is near.
+
+    Args:
+        names: Further metrics beside those that `specrl/metrics.py` names in full.
+    """
+    watched = [name for name in METRICS if name.partition("/")[0] in WATCHED and not name.endswith("_I")]
+    near = get_close_matches(metric, [*watched, *names], n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 class StopConfig(Section):
     """A reason to end training early: a metric, and one of three conditions on it."""
 
     metric: str
     """The name of a metric of the RL step, such as `reward/mean`, or of a held-out set, such as
-    `validation/held-out/accuracy`; see `specrl/metrics.py`."""
+    `validation/held-out/accuracy`; see `specrl/metrics.py`. It may be any `policy/NAME` if the loss does not say which
+    metrics it returns."""
     above: float | None = None
     """Training ends once the metric is above this."""
     below: float | None = None
@@ -44,7 +58,7 @@ class StopConfig(Section):
         if definition is None or self.metric.partition("/")[0] not in WATCHED:
             raise ValueError(
                 f'metric = "{self.metric}": it must be a metric of the groups {", ".join(WATCHED)} that '
-                "specrl/metrics.py defines"
+                f"specrl/metrics.py defines{suggest_metric(self.metric)}"
             )
         if self.no_gain_for is not None and definition.better is None:
             raise ValueError(

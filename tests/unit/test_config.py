@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specrl.config import STAGES, ConfigError, dump_config, load_config, parse_config
+from specrl.config import STAGES, ConfigError, change_config, dump_config, load_config, parse_config
+from specrl.config.algorithms import LOSSES
+from tests.drafts import recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -90,6 +92,97 @@ def test_a_wrong_key_type_or_combination_is_one_line_that_names_it(
     line = mistake(tmp_path, *overrides)
     assert "\n" not in line
     assert [part for part in parts if part not in line] == []
+
+
+OF_A_FILE = "data.source=file", "data.path=a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["speculation.method=replay", "speculation.k=5"], ["speculation.k = 5", '"replay"', "replay_k", "3"]),
+        (["speculation.method=ngram", "drafter.source=a/b"], ['drafter.source = "a/b"', '"ngram"', "eagle3"]),
+        (["speculation.method=replay", "drafter.parallel=true"], ["drafter.parallel = true", '"replay"', "eagle3"]),
+        (["speculation.method=ngram", "drafter.data=x.jsonl"], ['drafter.data = "x.jsonl"', '"ngram"', "mtp"]),
+        (
+            [*OF_A_FILE, "data.validation_path=b.jsonl", "data.validation_fraction=0.3"],
+            ["data.validation_fraction = 0.3", 'data.validation_path = "b.jsonl"', "leave one"],
+        ),
+        (["data.validation_path=b.jsonl"], ['data.validation_path = "b.jsonl"', '"generators"', '"file"']),
+        (
+            ["train.keep_every=6", "train.checkpoint_every=4"],
+            ["train.keep_every = 6", "train.checkpoint_every = 4", "multiple of 4"],
+        ),
+        (
+            ["train.stop_when={metric='policy/entrpy', above=1}"],
+            ['train.stop_when.metric = "policy/entrpy"', "grpo", "did you mean policy/entropy?"],
+        ),
+        (
+            ["train.stop_when={metric='policy/clip_fracton', above=1}", "train.loss=gspo"],
+            ['"policy/clip_fracton"', "gspo", "did you mean policy/clip_fraction?"],
+        ),
+        (
+            ["train.stop_when={metric='spec/repaly_draft_tokens', above=1}", "speculation.method=replay"],
+            ['"spec/repaly_draft_tokens"', '"replay"', "did you mean spec/replay_draft_tokens?"],
+        ),
+        (
+            ["train.stop_when={metric='spec/acceptance_rate_pos_I', above=1}"],
+            ['"spec/acceptance_rate_pos_I"', "spec/acceptance_rate_pos_1"],
+        ),
+        (["train.stop_when={metric='reward/mena', above=1}"], ['"reward/mena"', "did you mean reward/mean?"]),
+    ],
+)
+def test_a_setting_without_an_effect_is_one_line_but_loads_where_it_is_stored(
+    tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    line = mistake(tmp_path, *overrides)
+    assert "\n" not in line
+    assert [part for part in parts if part not in line] == []
+    if "reward/mena" not in line:  # which no version has accepted
+        config = change_config(parse_config({"name": "run"}), overrides)
+        assert [setting.line for setting in config.unused] == [line]
+        assert parse_config(json.loads(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["speculation.method=ngram", "speculation.k=5", "drafter.draft_vocab_size=64", "drafter.num_prompts=8"],
+        ["speculation.method=eagle3+replay", "speculation.k=5", "drafter.source=a/b", "drafter.data=x.jsonl"],
+        ["speculation.method=none", "speculation.k=0"],
+        ["speculation.method=mtp", "drafter.data=x.jsonl"],
+        [*OF_A_FILE, "data.validation_path=b.jsonl"],
+        [
+            *OF_A_FILE,
+            "data.validation_path=b.jsonl",
+            "data.validation_fraction=0.3",
+            "validate.sets.x.generators=[{name='chain_sum'}]",
+        ],
+        ["data.validation_fraction=0.3"],
+        ["train.keep_every=8", "train.checkpoint_every=4"],
+        ["train.keep_every=1", "train.checkpoint_every=4"],
+        ["train.stop_when={metric='policy/clip_fraction', above=0.5}"],
+        ["train.stop_when={metric='spec/acceptance_rate_pos_2', below=0.5}"],
+        ["train.stop_when={metric='spec/recent_accepted_tokens', below=5}"],
+        ["train.stop_when={metric='drafter/expected_acceptance_pos_0', above=0.9}"],
+        ["train.stop_when={metric='validation/held-out/pass_at_1', above=0.9}", "validate.every=1"],
+    ],
+)
+def test_a_setting_with_an_effect_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
+    assert load_config(write(tmp_path), overrides).unused == []
+
+
+def test_a_metric_that_only_the_run_can_name_may_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOSSES, "_by_name", dict(LOSSES._by_name))
+    LOSSES.register("silent")(print)
+    LOSSES.register("plain", metrics=("ratio",))(len)
+    stop = "train.stop_when={{metric='{}', above=1}}".format
+    assert load_config(write(tmp_path), ["train.loss=silent", stop("policy/any")]).unused == []
+    assert load_config(write(tmp_path), ["train.loss=plain", stop("policy/ratio")]).unused == []
+    assert "did you mean policy/ratio?" in mistake(tmp_path, "train.loss=plain", stop("policy/ratoi"))
+    with recipe(tmp_path):
+        drafting = ["speculation.method=repetition", stop("spec/repetition_draft_tokens")]
+        assert load_config(write(tmp_path), drafting).unused == []
 
 
 def test_every_mistake_gets_its_own_line(tmp_path: Path) -> None:

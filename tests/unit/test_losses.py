@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from specrl.algorithms.losses import LossInputs
 from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import TrainConfig
+from specrl.config.algorithms import LOSSES
 
 MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
@@ -88,3 +90,11 @@ def test_gspo_has_grpos_gradient_on_policy_and_clips_whole_responses() -> None:
     loss.backward()
     assert lp.grad is not None and lp.grad.tolist() == [[0.0, 0.0, 0.0]]
     assert metrics["clip_fraction"].item() == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_loss_returns_the_metrics_that_it_names(name: str) -> None:
+    chosen = LOSSES.choose(name)
+    values = torch.zeros(1, 3)
+    _, metrics = LOSSES.function(chosen)(LossInputs(values, values, values, MASK))
+    assert tuple(metrics) == LOSSES.metrics_of(chosen)

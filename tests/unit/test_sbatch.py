@@ -15,12 +15,13 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 from flows.cli import invoke
 from flows.preflight import check_cluster
-from slurm.backend import JobKey, StageRequest
+from slurm.backend import JobKey, StageRequest, State
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, interface_towards
+from slurm.failures import explain
 from slurm.registry import backend_of, backends_of
-from slurm.sbatch import parameters, python_command
-from slurm.slurm_backend import ONE_HOST
-from specrl.config import Config, ConfigError, Resources, StageName, parse_config
+from slurm.sbatch import describe, parameters, python_command
+from slurm.slurm_backend import ONE_HOST, SlurmJob
+from specrl.config import STAGES, Config, ConfigError, Resources, StageName, parse_config
 from specrl.context import StageContext
 
 GPUS = {"gpus_per_rank": 1, "ranks_per_node": 4}
@@ -92,6 +93,10 @@ def test_any_option_of_sbatch_is_passed_through_by_stage(tmp_path: Path) -> None
             "cluster.sbatch: job-name is an option that specrl sets itself",
         ),
         (
+            {"cluster": {"sbatch": {"mem": "10G"}}},
+            "mem is an option that specrl sets itself; set resources.memory_gib_per_rank, or cluster.request_mem",
+        ),
+        (
             {"stage_resources": {"train": {"sbatch": {"time": 5}}}},
             "stage_resources.train.sbatch: time is an option that specrl sets itself; set resources.minutes",
         ),
@@ -115,6 +120,19 @@ def test_a_wrong_option_is_one_line(sections: dict[str, Any], words: str, tmp_pa
         configured(tmp_path, **sections)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_site_that_refuses_the_option_for_memory_gets_none(tmp_path: Path) -> None:
+    asking, silent = (configured(tmp_path, cluster={"request_memory": asks}) for asks in (True, False))
+    assert [option for option in script(asking)[0] if option.startswith("mem")] == ["mem=10240M"]
+    assert script(silent)[0] == script(asking)[0] - {"mem=10240M"}
+    assert "--mem" not in describe(silent, "train") and "--mem=10240M" in describe(asking, "train")
+    killed, job = State("ended", "OUT_OF_MEMORY", failed=True, cause="memory"), SlurmJob("7", tmp_path, attached=False)
+    lines = [
+        explain(job, StageContext(config, "train", "train-0", tmp_path, {}, ""), killed) for config in (asking, silent)
+    ]
+    assert "resources.memory_gib_per_rank = 10; raise it" in lines[0]
+    assert "asks for none (cluster.request_memory = false); ask for more cores" in lines[1]
 
 
 def test_ranks_run_in_a_container(tmp_path: Path) -> None:
@@ -159,6 +177,10 @@ def test_the_dry_run_prints_the_options_of_each_stage(tmp_path: Path, capsys: py
     assert "--reservation=night; srun --cpus-per-task=2" in train
     assert any(line.startswith("export: sbatch --partition=cpu") for line in lines)
     assert not any(line.startswith("prepare: sbatch") for line in lines)
+    assert "--mem=10240M" in train
+    assert invoke(["run", str(path), "--dry-run", "--set", "cluster.request_memory=false"]) == 0
+    printed = capsys.readouterr().out
+    assert "--mem" not in printed and printed.count("not asked for") == len(STAGES)
 
 
 def test_products_in_float32_on_a_gpu_are_no_tf32() -> None:

@@ -184,6 +184,23 @@ def test_a_set_without_its_problems_is_one_line(
         check_data(config_with({"a": {"reward": "exact_match", **chosen}}))
 
 
+def test_a_dry_run_counts_the_problems_of_files_but_not_those_of_generators(tmp_path: Path) -> None:
+    few = {"name": "worked_sums", "parameters": {"terms": [2], "high": 9, "large_share": 0}}  # 100 problems in all
+    of_generators = config_with(data={"generators": [few]}, validate={"num_prompts": 200})
+    of_a_set = config_with({"a": {"generators": [few], "num_prompts": 200}})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {number}", "answer": 1}) + "\n" for number in range(90)))
+    file = {"source": "file", "path": str(path), "reward": "exact_match"}
+    of_a_file = config_with({"a": {"generators": [few], "reward": "task"}}, data=file, validate={"num_prompts": 10})
+    for config in (of_generators, of_a_set):
+        with pytest.raises(ConfigError, match=r"have only .* distinct held-out problems of the 200 asked for"):
+            check_data(config)
+        check_data(config, draw_all=False)
+    for draw_all in (True, False):
+        with pytest.raises(ConfigError, match="has only 9 distinct held-out rows of the 10 asked for"):
+            check_data(of_a_file, draw_all=draw_all)
+
+
 def test_a_set_is_answered_under_the_settings_of_the_run_but_for_its_own() -> None:
     config = config_with({"greedy": {"temperature": 0}}, sampling={"top_k": 7, "max_response_tokens": 30})
     sampling = config_of_set(config, "greedy").sampling

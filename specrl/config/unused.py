@@ -1,0 +1,124 @@
+"""Settings that would have no effect beside the others, each with the line that refuses it.
+
+No section's validator looks for them, because a run may come to have some while it goes on: `drafter.source` stays when
+`speculation.method` changes. What is stored with a run must load, so only what a user gives is refused. A value counts
+as given where it is not the default, since a resolved configuration holds every field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specrl.config.algorithms import LOSSES
+from specrl.config.base import Section
+from specrl.config.methods import METHODS, TEXTS
+from specrl.config.model import DataConfig
+from specrl.config.rollout import SpeculationConfig
+from specrl.config.training import DrafterConfig, TrainConfig
+from specrl.config.validation import ValidateConfig, suggest_metric
+from specrl.metrics import METRICS, POLICY, TEXT_SOURCE, find_metric
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A setting that has no effect."""
+
+    keys: tuple[str, ...]
+    """The keys of which a change brings this about."""
+    line: str
+    """What is wrong, in one line with the key, its value and what is allowed."""
+
+
+def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> Iterator[Unused]:
+    """Yield the settings of drafts that `speculation.method` does not make.
+
+    The drafter's sizes and its training are left alone: a file that has them is also run with other methods, as a
+    baseline. Which drafter it is, and on which file it learns, nobody gives without meaning it.
+    """
+    method, chosen = speculation.draft_method, f'with speculation.method = "{speculation.method}"'
+    if method.drafts and method.vllm is None and _is_given(speculation, "k"):
+        yield Unused(
+            ("speculation.k",),
+            f"speculation.k = {speculation.k} {chosen}: it drafts from text alone, up to speculation.replay_k tokens; "
+            f"leave k at {_default(speculation, 'k')}",
+        )
+    rows = METHODS.values()
+    drafters = [row.name for row in rows if row.model == "drafter"], [row.name for row in rows if row.has_weights]
+    for name, allowed in (("source", drafters[0]), ("parallel", drafters[0]), ("data", drafters[1])):
+        if not method.has_weights and _is_given(drafter, name):
+            yield Unused(
+                (f"drafter.{name}",),
+                f"drafter.{name} = {_words(getattr(drafter, name))} {chosen}: no drafter is trained; leave it out, or "
+                f"set the method to one of {', '.join(allowed)}",
+            )
+
+
+def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
+    """Yield the settings of held-out problems that are held out in another way."""
+    path = f"data.validation_path = {_words(data.validation_path)}"
+    if data.validation_path is not None and data.source != "file":
+        yield Unused(
+            ("data.validation_path",),
+            f'{path} with data.source = "{data.source}": problems of generators are held out by '
+            'data.validation_fraction; the path is allowed with data.source = "file" alone (or as that of a set in '
+            "validate.sets)",
+        )
+    elif (
+        data.validation_path is not None
+        and _is_given(data, "validation_fraction")
+        and not any(chosen.generators for chosen in validate.sets.values())  # what these hold out goes by the fraction
+    ):
+        yield Unused(
+            ("data.validation_fraction",),
+            f"data.validation_fraction = {data.validation_fraction:g} beside {path}: that file alone is held out; "
+            "leave one of the two out",
+        )
+
+
+def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Iterator[Unused]:
+    """Yield the settings of the RL steps that would never come to anything."""
+    every, step = train.keep_every, train.checkpoint_every
+    if every is not None and every % step and step % every:
+        yield Unused(
+            ("train.keep_every", "train.checkpoint_every"),
+            f"train.keep_every = {every} with train.checkpoint_every = {step}: step {every} writes no checkpoint that "
+            f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all",
+        )
+    metric = train.stop_when.metric if train.stop_when is not None else ""
+    if found := _why_never_measured(metric, train, speculation):
+        key, reason = found
+        yield Unused(("train.stop_when.metric", key), f'train.stop_when.metric = "{metric}": {reason}')
+
+
+def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:
+    """Return a key that decides it and why no step measures a metric; None if a step may.
+
+    Names that are made at run time are refused only where all of them are known beforehand.
+    """
+    if metric in METRICS and metric.endswith("_I"):
+        return "train.stop_when.metric", f"I stands for a number, as in {metric.removesuffix('I')}1"
+    definition = find_metric(metric)
+    names = LOSSES.metrics_of(train.loss) if definition is POLICY else None
+    if names is not None and metric.removeprefix("policy/") not in names:
+        near = suggest_metric(metric, [f"policy/{name}" for name in names])
+        loss = f"train.loss = {train.loss.name}"
+        return "train.loss.name", f"neither specrl/metrics.py nor {loss} has a metric of this name{near}"
+    if definition in TEXT_SOURCE.values() and set(speculation.draft_method.texts) <= set(TEXTS):
+        method = f'speculation.method = "{speculation.method}"'
+        return "speculation.method", f"{method} has no text source of this name{suggest_metric(metric)}"
+    return None
+
+
+def _is_given(section: Section, name: str) -> bool:
+    return bool(getattr(section, name) != _default(section, name))
+
+
+def _default(section: Section, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
+def _words(value: Any) -> str:
+    return json.dumps(value, default=str)
