@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from flows.folder import size_of
@@ -29,8 +28,8 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     """Check everything that a run needs; nothing is written.
 
     Args:
-        dry_run: Whether to leave out what only the machine that submits the jobs must have (packages for GPUs, and the
-            commands of the scheduler), and what takes minutes.
+        dry_run: Whether to leave out what only the machine that submits the jobs must have: packages for GPUs, and the
+            commands of the scheduler.
 
     Raises:
         ConfigError: The run has problems; each is a line of the message.
@@ -89,27 +88,23 @@ def check_drafter(config: Config) -> list[str]:
     return []
 
 
-def check_data(config: Config, *, draw_all: bool = True) -> list[str]:
-    """Check that the data files and the reward exist and that they can be used.
-
-    Args:
-        draw_all: See `specrl.data.check.check_data`.
-    """
+def check_data(config: Config) -> list[str]:
+    """Check that the data files and the reward exist and that they can be used."""
     named = {
         "data.path": config.data.path,
         "data.validation_path": config.data.validation_path,
         "drafter.data": config.drafter.data,
     }
     lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
-    return lines or _check_contents(config, draw_all)
+    return lines or _check_contents(config)
 
 
-def _check_contents(config: Config, draw_all: bool) -> list[str]:
+def _check_contents(config: Config) -> list[str]:
     """Check what can only be seen by opening the files and making the generators."""
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
     try:
-        check_contents(config, draw_all=draw_all)
+        check_contents(config)
     except ConfigError as error:
         return [str(error)]
     return []
@@ -190,7 +185,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_model,
     check_draft_model,
     check_drafter,
-    partial(check_data, draw_all=False),
+    check_data,
     check_algorithms,
     check_disk,
     check_tracking,

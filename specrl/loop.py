@@ -22,6 +22,7 @@ from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
+from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterCheck
 from specrl.rollout.refit.load import Refit, RefitReport
@@ -61,6 +62,8 @@ class Trainer:
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
     rewards: RewardPool | None
     """Computes the rewards; None on a rank whose engine has another first rank, which does it."""
+    ahead: DrawingAhead | None
+    """Draws the problems of the next steps meanwhile, if that takes long; None on all ranks but the first."""
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
@@ -288,7 +291,9 @@ class Trainer:
         self.checkpoints.save(step, drafter, state, self.generator.state())
 
     def shutdown(self) -> None:
-        """End the engine and the processes of the rewards."""
+        """End the engine and the processes of the rewards and of the problems."""
         self.engine.shutdown()
+        if self.ahead is not None:
+            self.ahead.close()
         if self.rewards is not None:
             self.rewards.close()

@@ -10,6 +10,10 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,6 +24,47 @@ PORTS = range(15_000, 32_000)
 after it was found free and before somebody listens on it."""
 PR_SET_PDEATHSIG = 1
 """The option of `prctl` that sets the signal which a process gets when its parent ends (Linux, `sys/prctl.h`)."""
+HELPER = (
+    "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
+    "rank = Connection(int(sys.argv[2])); sys.path[:] = rank.recv(); import_module(sys.argv[1]).main(rank)"
+)
+"""The program of a helper, `python -c HELPER MODULE FD`: it looks for modules where the rank does."""
+OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
+
+
+def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that runs `main` of a module, and return it with this end of a connection to it.
+
+    `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
+    the two. The process ends with the thread that has started it, and imports what `module` imports and no more.
+    """
+    connection, remote = Pipe()
+    with remote:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HELPER, module, str(remote.fileno())],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[remote.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C does not reach it, and it ends with all it has started
+        )
+    with contextlib.suppress(OSError):  # it has ended already, as whoever asks it for something will find
+        connection.send(sys.path)
+        connection.send(os.getpid())
+    return process, connection
+
+
+def become_helper(parent: int) -> None:
+    """Let this process end with the rank that started it, and leave to the rank the signals that all get.
+
+    Args:
+        parent: The process id of the rank.
+    """
+    end_with_parent(parent)
+    for number in OTHERS_SIGNALS:
+        signal.signal(number, lambda *_: None)  # a handler and not SIG_IGN, which programs started here would inherit
+    with contextlib.suppress(OSError):  # where memory runs out, this process goes before the rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -252,8 +253,8 @@ class FileProblems:
         positions = range(drawn, drawn + count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
-    def held_out(self, count: int) -> list[Problem]:
-        """Return the first `count` distinct held-out rows.
+    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
+        """Return the first `count` distinct held-out rows, which takes no time.
 
         Raises:
             ConfigError: There are fewer.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -154,14 +156,15 @@ class GeneratorMixture:
             )
         return found
 
-    def held_out(self, count: int) -> list[Problem]:
-        """Return the first `count` distinct held-out problems.
+    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
+        """Return the first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
 
         Raises:
             ConfigError: The generators have fewer.
         """
-        problems = list(islice(self._distinct("held-out", 0, held_out=True, repeat=False), count))
-        if len(problems) < count:
+        deadline = time.monotonic() + patience_s
+        problems = list(islice(self._distinct("held-out", 0, held_out=True, repeat=False, until=deadline), count))
+        if len(problems) < count and time.monotonic() < deadline:
             raise ConfigError(
                 f"data.generators have only {len(problems)} distinct held-out problems of the {count} asked for: "
                 + self._why_so_few("ask for fewer, widen the generators' parameters, or raise data.validation_fraction")
@@ -176,11 +179,19 @@ class GeneratorMixture:
         """Return False: what generators give is known only as it is drawn."""
         return False
 
-    def _distinct(self, stream: str, step: int, held_out: bool, repeat: bool) -> Iterator[Problem]:
-        """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them."""
+    def _distinct(
+        self, stream: str, step: int, held_out: bool, repeat: bool, until: float = math.inf
+    ) -> Iterator[Problem]:
+        """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them.
+
+        Args:
+            until: The time of `time.monotonic` at which to end in any case.
+        """
         seen: set[str] = set()
         misses = 0
         for candidate in self._candidates(stream, step):
+            if time.monotonic() > until:
+                return
             problem = self._fitted(candidate)
             if problem is not None and problem.question not in seen:
                 wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out

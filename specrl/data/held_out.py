@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from specrl.config import Config, ConfigError, DataConfig
@@ -39,8 +40,8 @@ def config_of_set(config: Config, name: str) -> Config:
     )
 
 
-def held_out_problems(config: Config, name: str, fit: Fit) -> list[Problem]:
-    """Return the distinct problems of a held-out set.
+def held_out_problems(config: Config, name: str, fit: Fit, patience_s: float = math.inf) -> list[Problem]:
+    """Return the distinct problems of a held-out set, of generators those that were found within `patience_s` seconds.
 
     Args:
         fit: What becomes of problems whose prompts are too long.
@@ -52,7 +53,7 @@ def held_out_problems(config: Config, name: str, fit: Fit) -> list[Problem]:
     count = chosen.num_prompts or config.validate_.num_prompts
     try:
         if chosen.path is None:
-            return make_problems(data, config.seed, fit).held_out(count)
+            return make_problems(data, config.seed, fit).held_out(count, patience_s)
         rows = {row.question: row for row in read_problems(chosen.path, data, fit)}
     except ConfigError as error:
         raise ConfigError(f"validate.sets.{name}: {error}") from error

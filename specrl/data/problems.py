@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -100,8 +101,8 @@ class ProblemSource(Protocol):
         """
         ...
 
-    def held_out(self, count: int) -> list[Problem]:
-        """Return the first `count` distinct held-out problems.
+    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
+        """Return the first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
 
         Raises:
             ConfigError: There are fewer.

@@ -6,15 +6,21 @@ Each stream has its own seeds, and a held-out problem never appears in another s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from specrl.config import Config
 from specrl.data.files import read_requests
-from specrl.data.held_out import held_out_problems, make_problems
+from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
+from specrl.data.store import ProblemStore
+
+RECENT = 3
+"""The number of steps whose prompts are remembered: with idle time put to use, those of two are asked for in turn."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,24 @@ class PromptReport:
 class PromptSource:
     """All prompts of a run. Those that are too long are dropped or truncated as `data.overlong` says."""
 
-    def __init__(self, config: Config, tokenizer: Any, begun: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        begun: tuple[int, int] = (0, 0),
+        *,
+        problems_dir: Path | None = None,
+        on_slow: Callable[[int], None] | None = None,
+    ) -> None:
         """Open the problems of `[data]`.
 
         Args:
             tokenizer: The policy's tokenizer, of transformers.
             begun: The step from which on the configuration holds, and the number of prompts that training had before
                 it, with another `train.prompts_per_step`.
+            problems_dir: The folder for problems that take long to draw, `Config.problems_dir`; without it they are
+                drawn each time.
+            on_slow: Called with each step whose problems took long, when they are there.
 
         Raises:
             ConfigError: A generator or parameter is unknown, a file is unreadable or has a row that no prompt can be
@@ -50,12 +67,29 @@ class PromptSource:
         self.tokenizer = tokenizer
         self._rendering = Rendering(config, tokenizer)
         self._problems = make_problems(config.data, config.seed, self._rendering.fit)
+        self._problems_dir, self._on_slow = problems_dir, on_slow
+        self._store = ProblemStore.of(problems_dir, config, tokenizer)
+        self._recent: dict[int, list[Prompt]] = {}
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
-        count, (begun, before) = self._config.train.prompts_per_step, self.begun
+        if step not in self._recent:
+            self._recent[step] = self._draw(step)
+            for earliest in list(self._recent)[:-RECENT]:
+                del self._recent[earliest]
+        return list(self._recent[step])
+
+    def _draw(self, step: int) -> list[Prompt]:
+        (begun, before), count = self.begun, self._config.train.prompts_per_step
         drawn = max(0, before + (step - begun) * count)
-        return self._prompts("train", self._problems.draw("train", step, count, drawn))
+
+        def draw(count: int) -> list[Problem]:
+            return self._problems.draw("train", step, count, drawn)
+
+        problems, is_slow = self._store.take(f"train-{step:06d}", count, draw)
+        if is_slow and self._on_slow is not None:
+            self._on_slow(step)
+        return self._prompts("train", problems)
 
     def held_out(self, count: int) -> list[Prompt]:
         """Return distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
@@ -63,7 +97,10 @@ class PromptSource:
         Raises:
             ConfigError: There are fewer held-out problems.
         """
-        return self._prompts("held-out", self._problems.held_out(count))
+        return self._prompts("held-out", self._held_out(count))
+
+    def _held_out(self, count: int, *, anew: bool = False) -> list[Problem]:
+        return self._store.take("held-out", count, self._problems.held_out, anew=anew)[0]
 
     def validation(self, name: str) -> list[Prompt]:
         """Return the prompts of the held-out set of this name.
@@ -72,13 +109,25 @@ class PromptSource:
             ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
         """
         chosen = self._config.validate_.held_out_sets[name]
+        count = chosen.num_prompts or self._config.validate_.num_prompts
         if not chosen.has_problems:
-            return self.held_out(chosen.num_prompts or self._config.validate_.num_prompts)
-        return self._prompts(f"held-out/{name}", held_out_problems(self._config, name, self._rendering.fit))
+            return self.held_out(count)
+        store = ProblemStore.of(self._problems_dir, config_of_set(self._config, name), self.tokenizer)
+
+        def draw(_: int) -> list[Problem]:
+            return held_out_problems(self._config, name, self._rendering.fit)
+
+        return self._prompts(f"held-out/{name}", store.take("held-out", count, draw)[0])
 
     def pretraining(self, count: int) -> list[Prompt]:
         """Return the prompts whose responses the drafter is pretrained on."""
-        return self._prompts("pretraining", self._problems.draw("pretraining", 0, count, 0))
+        return self._prompts("pretraining", self._pretraining(count))
+
+    def _pretraining(self, count: int, *, anew: bool = False) -> list[Problem]:
+        def draw(count: int) -> list[Problem]:
+            return self._problems.draw("pretraining", 0, count, 0)
+
+        return self._store.take("pretraining", count, draw, anew=anew)[0]
 
     def drafter_data(self, count: int) -> list[Prompt]:
         """Return prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
@@ -108,15 +157,17 @@ class PromptSource:
     def check(self) -> PromptReport:
         """Draw the first training batch and all held-out and pretraining prompts, so that mistakes show early.
 
+        They are drawn even if they are kept, so that the report does not depend on what a killed job has kept.
+
         Raises:
             ConfigError: There are too few problems, or a prompt is too long and `data.overlong` refuses that.
         """
         self.batch(0)
         validate = self._config.validate_
         shares = [chosen.num_prompts or 0 for chosen in validate.held_out_sets.values() if not chosen.has_problems]
-        self.held_out(max([validate.num_prompts, *shares]))
+        self._held_out(max([validate.num_prompts, *shares]), anew=True)
         seen = [line for name in validate.held_out_sets for line in self._trained_on(name)]
-        self.pretraining(self._config.drafter.num_prompts)
+        self._pretraining(self._config.drafter.num_prompts, anew=True)
         counts, data = self._rendering.counts, self._config.data
         lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
         if counts.overlong:

@@ -12,24 +12,24 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
-from specrl.data.reward_worker import START
 from specrl.data.rewards import shortened
+from specrl.processes import start_helper
 
 logger = logging.getLogger(__name__)
 
+WORKER = "specrl.data.reward_worker"
+"""The module of the processes."""
 START_SECONDS = 600
 """The time limit for a process to import the reward."""
 PATIENCE_SECONDS = 0.1
@@ -309,20 +309,10 @@ class _Worker:
         """
         if self._connection is not None:
             self._connection.close()
-        self._connection, remote = Pipe()
-        with remote:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", START, str(remote.fileno())],
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[remote.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C does not reach it, and it ends with all it has started
-            )
+        self._process, self._connection = start_helper(WORKER)
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(sys.path)
-            self._connection.send(os.getpid())
             self._connection.send(self._pool.sections)
             if not self._connection.poll(START_SECONDS):
                 self._kill()

@@ -88,7 +88,7 @@ def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progr
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
-    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir)))
+    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir))
     with logs.phase("generation with the exported drafter"):
         found = measure_acceptance(
             engine,

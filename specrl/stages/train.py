@@ -25,6 +25,7 @@ from specrl.precision.recipe import Recipe, check_shards, load_recipe
 from specrl.progress import Progress
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
+from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
@@ -104,7 +105,14 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             recipe=recipe,
             reads_policy=False,  # the first refit brings them
         )
-    source = PromptSource(config, engine.tokenizer, begun)
+    ahead = DrawingAhead(config, begun, prepared.policy_dir) if ranks.is_first else None
+    source = PromptSource(
+        config,
+        engine.tokenizer,
+        begun,
+        problems_dir=config.problems_dir,
+        on_slow=ahead.reach if ahead is not None else None,
+    )
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(
@@ -116,6 +124,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         online=OnlineTraining(drafter, spot) if drafter is not None else None,
         spot=spot,
         rewards=rewards,
+        ahead=ahead,
         generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
         precision=PrecisionMonitor(config, ranks, engine, training, observe_kv_cache(config, policy), layers_path),
         refit=make_refit(context, ranks, engine, policy, drafter),

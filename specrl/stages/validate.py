@@ -48,7 +48,7 @@ def main(context: StageContext) -> None:
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
-        source = PromptSource(config, load_tokenizer(prepared.policy_dir))
+        source = PromptSource(config, load_tokenizer(prepared.policy_dir), problems_dir=config.problems_dir)
         with logs.phase("start of the engine"):
             engine = start_engine(turn_taking(config), trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)

@@ -84,7 +84,7 @@ class NextStep:
         most = speculation.recent_tokens if speculation.draft_method.texts else 0
         return cls(
             step=step,
-            prompts=PromptSource(config, tokenizer, (begun, before)).batch(step),
+            prompts=PromptSource(config, tokenizer, (begun, before), problems_dir=config.problems_dir).batch(step),
             samples_per_prompt=config.train.samples_per_prompt,
             stored=stored,
             recent=recent_responses(train_dir / "rollouts", step, most),

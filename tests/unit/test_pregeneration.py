@@ -18,7 +18,13 @@ from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import PROBE_AT_LEAST_EVERY, DrafterCheck, DrafterGuard, RolloutWatch
+from specrl.rollout.refit.drafter_guard import (
+    PROBE_AT_LEAST_EVERY,
+    DrafterCheck,
+    DrafterGuard,
+    GuardReport,
+    RolloutWatch,
+)
 
 PROMPTS = [Prompt(number, "x" * (number + 1), [1] * (number + 1), "") for number in range(3)]
 LENGTH = 12
@@ -270,3 +276,39 @@ def test_the_guard_probes_the_drafter_without_stored_text() -> None:
     assert guard.check(1).acceptance_length == 2.0
     assert engine.stored_when_asked == [0]
     assert engine.recalled == [False]
+
+
+def test_drafting_goes_on_where_neither_the_new_drafter_nor_the_last_good_one_is_accepted_as_usual() -> None:
+    """The policy has changed: without this, the rest of a long job would decode plainly."""
+
+    class ScriptedEngine(CountingEngine):
+        def __init__(self, *accepted: tuple[int, int]) -> None:
+            super().__init__()
+            self.accepted = list(accepted)
+
+        def generate(self, requests: list[Request], **options: Any) -> Generation:
+            generation = super().generate(requests, **options)
+            positions = self.accepted.pop(0)
+            stats = SpeculationStats(100, 200, sum(positions), positions, 50, (100, 100))
+            return Generation(generation.responses, stats, 0.0, generation.num_tokens)
+
+        def refit_drafter(self, weights: object) -> None: ...
+
+        def stop_speculating(self) -> None:
+            self.speculates = False
+
+    engine = ScriptedEngine((80, 40), (60, 10), (62, 12), (61, 11), (5, 2), (6, 2))
+    state = {"fc": torch.zeros(2)}
+    drafter = SimpleNamespace(state_dict=lambda: state, named_weights=dict, load_state_dict=dict, changes=0)
+    guard = DrafterGuard(cast(Engine, engine), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    guard.check(0)
+    drafter.changes += 1
+    report = guard.check(4)
+    assert report.reloaded and report.speculating and report.failures == 1
+    [event] = guard.take_events()
+    assert "position 2 fell to 0.100" in event and "drafting goes on" in event
+    drafter.changes += 1
+    assert guard.check(8) == GuardReport(reloaded=False, speculating=True, acceptance_length=1.72)
+    drafter.changes += 1
+    report = guard.check(12)
+    assert not report.speculating and "speculation is off" in guard.take_events()[0], "hardly anything is accepted"

@@ -13,6 +13,7 @@ import torch
 
 from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_json, write_scores, write_text
 from specrl.config import Config, ConfigError, StopConfig, ValidationSetConfig, dump_config, parse_config
+from specrl.data import check
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
 from specrl.data.prompts import PromptSource
@@ -184,7 +185,9 @@ def test_a_set_without_its_problems_is_one_line(
         check_data(config_with({"a": {"reward": "exact_match", **chosen}}))
 
 
-def test_a_dry_run_counts_the_problems_of_files_but_not_those_of_generators(tmp_path: Path) -> None:
+def test_held_out_problems_are_counted_before_a_start_unless_drawing_them_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = {"name": "worked_sums", "parameters": {"terms": [2], "high": 9, "large_share": 0}}  # 100 problems in all
     of_generators = config_with(data={"generators": [few]}, validate={"num_prompts": 200})
     of_a_set = config_with({"a": {"generators": [few], "num_prompts": 200}})
@@ -195,10 +198,11 @@ def test_a_dry_run_counts_the_problems_of_files_but_not_those_of_generators(tmp_
     for config in (of_generators, of_a_set):
         with pytest.raises(ConfigError, match=r"have only .* distinct held-out problems of the 200 asked for"):
             check_data(config)
-        check_data(config, draw_all=False)
-    for draw_all in (True, False):
-        with pytest.raises(ConfigError, match="has only 9 distinct held-out rows of the 10 asked for"):
-            check_data(of_a_file, draw_all=draw_all)
+    monkeypatch.setattr(check, "PATIENCE_S", 0.0)
+    check_data(of_generators)
+    check_data(of_a_set)
+    with pytest.raises(ConfigError, match="has only 9 distinct held-out rows of the 10 asked for"):
+        check_data(of_a_file)
 
 
 def test_a_set_is_answered_under_the_settings_of_the_run_but_for_its_own() -> None:

@@ -69,7 +69,8 @@ def with_precision(config: Config, precision: str) -> Config:
 def sample(subject: Subject, precision: str, recipe: Recipe, settings: AgreementSettings) -> dict[int, list[Rollout]]:
     """Return the responses of an engine in this precision to held-out prompts, by seed."""
     config, policy_dir = with_precision(subject.config, precision), subject.first_policy_dir
-    prompts = PromptSource(config, load_tokenizer(policy_dir)).held_out(settings.num_prompts)
+    source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
+    prompts = source.held_out(settings.num_prompts)
     own = recipe if precision == "fp8" else None
     engine = Engine(policy_dir, None, config=config, seed=config.seed, recipe=own, speculate=False)
     found = {}

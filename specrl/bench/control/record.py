@@ -50,7 +50,8 @@ def record(subject: Subject) -> Recording:
         raise ValueError("bench control replays drafts of an EAGLE-3 drafter; this run has none")
     longest = longest_draft(subject.config)
     engine = start_engine(engine_config(subject.config, longest), subject.policy_dir, subject.drafter_dir)
-    prompts = PromptSource(subject.config, load_tokenizer(subject.policy_dir)).held_out(NUM_PROMPTS)
+    tokenizer, problems_dir = load_tokenizer(subject.policy_dir), subject.config.problems_dir
+    prompts = PromptSource(subject.config, tokenizer, problems_dir=problems_dir).held_out(NUM_PROMPTS)
     origin = Origin(derive_seed(subject.config.seed, "bench control"), step=0)
     indices = [(index, sample) for index in range(len(prompts)) for sample in range(2 * SAMPLES_PER_PROMPT)]
     made = [(index, sample, make_request(prompts[index], sample, subject.config, origin)) for index, sample in indices]

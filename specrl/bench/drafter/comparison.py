@@ -92,7 +92,8 @@ class DrafterComparison:
         self.settings, self.ranks, self.folder = settings, ranks, folder
         self.config = comparison_config(subject.config, settings)
         self.policy_dir = subject.first_policy_dir
-        self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
+        tokenizer = load_tokenizer(self.policy_dir)
+        self.source = PromptSource(self.config, tokenizer, problems_dir=self.config.problems_dir)
         self.rewards = RewardPool(self.config.data)
         # The engine starts with the run's own drafter, and each refit replaces its weights. It keeps the shape and the
         # feature layers of that drafter, which is loaded here to check that it has those of the present configuration.

@@ -86,7 +86,8 @@ class LossComparison:
         self.settings, self.ranks = settings, ranks
         self.config = comparison_config(subject.config)
         self.policy_dir = subject.first_policy_dir
-        self.source = PromptSource(self.config, load_tokenizer(self.policy_dir))
+        tokenizer = load_tokenizer(self.policy_dir)
+        self.source = PromptSource(self.config, tokenizer, problems_dir=self.config.problems_dir)
         variants = [settings.drafter_config(variant, self.config.drafter) for variant in settings.variants]
         kinds = sorted({variant.parallel for variant in variants})
         self.engines = {parallel: self._engine(subject, parallel, 1 / len(kinds), folder) for parallel in kinds}

@@ -28,7 +28,8 @@ def main(job: BenchJob) -> None:
     settings, subject = RolloutSettings.model_validate(job.settings), job.subject
     engines = Engines(subject, settings)
     job.check_taken(engines.configs)
-    source = PromptSource(subject.config, load_tokenizer(subject.policy_dir))
+    tokenizer, problems_dir = load_tokenizer(subject.policy_dir), subject.config.problems_dir
+    source = PromptSource(subject.config, tokenizer, problems_dir=problems_dir)
     prompts = source.held_out(min(TAIL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)
     plain = engines.plain_variants[0].engine

@@ -4,8 +4,9 @@ Speculation is exact with any drafter, so a bad one costs nothing but time, sile
 compares the engine's drafter with the trainer's, tensor by tensor. Whether its drafts are accepted is read from the
 step's own rollouts, and before a checkpoint from the trainer's own drafts. Where acceptance falls, and from time to
 time anyway, the guard generates a fixed probe with a fixed draft length, whose acceptance per position is compared with
-its running value. On a collapse, trainer and engine go back to the last good drafter; if that does not help,
-speculation is turned off. The run goes on either way.
+its running value. On a collapse, trainer and engine go back to the last good drafter. If that is not accepted as usual
+either, it is the policy that has changed, and drafting goes on with new running values; only where next to nothing is
+accepted, or the engine's tensors are wrong, speculation is turned off. The run goes on in any case.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ PROBE_AT_LEAST_EVERY = 8
 """The number of versions after which a drafter that the trainer vouches for is probed all the same. The running value
 of the probe's acceptance follows a policy that drifts; after many versions without a probe, drift would look like a
 collapse."""
+USEFUL = 0.1
+"""The share of first draft tokens that must be accepted on the probe for drafting to go on after a collapse that the
+last good drafter does not undo. From there on, how far to draft is for the controller to choose."""
 
 
 class DrafterCheck(Enum):
@@ -117,6 +121,10 @@ class AcceptanceWatch:
         self.running = tuple(
             running + self.SMOOTHING * (rate - running) for rate, running in zip(rates, self.running, strict=False)
         )
+
+    def begin_anew(self, stats: SpeculationStats, version: int) -> None:
+        """Take the rates of one probe for the running value, in place of what it was."""
+        self.running, self.version = stats.acceptance_rate_per_pos, version
 
 
 class RolloutWatch:
@@ -266,9 +274,17 @@ class DrafterGuard:
             return self._report(reloaded=False)
         event = f"drafter collapse after refit {version}: {fault}"
         self._reload()
-        fault = self._fault(version)
+        wrong = self._of_any_rank(self._verify)
+        fault = wrong or self._of_any_rank(lambda: self._check_acceptance(version))
         if fault is None:
             self._events.append(f"{event}; reloaded its last good version")
+            return self._report(reloaded=True, failures=1)
+        if wrong is None and self._stats.num_drafts and self._stats.acceptance_rate_per_pos[0] >= USEFUL:
+            self._watch.begin_anew(self._stats, version)
+            self._events.append(
+                f"{event}; nor is its last good version accepted as usual: {fault}; so the policy has changed, and "
+                "drafting goes on with that version"
+            )
             return self._report(reloaded=True, failures=1)
         self._engine.stop_speculating()
         self._events.append(
@@ -298,14 +314,6 @@ class DrafterGuard:
     def _report(self, *, reloaded: bool, failures: int = 0) -> GuardReport:
         speculating = self._engine.speculates
         return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
-
-    def _fault(self, version: int) -> str | None:
-        """Return what is wrong with the drafter in the engine of any rank, or None.
-
-        All ranks get the same answer and act alike, because they train one drafter. A drafter with wrong tensors is not
-        probed on any rank: the ranks of one engine generate together or not at all.
-        """
-        return self._of_any_rank(self._verify) or self._of_any_rank(lambda: self._check_acceptance(version))
 
     def _of_any_rank(self, check: Callable[[], None]) -> str | None:
         """Return the first collapse that `check` finds on any rank, or None (collective)."""

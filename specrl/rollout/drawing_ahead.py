@@ -1,0 +1,74 @@
+"""A process that draws the problems of the next steps while a step is under way, where drawing them takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from specrl.config import Config, dump_config, parse_config
+from specrl.data.prompts import PromptSource
+from specrl.models.sources import load_tokenizer
+from specrl.processes import become_helper, start_helper
+
+logger = logging.getLogger(__name__)
+
+STEPS_AHEAD = 2
+"""The number of steps whose problems are drawn ahead. Idle time asks for those of the step after the next."""
+NICENESS = 10
+"""How far the process stands back behind the rank, which the kernel shares its cores with."""
+
+
+class DrawingAhead:
+    """The process of one rank. It leaves what it draws in the files of `ProblemStore`, where all ranks find it.
+
+    If it ends or falls behind, ranks draw a step's problems themselves, and come to the same ones.
+    """
+
+    def __init__(self, config: Config, begun: tuple[int, int], tokenizer_dir: Path) -> None:
+        """Start nothing yet. The arguments are what the process makes a `PromptSource` of its own from."""
+        self._arguments = dump_config(config), begun, tokenizer_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._has_ended = False
+
+    def reach(self, step: int) -> None:
+        """Take note that the problems of this step are there; the process, started at the first call, goes on."""
+        if self._has_ended:
+            return
+        try:
+            if self._connection is None:
+                self._process, self._connection = start_helper(__name__)
+                self._connection.send(self._arguments)
+            self._connection.send(step)
+        except OSError as error:
+            self._has_ended = True
+            logger.warning("the process that draws problems ahead has ended; each step waits for its own: %s", error)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+
+
+def main(rank: Connection) -> None:
+    """Draw the problems of the steps after each that the rank names, until the rank closes the connection."""
+    become_helper(rank.recv())
+    os.nice(NICENESS)
+    text, begun, tokenizer_dir = rank.recv()
+    config = parse_config(json.loads(text))
+    source = PromptSource(config, load_tokenizer(tokenizer_dir), begun, problems_dir=config.problems_dir)
+    with contextlib.suppress(EOFError):
+        while True:
+            step = rank.recv()
+            while rank.poll():  # what the rank has passed meanwhile is of no use any more
+                step = rank.recv()
+            last = min(step + STEPS_AHEAD, config.train.num_steps)  # the one after the last step, which is validated
+            for following in range(step + 1, last + 1):
+                source.batch(following)
