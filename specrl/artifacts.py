@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -353,9 +354,12 @@ class ExportResult(Artifact):
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. On success it is flushed to disk and renamed, on an error removed."""
+    """Yield a temporary path beside `path`. On success it is flushed to disk and renamed, on an error removed.
+
+    No other writer of the same file has the same one, on whatever host.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -363,6 +367,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -428,8 +436,7 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
 
 def point_to(link: Path, folder: Path) -> None:
     """Make the symbolic link `link` lead to `folder`, which lies below the link's own folder, whatever it led to."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+    temporary = _temporary(link)
     temporary.symlink_to(folder.relative_to(link.parent))
     temporary.replace(link)
 

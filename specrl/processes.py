@@ -37,7 +37,7 @@ def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `main` of a module, and return it with this end of a connection to it.
 
     `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
-    the two. The process ends with the thread that has started it, and imports what `module` imports and no more.
+    the two. The process ends with the thread that has started it. It imports what `module` imports, and no more.
     """
     connection, remote = Pipe()
     with remote:
@@ -46,12 +46,20 @@ def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
             env={"OMP_NUM_THREADS": "1", **os.environ},
             stdin=subprocess.DEVNULL,
             pass_fds=[remote.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C does not reach it, and it ends with all it has started
+            start_new_session=True,  # a terminal's Ctrl-C does not reach it, and `end_helper` ends all it has started
         )
     with contextlib.suppress(OSError):  # it has ended already, as whoever asks it for something will find
         connection.send(sys.path)
         connection.send(os.getpid())
     return process, connection
+
+
+def end_helper(process: subprocess.Popen[bytes]) -> None:
+    """End a helper and what it has started; one that has ended already is taken off the kernel's list."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def become_helper(parent: int) -> None:

@@ -103,7 +103,7 @@ def _acceptance(server: ModelServer, config: Config, exported: ExportResult, cou
     from specrl.models.sources import load_tokenizer
     from specrl.rollout.vllm.serving.check import send
 
-    source = PromptSource(config, load_tokenizer(exported.policy_dir), problems_dir=config.problems_dir)
+    source = PromptSource(config, load_tokenizer(exported.policy_dir))  # whoever serves a run may not write to it
     found = send(server, source.held_out(min(count, config.validate_.num_prompts)), config)
     stats, temperature = found.stats, config.sampling.temperature
     by_position = " / ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_pos)

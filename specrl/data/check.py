@@ -10,14 +10,15 @@ from specrl.data.rendering import check_template
 from specrl.data.rewards import make_reward
 
 PATIENCE_S = 5.0
-"""The time in which each held-out set must have been drawn for its size to be checked, in seconds. Generators that run
-out of problems do so quickly; where drawing takes long, the size is left to `prepare`."""
+"""The time, in seconds, for which held-out problems of each set are drawn to see whether there are enough. Generators
+that run out of problems do so quickly; where drawing takes longer, `prepare` sees it."""
 
 
 def check_data(config: Config) -> None:
     """Check that generators take their parameters, files have their columns, and template and reward are valid.
 
-    There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short).
+    There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short), as
+    far as `PATIENCE_S` lets them be counted.
 
     This imports the user's reward function; it does not import torch unless that function does.
 

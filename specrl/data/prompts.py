@@ -20,7 +20,7 @@ from specrl.data.rendering import Rendering
 from specrl.data.store import ProblemStore
 
 RECENT = 3
-"""The number of steps whose prompts are remembered: with idle time put to use, those of two are asked for in turn."""
+"""The number of steps whose prompts are remembered: where idle time is put to use, two steps' are asked for in turn."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class PromptSource:
         begun: tuple[int, int] = (0, 0),
         *,
         problems_dir: Path | None = None,
+        draws_anew: bool = False,
         on_slow: Callable[[int], None] | None = None,
     ) -> None:
         """Open the problems of `[data]`.
@@ -56,7 +57,8 @@ class PromptSource:
                 it, with another `train.prompts_per_step`.
             problems_dir: The folder for problems that take long to draw, `Config.problems_dir`; without it they are
                 drawn each time.
-            on_slow: Called with each step whose problems took long, when they are there.
+            draws_anew: Whether to draw and write even what is in that folder.
+            on_slow: Called with the number of each step whose problems take long to draw, once they are there.
 
         Raises:
             ConfigError: A generator or parameter is unknown, a file is unreadable or has a row that no prompt can be
@@ -67,9 +69,12 @@ class PromptSource:
         self.tokenizer = tokenizer
         self._rendering = Rendering(config, tokenizer)
         self._problems = make_problems(config.data, config.seed, self._rendering.fit)
-        self._problems_dir, self._on_slow = problems_dir, on_slow
-        self._store = ProblemStore.of(problems_dir, config, tokenizer)
+        self._problems_dir, self._draws_anew, self._on_slow = problems_dir, draws_anew, on_slow
+        self._store = self._store_of(config)
         self._recent: dict[int, list[Prompt]] = {}
+
+    def _store_of(self, config: Config) -> ProblemStore:
+        return ProblemStore.of(self._problems_dir, config, self.tokenizer, reads=not self._draws_anew)
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
@@ -97,10 +102,7 @@ class PromptSource:
         Raises:
             ConfigError: There are fewer held-out problems.
         """
-        return self._prompts("held-out", self._held_out(count))
-
-    def _held_out(self, count: int, *, anew: bool = False) -> list[Problem]:
-        return self._store.take("held-out", count, self._problems.held_out, anew=anew)[0]
+        return self._prompts("held-out", self._store.take("held-out", count, self._problems.held_out)[0])
 
     def validation(self, name: str) -> list[Prompt]:
         """Return the prompts of the held-out set of this name.
@@ -112,7 +114,7 @@ class PromptSource:
         count = chosen.num_prompts or self._config.validate_.num_prompts
         if not chosen.has_problems:
             return self.held_out(count)
-        store = ProblemStore.of(self._problems_dir, config_of_set(self._config, name), self.tokenizer)
+        store = self._store_of(config_of_set(self._config, name))
 
         def draw(_: int) -> list[Problem]:
             return held_out_problems(self._config, name, self._rendering.fit)
@@ -121,13 +123,11 @@ class PromptSource:
 
     def pretraining(self, count: int) -> list[Prompt]:
         """Return the prompts whose responses the drafter is pretrained on."""
-        return self._prompts("pretraining", self._pretraining(count))
 
-    def _pretraining(self, count: int, *, anew: bool = False) -> list[Problem]:
         def draw(count: int) -> list[Problem]:
             return self._problems.draw("pretraining", 0, count, 0)
 
-        return self._store.take("pretraining", count, draw, anew=anew)[0]
+        return self._prompts("pretraining", self._store.take("pretraining", count, draw)[0])
 
     def drafter_data(self, count: int) -> list[Prompt]:
         """Return prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
@@ -157,7 +157,7 @@ class PromptSource:
     def check(self) -> PromptReport:
         """Draw the first training batch and all held-out and pretraining prompts, so that mistakes show early.
 
-        They are drawn even if they are kept, so that the report does not depend on what a killed job has kept.
+        The report counts what was drawn: a source that takes what is kept has nothing to report of it.
 
         Raises:
             ConfigError: There are too few problems, or a prompt is too long and `data.overlong` refuses that.
@@ -165,9 +165,9 @@ class PromptSource:
         self.batch(0)
         validate = self._config.validate_
         shares = [chosen.num_prompts or 0 for chosen in validate.held_out_sets.values() if not chosen.has_problems]
-        self._held_out(max([validate.num_prompts, *shares]), anew=True)
+        self.held_out(max([validate.num_prompts, *shares]))
         seen = [line for name in validate.held_out_sets for line in self._trained_on(name)]
-        self._pretraining(self._config.drafter.num_prompts, anew=True)
+        self.pretraining(self._config.drafter.num_prompts)
         counts, data = self._rendering.counts, self._config.data
         lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
         if counts.overlong:

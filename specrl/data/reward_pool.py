@@ -6,9 +6,7 @@ A reward that hangs, raises, ends its process or returns what is no number costs
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import pickle
 import signal
 import subprocess
@@ -24,7 +22,7 @@ from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
 from specrl.data.rewards import shortened
-from specrl.processes import start_helper
+from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
 
@@ -244,12 +242,9 @@ class _Worker:
         self._kill()
 
     def _kill(self) -> None:
-        """End the process and what it has started; a process that has ended already is taken off the kernel's list."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        """End the process and what it has started."""
+        if self._process is not None:
+            end_helper(self._process)
 
     def _reward(self, job: _Job) -> float | RewardFailure:
         """Return the reward of one response, from a new process where the present one ends on it."""

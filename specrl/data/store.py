@@ -1,24 +1,24 @@
-"""Problems that took long to draw, in files of the run's folder, so that no stage, rank or restart draws them again.
+"""Problems that take long to draw, in files of the run's folder, so that no stage, rank or restart draws them again.
 
 Some of reasoning-gym's generators take a second for a problem, and of ten problems that are drawn one is held out.
 Without these files every rank would draw thousands of them at the start of every stage, and a step's own before each
-step. What is drawn is a function of the configuration and the tokenizer alone: a file only ever saves time.
+step. What is drawn is a function of the configuration, the tokenizer and the code alone: a file only ever saves time,
+and one that cannot be read or written costs no more than that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-import pickle
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from specrl.artifacts import atomic_path, digest
+from specrl.artifacts import digest, write_text
 from specrl.config import Config
 from specrl.data.problems import Problem
 
@@ -26,27 +26,25 @@ logger = logging.getLogger(__name__)
 
 SLOW_S = 0.5
 """The least time that problems took which are kept, in seconds; others are drawn again."""
-PROBLEM_SCHEMA = pa.schema(
-    [
-        pa.field("question", pa.string(), nullable=False),
-        pa.field("answer", pa.string(), nullable=False),
-        pa.field("demonstration", pa.string(), nullable=False),
-        pa.field("generator", pa.int32(), nullable=False),
-        pa.field("entry", pa.binary(), nullable=False),  # pickled: generators put objects of any kind into it
-    ],
-    metadata={"specrl.schema": "problem", "specrl.schema_version": "1"},
-)
+DECIDING = {"generators", "validation_fraction", "template", "overlong"}
+"""The fields of `[data]` that decide what generators draw and what is left out of it."""
+TUPLE = "$tuple"
+"""The key of an object that stands for a tuple, which JSON does not know."""
 
 
 class ProblemStore:
     """The kept problems of one configuration, in a file for each stream or step of one."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """Take the problems that are in a folder; without one, nothing is kept."""
-        self._folder = folder
+    def __init__(self, folder: Path | None, *, reads: bool = True) -> None:
+        """Keep problems in a folder; without one, nothing is kept.
+
+        Args:
+            reads: Whether to read what is there already; otherwise it is drawn and written anew.
+        """
+        self._folder, self._reads = folder, reads
 
     @classmethod
-    def of(cls, problems_dir: Path | None, config: Config, tokenizer: Any) -> ProblemStore:
+    def of(cls, problems_dir: Path | None, config: Config, tokenizer: Any, *, reads: bool = True) -> ProblemStore:
         """Return the store for what this configuration and tokenizer draw.
 
         It keeps no problems of a file, which are read quickly, and none with a tokenizer that has no known state.
@@ -57,66 +55,92 @@ class ProblemStore:
         if problems_dir is None or config.data.source != "generators" or not tokenizer.is_fast:
             return cls(None)
         drawn_by = (
-            config.data.model_dump(mode="json"),
+            config.data.model_dump(mode="json", include=DECIDING),
             config.seed,
             config.max_prompt_tokens,
             _fingerprint(tokenizer),
-            version("reasoning-gym"),
+            _code(),
         )
-        return cls(problems_dir / digest(drawn_by))
+        return cls(problems_dir / digest(drawn_by), reads=reads)
 
-    def take(
-        self, name: str, count: int, draw: Callable[[int], list[Problem]], *, anew: bool = False
-    ) -> tuple[list[Problem], bool]:
-        """Return the first `count` problems of a stream, and whether they are kept, so that they took or take long.
+    def take(self, name: str, count: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], bool]:
+        """Return the first `count` problems of a stream, and whether drawing them takes long, so that they are kept.
 
         Args:
             name: The name of the stream, or of a step of one, which becomes that of the file.
             draw: Draws that many problems; a smaller number gives the first ones of a larger number.
-            anew: Whether to draw them even if they are kept.
         """
-        path = self._folder / f"{name}.arrow" if self._folder is not None else None
-        kept = _read(path) if path is not None and not anew else []
+        path = self._folder / f"{name}.json" if self._folder is not None else None
+        kept = _read(path) if path is not None and self._reads else []
         if len(kept) >= count:
             return kept[:count], True
         started = time.perf_counter()
         found = draw(count)
         is_slow = time.perf_counter() - started >= SLOW_S
-        if path is not None and is_slow:
-            _write(path, found)
-        return found, path is not None and is_slow
+        return found, path is not None and is_slow and _write(path, found)
 
 
 def _fingerprint(tokenizer: Any) -> str:
     """Return a digest of how a tokenizer makes tokens of a text and of a conversation."""
     state: str = tokenizer.backend_tokenizer.to_str()
     rules = state[state.index('"added_tokens"') :]  # before them is how the last batch was cut and padded
-    return hashlib.sha256(f"{rules}{tokenizer.chat_template}".encode()).hexdigest()
+    return digest((rules, tokenizer.chat_template, tokenizer.special_tokens_map))
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that draws problems: this package's, and the version of reasoning-gym."""
+    sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return digest((sources, version("reasoning-gym")))
 
 
 def _read(path: Path) -> list[Problem]:
-    """Return the problems of a file; none where there is no such file or it cannot be read."""
+    """Return the problems of a file; none where there is no such file or it cannot be used."""
     try:
-        with pa.memory_map(str(path)) as source:
-            rows = pa.ipc.open_file(source).read_all().to_pylist()
+        checksum, _, text = path.read_bytes().partition(b"\n")
     except FileNotFoundError:
         return []
-    except (OSError, pa.ArrowInvalid) as error:
+    except OSError as error:
         logger.warning("%s cannot be read, and its problems are drawn: %s", path, error)
         return []
-    return [Problem(**{**row, "entry": pickle.loads(row["entry"])}) for row in rows]
+    if checksum != _checksum(text):
+        logger.warning("%s is damaged, and its problems are drawn", path)
+        return []
+    return [Problem(**{**row, "entry": _original(row["entry"])}) for row in json.loads(text)]
 
 
-def _write(path: Path, problems: Sequence[Problem]) -> None:
-    """Write problems; where that is not possible they are drawn again when they are next asked for."""
+def _write(path: Path, problems: Sequence[Problem]) -> bool:
+    """Write problems and return True, or False where that is not possible: then they are drawn each time."""
     try:
-        rows = [{**vars(problem), "entry": pickle.dumps(problem.entry)} for problem in problems]
-        table = pa.Table.from_pylist(rows, PROBLEM_SCHEMA)
-        with (
-            atomic_path(path) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, PROBLEM_SCHEMA) as writer,
-        ):
-            writer.write_table(table)
-    except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+        text = json.dumps([{**vars(problem), "entry": _plain(problem.entry)} for problem in problems])
+        if [_original(row["entry"]) for row in json.loads(text)] != [problem.entry for problem in problems]:
+            raise TypeError("their entries have values that JSON does not keep")
+        write_text(path, f"{_checksum(text.encode()).decode()}\n{text}")
+    except (OSError, TypeError, ValueError) as error:
         logger.warning("%s cannot be written, and its problems are drawn each time: %s", path, error)
+        return False
+    return True
+
+
+def _checksum(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with objects in place of its tuples."""
+    if isinstance(value, tuple):
+        return {TUPLE: [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _original(value: Any) -> Any:
+    """Return the value that `_plain` made plain."""
+    if isinstance(value, list):
+        return [_original(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TUPLE}:
+        return tuple(_original(item) for item in value[TUPLE])
+    return {key: _original(item) for key, item in value.items()}

@@ -13,18 +13,18 @@ from pathlib import Path
 from specrl.config import Config, dump_config, parse_config
 from specrl.data.prompts import PromptSource
 from specrl.models.sources import load_tokenizer
-from specrl.processes import become_helper, start_helper
+from specrl.processes import become_helper, end_helper, start_helper
 
 logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = 2
 """The number of steps whose problems are drawn ahead. Idle time asks for those of the step after the next."""
 NICENESS = 10
-"""How far the process stands back behind the rank, which the kernel shares its cores with."""
+"""The niceness of the process, so that the rank, which may run on the same cores, goes first."""
 
 
 class DrawingAhead:
-    """The process of one rank. It leaves what it draws in the files of `ProblemStore`, where all ranks find it.
+    """The process of one rank, which leaves what it draws in the files of `ProblemStore`, where all ranks find it.
 
     If it ends or falls behind, ranks draw a step's problems themselves, and come to the same ones.
     """
@@ -44,7 +44,10 @@ class DrawingAhead:
             if self._connection is None:
                 self._process, self._connection = start_helper(__name__)
                 self._connection.send(self._arguments)
+                os.set_blocking(self._connection.fileno(), False)
             self._connection.send(step)
+        except BlockingIOError:  # it has not listened for hundreds of steps
+            return
         except OSError as error:
             self._has_ended = True
             logger.warning("the process that draws problems ahead has ended; each step waits for its own: %s", error)
@@ -53,14 +56,13 @@ class DrawingAhead:
         """End the process."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
-            self._process.kill()
-            self._process.wait()
+            end_helper(self._process)
 
 
 def main(rank: Connection) -> None:
     """Draw the problems of the steps after each that the rank names, until the rank closes the connection."""
     become_helper(rank.recv())
-    os.nice(NICENESS)
+    _go_last()
     text, begun, tokenizer_dir = rank.recv()
     config = parse_config(json.loads(text))
     source = PromptSource(config, load_tokenizer(tokenizer_dir), begun, problems_dir=config.problems_dir)
@@ -72,3 +74,10 @@ def main(rank: Connection) -> None:
             last = min(step + STEPS_AHEAD, config.train.num_steps)  # the one after the last step, which is validated
             for following in range(step + 1, last + 1):
                 source.batch(following)
+
+
+def _go_last() -> None:
+    """Lower the priority of this process; where the kernel groups processes by session, that of its group counts."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))

@@ -43,7 +43,8 @@ def main(context: StageContext) -> None:
             if ranks.is_first:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
-        source = PromptSource(config, load_tokenizer(base_dir), problems_dir=config.problems_dir)
+        tokenizer = load_tokenizer(base_dir)
+        source = PromptSource(config, tokenizer, problems_dir=config.problems_dir, draws_anew=True)
         found = source.check()
         for line in found.notes if ranks.is_first else []:
             logger.warning(line)

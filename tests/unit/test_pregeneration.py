@@ -282,6 +282,8 @@ def test_drafting_goes_on_where_neither_the_new_drafter_nor_the_last_good_one_is
     """The policy has changed: without this, the rest of a long job would decode plainly."""
 
     class ScriptedEngine(CountingEngine):
+        k = None
+
         def __init__(self, *accepted: tuple[int, int]) -> None:
             super().__init__()
             self.accepted = list(accepted)
@@ -304,7 +306,7 @@ def test_drafting_goes_on_where_neither_the_new_drafter_nor_the_last_good_one_is
     guard.check(0)
     drafter.changes += 1
     report = guard.check(4)
-    assert report.reloaded and report.speculating and report.failures == 1
+    assert report.reloaded and report.speculating and report.failures == 2
     [event] = guard.take_events()
     assert "position 2 fell to 0.100" in event and "drafting goes on" in event
     drafter.changes += 1
@@ -312,3 +314,9 @@ def test_drafting_goes_on_where_neither_the_new_drafter_nor_the_last_good_one_is
     drafter.changes += 1
     report = guard.check(12)
     assert not report.speculating and "speculation is off" in guard.take_events()[0], "hardly anything is accepted"
+    fixed = ScriptedEngine((80, 40), (60, 10), (62, 12))
+    fixed.k = 3
+    guard = DrafterGuard(cast(Engine, fixed), cast(Any, drafter), [Request([1], 0, 1, 1.0)], ALONE)
+    guard.check(0)
+    drafter.changes += 1
+    assert not guard.check(4).speculating, "no controller would find out whether drafts are still worth making"

@@ -69,7 +69,7 @@ def test_kept_problems_are_those_that_would_be_drawn(tmp_path: Path, no_drawing:
     drawn = everything(PromptSource(config, TOKENIZER))
     assert everything(source_of(config)) == drawn
     streams = ["held-out", "held-out", "pretraining", "train-000000", "train-000001"]
-    assert files_of(config) == [f"{stream}.arrow" for stream in streams]
+    assert files_of(config) == [f"{stream}.json" for stream in streams]
     forbid(no_drawing)
     assert everything(source_of(config)) == drawn
     assert source_of(config).held_out(3) == drawn[2][:3]
@@ -85,12 +85,12 @@ def test_more_problems_than_are_kept_are_drawn_and_kept(tmp_path: Path, no_drawi
 
 
 def kept(config: Config) -> list[Problem]:
-    [path] = config.problems_dir.glob("*/held-out.arrow")
+    [path] = config.problems_dir.glob("*/held-out.json")
     return store._read(path)
 
 
 @pytest.mark.usefixtures("keeps_all")
-def test_another_seed_template_or_tokenizer_has_problems_of_its_own(tmp_path: Path) -> None:
+def test_problems_are_kept_for_what_decides_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
     others = [
         config_of(tmp_path, seed=config.seed + 1),
@@ -99,13 +99,18 @@ def test_another_seed_template_or_tokenizer_has_problems_of_its_own(tmp_path: Pa
     ]
     for chosen in (config, *others):
         assert source_of(chosen).batch(0) == PromptSource(chosen, TOKENIZER).batch(0)
-    other = character_tokenizer(512)
-    other.chat_template = "{{ messages[0].content }}"
-    source_of(config, other).batch(0)
-    assert len(files_of(config)) == 5
+    templated, other_end = character_tokenizer(512), character_tokenizer(512)
+    templated.chat_template = "{{ messages[0].content }}"
+    other_end.bos_token = other_end.eos_token
+    for tokenizer in (templated, other_end):
+        source_of(config, tokenizer).batch(0)
+    monkeypatch.setattr(store, "_code", lambda: "of another commit")
+    source_of(config).batch(0)
+    assert len(files_of(config)) == 7
     TOKENIZER("a text", truncation=True, max_length=3)  # changes the tokenizer's state, and no prompt
     source_of(config).batch(0)
-    assert len(files_of(config)) == 5
+    source_of(config_of(tmp_path, data={"generators": [QUICK], "reward_workers": 1})).batch(0)
+    assert len(files_of(config)) == 7
 
 
 def test_quick_problems_and_those_of_files_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +126,32 @@ def test_quick_problems_and_those_of_files_are_not_kept(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("keeps_all")
-def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", ["cut short", "one letter", "empty"])
+def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     config = config_of(tmp_path)
     drawn = source_of(config).batch(0)
-    [path] = config.problems_dir.glob("*/train-000000.arrow")
+    [path] = config.problems_dir.glob("*/train-000000.json")
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    middle = len(whole) // 2
+    damaged = {
+        "cut short": whole[:middle],
+        "one letter": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "empty": b"",
+    }
+    path.write_bytes(damaged[damage])
     with caplog.at_level(logging.WARNING):
         assert source_of(config).batch(0) == drawn
-    assert "cannot be read" in caplog.text and path.read_bytes() == whole
+    assert "is damaged" in caplog.text and path.read_bytes() == whole
+
+
+def test_entries_are_kept_as_they_are_or_not_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry = {"metadata": {"points": ("-3", ["5", (1, 2.5)]), "solved": None}, "answer": "half of a pair: \ud800"}
+    problem, path = Problem("question", "answer", "demonstration", entry, 2), tmp_path / "problems.json"
+    assert store._write(path, [problem]) and store._read(path) == [problem]
+    with caplog.at_level(logging.WARNING):
+        for other in ({"by number": {1: "one"}}, {"set": {1}}, {"missing": math.nan}):
+            assert not store._write(tmp_path / "others.json", [Problem("question", "answer", "demonstration", other)])
+    assert caplog.text.count("cannot be written") == 3 and not (tmp_path / "others.json").exists()
 
 
 @pytest.mark.usefixtures("keeps_all")
@@ -143,20 +165,23 @@ def test_what_cannot_be_written_is_drawn_each_time(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.usefixtures("keeps_all")
-def test_the_report_on_prompts_does_not_depend_on_what_is_kept(tmp_path: Path) -> None:
-    config = config_of(tmp_path, validate={"num_prompts": 6}, drafter={"num_prompts": 4}, train={"prompts_per_step": 3})
-    first = source_of(config).check()
-    assert first.seen > 6 + 4 and source_of(config).check().seen == first.seen - 3, "the first step's are read"
+def test_a_source_that_draws_anew_counts_all_of_it(tmp_path: Path) -> None:
+    sets = {"hard": {"generators": [{"name": "countdown"}], "num_prompts": 4}}
+    config = config_of(tmp_path, validate={"num_prompts": 6, "sets": sets}, drafter={"num_prompts": 4})
+    for _ in range(2):
+        source = PromptSource(config, TOKENIZER, problems_dir=config.problems_dir, draws_anew=True)
+        assert source.check() == PromptSource(config, TOKENIZER).check()
+    assert source_of(config).check().seen == 0
 
 
 def test_another_process_draws_the_next_steps(tmp_path: Path, no_drawing: pytest.MonkeyPatch) -> None:
-    config = config_of(tmp_path, SLOW, train={"prompts_per_step": 2, "num_steps": 9})
+    config = config_of(tmp_path, SLOW, train={"prompts_per_step": 6, "num_steps": 9})
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     ahead = DrawingAhead(config, (0, 0), tmp_path / "tokenizer")
     try:
         source = PromptSource(config, TOKENIZER, problems_dir=config.problems_dir, on_slow=ahead.reach)
         source.batch(0)
-        wanted = [f"train-{step:06d}.arrow" for step in range(STEPS_AHEAD + 1)]
+        wanted = [f"train-{step:06d}.json" for step in range(STEPS_AHEAD + 1)]
         deadline = time.monotonic() + 120
         while files_of(config) != wanted and time.monotonic() < deadline:
             time.sleep(0.2)

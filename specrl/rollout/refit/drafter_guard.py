@@ -4,9 +4,10 @@ Speculation is exact with any drafter, so a bad one costs nothing but time, sile
 compares the engine's drafter with the trainer's, tensor by tensor. Whether its drafts are accepted is read from the
 step's own rollouts, and before a checkpoint from the trainer's own drafts. Where acceptance falls, and from time to
 time anyway, the guard generates a fixed probe with a fixed draft length, whose acceptance per position is compared with
-its running value. On a collapse, trainer and engine go back to the last good drafter. If that is not accepted as usual
-either, it is the policy that has changed, and drafting goes on with new running values; only where next to nothing is
-accepted, or the engine's tensors are wrong, speculation is turned off. The run goes on in any case.
+its running value. On a collapse, trainer and engine go back to the last good drafter. If that is accepted no better,
+the drafter alone is not the cause: most likely the policy has changed. Drafting then goes on with new running values,
+if the controller chooses how far to draft and more than next to nothing is accepted; otherwise speculation is turned
+off. The run goes on in any case.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ of the probe's acceptance follows a policy that drifts; after many versions with
 collapse."""
 USEFUL = 0.1
 """The share of first draft tokens that must be accepted on the probe for drafting to go on after a collapse that the
-last good drafter does not undo. From there on, how far to draft is for the controller to choose."""
+last good drafter does not undo."""
 
 
 class DrafterCheck(Enum):
@@ -279,18 +280,26 @@ class DrafterGuard:
         if fault is None:
             self._events.append(f"{event}; reloaded its last good version")
             return self._report(reloaded=True, failures=1)
-        if wrong is None and self._stats.num_drafts and self._stats.acceptance_rate_per_pos[0] >= USEFUL:
+        if wrong is None and self._may_go_on():
             self._watch.begin_anew(self._stats, version)
             self._events.append(
-                f"{event}; nor is its last good version accepted as usual: {fault}; so the policy has changed, and "
-                "drafting goes on with that version"
+                f"{event}; its last good version is accepted no better: {fault}; so the drafter alone is not the "
+                "cause, and drafting goes on with that version"
             )
-            return self._report(reloaded=True, failures=1)
+            return self._report(reloaded=True, failures=2)
         self._engine.stop_speculating()
         self._events.append(
             f"{event}; its last good version did not help: {fault}; speculation is off until the stage starts anew"
         )
         return self._report(reloaded=False, failures=2)
+
+    def _may_go_on(self) -> bool:
+        """Return whether drafts of which less is accepted than usual may still be worth making.
+
+        The controller finds out; where it does not choose, a useless drafter would cost time to the end of the job.
+        """
+        first = self._stats.acceptance_rate_per_pos[0] if self._stats.num_drafts else 0.0
+        return self._engine.k is None and first >= USEFUL
 
     def _was_probed_lately(self, version: int) -> bool:
         probed = self._watch.version
