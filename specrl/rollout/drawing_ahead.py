@@ -18,7 +18,7 @@ from specrl.processes import become_helper, end_helper, start_helper
 logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = 2
-"""The number of steps whose problems are drawn ahead. Idle time asks for those of the step after the next."""
+"""The number of steps whose problems are drawn ahead: in idle time, the next step's are asked for during a step."""
 NICENESS = 10
 """The niceness of the process, so that the rank, which may run on the same cores, goes first."""
 
