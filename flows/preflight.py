@@ -170,17 +170,6 @@ def check_cluster(config: Config) -> list[str]:
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
-CHECKS: tuple[Callable[[Config], list[str]], ...] = (
-    check_model,
-    check_draft_model,
-    check_drafter,
-    check_data,
-    check_algorithms,
-    check_disk,
-    check_tracking,
-    check_gpu_packages,
-    check_cluster,
-)
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_model,
     check_draft_model,
@@ -190,6 +179,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_disk,
     check_tracking,
 )
+CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 
 
 def _shares_packages(config: Config, stage: StageName) -> bool:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from specrl import logs
 from specrl.config import Config
-from specrl.data.reward_pool import RewardPool
+from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.events import record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop

@@ -12,7 +12,7 @@ from typing import Any
 
 from specrl.algorithms.advantages import zero_signal_fraction
 from specrl.artifacts import SpeedupEstimate, write_json, write_text
-from specrl.data.reward_pool import describe
+from specrl.data.rewards.pool import describe
 from specrl.distributed import Ranks
 from specrl.events import drop_events, record_event
 from specrl.progress import Progress

@@ -7,7 +7,7 @@ from specrl.data.files import read_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
 from specrl.data.rendering import check_template
-from specrl.data.rewards import make_reward
+from specrl.data.rewards.functions import make_reward
 
 PATIENCE_S = 5.0
 """The time, in seconds, for which held-out problems of each set are drawn to see whether there are enough. Generators

@@ -1,4 +1,4 @@
-"""Problems that take long to draw, in files of the run's folder, so that no stage, rank or restart draws them again.
+"""Problems that take long to draw, kept in files of the run's folder for later stages, other ranks and restarts.
 
 Some of reasoning-gym's generators take a second for a problem, and of ten problems that are drawn one is held out.
 Without these files every rank would draw thousands of them at the start of every stage, and a step's own before each
@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +29,9 @@ SLOW_S = 0.5
 """The least time that problems took which are kept, in seconds; others are drawn again."""
 DECIDING = {"generators", "validation_fraction", "template", "overlong"}
 """The fields of `[data]` that decide what generators draw and what is left out of it."""
-TUPLE = "$tuple"
-"""The key of an object that stands for a tuple, which JSON does not know."""
+TUPLE, FRACTION, PAIRS = "$tuple", "$fraction", "$pairs"
+"""The keys of objects that stand for what JSON does not know and generators put into entries: tuples, fractions, and
+dicts whose keys are no texts."""
 
 
 class ProblemStore:
@@ -89,7 +91,7 @@ def _fingerprint(tokenizer: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that draws problems: this package's, and the version of reasoning-gym."""
+    """Return a digest of the code that draws problems: the modules beside this one, and reasoning-gym's version."""
     sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return digest((sources, version("reasoning-gym")))
 
@@ -127,12 +129,18 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with objects in place of its tuples."""
+    """Return a value with objects in place of what JSON does not know."""
     if isinstance(value, tuple):
-        return {TUPLE: [_plain(item) for item in value]}
+        return {TUPLE: _plain(list(value))}
+    if isinstance(value, Fraction):
+        return {FRACTION: str(value)}
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    return {PAIRS: _plain([list(pair) for pair in value.items()])}
 
 
 def _original(value: Any) -> Any:
@@ -142,5 +150,9 @@ def _original(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() == {TUPLE}:
-        return tuple(_original(item) for item in value[TUPLE])
+        return tuple(_original(value[TUPLE]))
+    if value.keys() == {FRACTION}:
+        return Fraction(value[FRACTION])
+    if value.keys() == {PAIRS}:
+        return dict(_original(value[PAIRS]))
     return {key: _original(item) for key, item in value.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
-from specrl.data.reward_pool import RewardPool, Scores, Scoring
+from specrl.data.rewards.pool import RewardPool, Scores, Scoring
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
 

@@ -13,7 +13,7 @@ from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import make_reward
+from specrl.data.rewards.functions import make_reward
 from specrl.distributed import Ranks, join, leave
 from specrl.events import record_event
 from specrl.lineage.record import Continuation

@@ -11,7 +11,7 @@ from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import FailureTally, refuse_failure, start_rewards
+from specrl.data.rewards.pool import FailureTally, refuse_failure, start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer

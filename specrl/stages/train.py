@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -12,7 +13,7 @@ from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import start_rewards
+from specrl.data.rewards.pool import start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step
@@ -78,10 +79,8 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     """Load policy, drafter and engine of this rank, and wire up everything that the loop needs."""
-    config, begun = context.config, (0, 0)
+    config = context.config
     if context.continues is not None:
-        if context.continues.counts_on:
-            begun = (context.continues.step, context.continues.num_prompts)
         if ranks.is_first:
             adopt_history(context.stage_dir, context.continues)
         ranks.barrier()
@@ -105,14 +104,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             recipe=recipe,
             reads_policy=False,  # the first refit brings them
         )
-    ahead = DrawingAhead(config, begun, prepared.policy_dir) if ranks.is_first else None
-    source = PromptSource(
-        config,
-        engine.tokenizer,
-        begun,
-        problems_dir=config.problems_dir,
-        on_slow=ahead.reach if ahead is not None else None,
-    )
+    source, ahead = open_prompts(context, ranks, engine.tokenizer, prepared.policy_dir)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(
@@ -139,6 +131,18 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         lifetime=lifetime.current(),
         continues=context.continues,
     )
+
+
+def open_prompts(
+    context: StageContext, ranks: Ranks, tokenizer: Any, policy_dir: Path
+) -> tuple[PromptSource, DrawingAhead | None]:
+    """Return the source of the prompts and, on the first rank, what draws those of the next steps meanwhile."""
+    config, start, begun = context.config, context.continues, (0, 0)
+    if start is not None and start.counts_on:
+        begun = (start.step, start.num_prompts)
+    ahead = DrawingAhead(config, begun, policy_dir) if ranks.is_first else None
+    on_slow = ahead.reach if ahead is not None else None
+    return PromptSource(config, tokenizer, begun, problems_dir=config.problems_dir, on_slow=on_slow), ahead
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:

@@ -21,7 +21,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import RewardPool, start_rewards
+from specrl.data.rewards.pool import RewardPool, start_rewards
 from specrl.distributed import Ranks, join, leave
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress

@@ -8,7 +8,7 @@ from pathlib import Path
 from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_scores
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import RewardPool
+from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import LoggedSteps, Tracker

@@ -46,7 +46,7 @@ def reward_workers(run_dir: Path) -> list[psutil.Process]:
     for rank in ranks_of(run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
             found += [
-                child for child in psutil.Process(rank).children() if "reward_worker" in " ".join(child.cmdline())
+                child for child in psutil.Process(rank).children() if "rewards.worker" in " ".join(child.cmdline())
             ]
     return found
 

@@ -16,9 +16,9 @@ from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, ConfigError, DataConfig, load_config
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.config.importing import import_function
-from specrl.data import rewards
 from specrl.data.problems import Prompt
-from specrl.data.rewards import make_reward
+from specrl.data.rewards import functions as rewards
+from specrl.data.rewards.functions import make_reward
 from specrl.keys import run_keys
 from specrl.tracking.tracker import check_names
 from tests.contributing import write_files

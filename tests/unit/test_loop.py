@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specrl.config import Config
-from specrl.data.reward_pool import FailureTally
+from specrl.data.rewards.pool import FailureTally
 from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.loop import PROBE_EVERY, Trainer

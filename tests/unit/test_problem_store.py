@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
+import tomllib
 from collections.abc import Iterator
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specrl.config import Config, parse_config
+from specrl.config import Config, GeneratorConfig, parse_config
 from specrl.data import store
-from specrl.data.generators import GeneratorMixture
+from specrl.data.generators import GeneratorMixture, make_generator
 from specrl.data.problems import Problem, Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
@@ -145,11 +149,19 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_entries_are_kept_as_they_are_or_not_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    entry = {"metadata": {"points": ("-3", ["5", (1, 2.5)]), "solved": None}, "answer": "half of a pair: \ud800"}
+    entry = {
+        "metadata": {
+            "points": ("-3", ["5", (1, 2.5)]),
+            "solved": None,
+            "share": Fraction(2, 7),
+            "by number": {1: (2,)},
+        },
+        "answer": "half of a pair: \ud800",
+    }
     problem, path = Problem("question", "answer", "demonstration", entry, 2), tmp_path / "problems.json"
     assert store._write(path, [problem]) and store._read(path) == [problem]
     with caplog.at_level(logging.WARNING):
-        for other in ({"by number": {1: "one"}}, {"set": {1}}, {"missing": math.nan}):
+        for other in ({"object": Path()}, {"set": {1}}, {"missing": math.nan}):
             assert not store._write(tmp_path / "others.json", [Problem("question", "answer", "demonstration", other)])
     assert caplog.text.count("cannot be written") == 3 and not (tmp_path / "others.json").exists()
 
@@ -204,3 +216,16 @@ def test_a_rank_goes_on_without_the_process_that_draws_ahead(tmp_path: Path, cap
         ahead.reach(2)
     assert caplog.text.count("has ended") == 1
     ahead.close()
+
+
+def test_the_problems_of_the_shipped_configurations_can_be_kept(tmp_path: Path) -> None:
+    """Some of `gsm_symbolic` have fractions in their entries; were these lost, no problem of the file would be kept."""
+    paths = (Path(__file__).parents[2] / "configs").glob("*.toml")
+    files = [tomllib.loads(path.read_text()) for path in paths]
+    generators = {json.dumps(generator): generator for file in files for generator in file["data"]["generators"]}
+    assert len(generators) > 5
+    for number, generator in enumerate(generators.values()):
+        count = 2 if generator["name"] == SLOW["name"] else 100
+        drawn = list(islice(make_generator(GeneratorConfig.model_validate(generator)).problems(seed=1), count))
+        path = tmp_path / f"{number}.json"
+        assert store._write(path, drawn) and store._read(path) == drawn, generator["name"]

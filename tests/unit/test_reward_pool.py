@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from specrl.config import Config, DataConfig, EngineConfig, Resources
-from specrl.data import reward_pool
 from specrl.data.problems import Prompt
-from specrl.data.reward_pool import (
+from specrl.data.rewards import pool as reward_pool
+from specrl.data.rewards.pool import (
     FailureTally,
     RewardError,
     RewardFailure,
@@ -105,7 +105,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "reward_worker" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
 
 
 def test_each_failure_costs_its_own_response_alone_and_is_named(
@@ -206,9 +206,9 @@ def test_a_reward_that_cannot_be_imported_in_the_process_is_one_line() -> None:
 
 RANK = """
 from specrl.config import Config, DataConfig, EngineConfig, Resources
-from specrl.data import reward_pool
+from specrl.data.rewards import pool as reward_pool
 from specrl.data.problems import Prompt
-from specrl.data.reward_pool import RewardPool
+from specrl.data.rewards.pool import RewardPool
 data = DataConfig(reward="strange_rewards:score")
 scoring = RewardPool(data).begin(data)
 for number in range(3):

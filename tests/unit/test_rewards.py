@@ -13,7 +13,7 @@ from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
-from specrl.data.rewards import judge, make_reward
+from specrl.data.rewards.functions import judge, make_reward
 
 
 def prompt(answer: str, entry: dict[str, Any] | None = None) -> Prompt:

@@ -17,7 +17,7 @@ from specrl.data import check
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import make_reward
+from specrl.data.rewards.functions import make_reward
 from specrl.distributed import Ranks
 from specrl.keys import run_keys
 from specrl.lineage.history import adopt_history, kept_checkpoints

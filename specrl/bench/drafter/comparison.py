@@ -27,7 +27,7 @@ from specrl.bench.subject import Subject
 from specrl.config import Config, PrecisionConfig
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import RewardPool
+from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.collect import Origin, collect, make_request

@@ -24,7 +24,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards import judge, make_reward
+from specrl.data.rewards.functions import judge, make_reward
 from specrl.models.sources import load_tokenizer
 from specrl.processes import end_with_parent
 

@@ -11,7 +11,7 @@ from typing import Any
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.data.reward_pool import FailureTally, RewardPool, refuse_failure
+from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles

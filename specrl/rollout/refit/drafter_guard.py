@@ -276,6 +276,7 @@ class DrafterGuard:
         event = f"drafter collapse after refit {version}: {fault}"
         self._reload()
         wrong = self._of_any_rank(self._verify)
+        # With wrong tensors no rank probes: the ranks of one engine generate together or not at all.
         fault = wrong or self._of_any_rank(lambda: self._check_acceptance(version))
         if fault is None:
             self._events.append(f"{event}; reloaded its last good version")

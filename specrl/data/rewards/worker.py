@@ -7,7 +7,7 @@ import os
 from multiprocessing.connection import Connection
 
 from specrl.config import ConfigError, DataConfig
-from specrl.data.rewards import judge, make_reward
+from specrl.data.rewards.functions import judge, make_reward
 from specrl.processes import become_helper
 
 

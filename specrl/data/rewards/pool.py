@@ -21,12 +21,12 @@ from queue import SimpleQueue
 from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
-from specrl.data.rewards import shortened
+from specrl.data.rewards.functions import shortened
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
 
-WORKER = "specrl.data.reward_worker"
+WORKER = "specrl.data.rewards.worker"
 """The module of the processes."""
 START_SECONDS = 600
 """The time limit for a process to import the reward."""
