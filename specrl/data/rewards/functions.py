@@ -60,6 +60,17 @@ def make_reward(config: DataConfig) -> Reward:
     return lambda prompt, response: function(prompt.text, response, prompt.answer)
 
 
+def warm_up(config: DataConfig) -> None:
+    """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer."""
+    if config.reward == "task":
+        for index, generator in enumerate(config.generators):
+            problem = next(iter(make_generator(generator).problems(0)))
+            metadata = {"generator": index, "entry": problem.entry}
+            judge(make_reward(config), Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
+    elif is_built_in(config):
+        judge(make_reward(config), Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
+
+
 def _task_reward(config: DataConfig) -> Reward:
     """Return the reward that each generator's own scorer gives."""
     generators = [make_generator(generator) for generator in config.generators]
@@ -69,6 +80,11 @@ def _task_reward(config: DataConfig) -> Reward:
         return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
 
     return reward
+
+
+def is_built_in(config: DataConfig) -> bool:
+    """Return whether `data.reward` is one of specrl's, not a function that the user has written."""
+    return ":" not in config.reward
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str:
