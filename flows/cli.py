@@ -13,6 +13,7 @@ from flows.commands import (
     inspect,
     project,
     remove,
+    reward,
     run,
     samples,
     serve,
@@ -38,6 +39,7 @@ app = typer.Typer(
 run.register(app)
 inspect.register(app)
 samples.register(app)
+reward.register(app)
 watch.register(app)
 remove.register(app)
 sync.register(app)

@@ -146,6 +146,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._lost = 0
         self._has_answered = self._said = False
+        self._ready = threading.Event()
         self._workers: list[_Worker] = []
         self.grow()
 
@@ -165,6 +166,11 @@ class RewardPool:
             if gaps and not self._said:
                 logger.warning("data.reward runs without a part of its sandbox: on this machine it could %s", gaps)
             self._said = True
+        self._ready.set()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the first process has imported the rewards, or cannot; the next call that asks for one says why."""
+        self._ready.wait()
 
     def answered(self) -> None:
         """Take note of a process that has answered: the reward is not broken, whatever a later response makes it do."""
@@ -259,6 +265,7 @@ class _Worker:
             self._running()
         except Exception as error:  # the rank's main thread shall raise it, when it asks for a reward
             self._pool.error = error
+            self._pool.started("")
         while (job := self._pool.jobs.get()) is not None:
             try:
                 result = self._pool.error or self._reward(job)

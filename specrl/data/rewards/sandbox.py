@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import EAGAIN, ENOSYS, EPERM
 from functools import cache
@@ -326,21 +327,18 @@ def grant_process(listener: int, granted: int) -> int:
     return granted + 1
 
 
-def end_all_children(held: Confinement) -> None:
-    """End all that this process has started and all that those have, and wait for it."""
-    while True:
-        try:
-            if held.namespaces:
-                os.kill(-1, signal.SIGKILL)  # all of the namespace but its first process, which this is
-            else:
-                for child in _children():
-                    os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+def end_all_children(child: int, held: Confinement) -> None:
+    """End a child of this process and all that it has started, directly or not, and wait for them."""
+    waiting = [-1 if held.namespaces else child]  # -1: all of the namespace but its first process, which this is
+    with suppress(ChildProcessError):
+        while True:
+            for process in waiting:
+                with suppress(ProcessLookupError):  # it has ended already
+                    os.kill(process, signal.SIGKILL)
+            for process in waiting:
+                os.waitpid(process, 0)
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where there is nobody any more
+            waiting = [-1] if held.namespaces else _children()
 
 
 def adopt_orphans() -> None:

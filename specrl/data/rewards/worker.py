@@ -162,7 +162,7 @@ class Scorer:
             with ours:
                 return _awaited(child, ours, self._timeout, supervised=processes and self._held.filters)
         finally:
-            sandbox.end_all_children(self._held)
+            sandbox.end_all_children(child, self._held)
             _remove(folder)
 
     def _score(
@@ -231,8 +231,8 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
                 else:
                     closed = True
                     poll.unregister(answer)
-            if _has_ended(child) and (closed or not select.select([answer], [], [], 0)[0]):
-                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            code = _exit_code(child)
+            if code is not None and (closed or not select.select([answer], [], [], 0)[0]):
                 return Outcome(late=True) if code == -signal.SIGXCPU else Outcome(ended=code)
         return Outcome(late=True)
     finally:
@@ -258,5 +258,9 @@ def _understood(message: bytes) -> Outcome:
     return Outcome(failure="answered with something else than an outcome, which the response may have made it do")
 
 
-def _has_ended(child: int) -> bool:
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _exit_code(child: int) -> int | None:
+    """Return how a child has ended, which stays to be waited for; None for one that goes on."""
+    found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from specrl.data.rewards import sandbox
 from specrl.report.doctor.check import Check
 from specrl.report.doctor.gpu import check_without_driver, installed_torch
 from specrl.report.processor import CPUINFO, cpu_flags
@@ -25,7 +26,7 @@ PROBE_SECONDS = 10
 
 def checks(runs_dir: Path) -> list[Check]:
     """Return the findings about this machine."""
-    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_bf16(), check_gpu()]
+    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_bf16(), check_sandbox(), check_gpu()]
 
 
 def check_python() -> Check:
@@ -80,6 +81,18 @@ def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
     else:
         fix = "products are computed in float32 on this CPU: --set model.dtype=float32 is as fast, at twice the memory"
     return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", fix)
+
+
+def check_sandbox() -> Check:
+    """Check that the kernel can keep a reward, and what a response makes it do, from everything but its own folder."""
+    held = sandbox.available()
+    landlock, filters = f"Landlock {held.landlock}" if held.landlock else "", "seccomp" if held.filters else ""
+    found = ", ".join(filter(None, ["namespaces" if held.namespaces else "", landlock, filters])) or "none"
+    gaps = held.gaps(network=False)
+    if not gaps:
+        return Check("reward sandbox", "ok", found)
+    fix = f"a reward of your own could {gaps}; ask for a kernel with Landlock, or for user namespaces"
+    return Check("reward sandbox", "warn", found, fix)
 
 
 def has_gpu() -> bool:
