@@ -126,8 +126,8 @@ class DataConfig(Section):
     """The environment variables that the reward sees, besides the few without which Python does not start, such as
     `PATH`. Its `HOME` and `TMPDIR` are an empty folder of its own."""
     reward_network: Adjustable[bool] = False
-    """Whether the reward may use the network, as one that asks a judge does. Whatever a response makes the reward do can
-    use it then too."""
+    """Whether the reward may use the network, as one that asks a judge does. Whatever a response makes the reward do
+    can use it then too."""
 
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer, format_answer
 from specrl.data.problems import Fit, Generator, Problem, derive_seed, is_held_out
-from specrl.data.rewards.expressions import NotAnAnswerError
-from specrl.data.rewards.scorers import REVIEWED, refuse_unreviewed
+from specrl.data.scorers.expressions import NotAnAnswerError
+from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
 
 CHUNK = 64

@@ -13,7 +13,7 @@ from specrl.config.importing import import_function
 from specrl.data.answers import extract_answer, normalise
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
-from specrl.data.rewards.expressions import NotAnAnswerError, bounded_latex
+from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
 Reward = Callable[[Prompt, str], float]
 """(prompt, response) -> reward; whatever a user's function returns, `judge` checks it."""
@@ -60,15 +60,15 @@ def make_reward(config: DataConfig) -> Reward:
     return lambda prompt, response: function(prompt.text, response, prompt.answer)
 
 
-def warm_up(config: DataConfig) -> None:
+def warm_up(config: DataConfig, reward: Reward) -> None:
     """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer."""
     if config.reward == "task":
         for index, generator in enumerate(config.generators):
             problem = next(iter(make_generator(generator).problems(0)))
             metadata = {"generator": index, "entry": problem.entry}
-            judge(make_reward(config), Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
+            judge(reward, Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
     elif is_built_in(config):
-        judge(make_reward(config), Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
+        judge(reward, Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
 
 
 def _task_reward(config: DataConfig) -> Reward:

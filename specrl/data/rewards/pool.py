@@ -6,6 +6,7 @@ A reward that hangs, raises, ends its process or returns what is no number costs
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import pickle
@@ -43,7 +44,7 @@ BACKLOG = 32
 TRIES = 2
 """The processes that a reward may end until it counts as failed: the first one may have been killed by anybody."""
 GRACE_SECONDS = 30.0
-"""The time beyond `data.reward_timeout_s` after which a process that does not say that a response took too long is ended."""
+"""The time beyond `data.reward_timeout_s` after which a process that says nothing is ended."""
 LONGEST_ANSWER = 2 * ANSWER_BYTES
 """The bytes that a process may send at once."""
 LOST_IN_A_ROW = 16
@@ -169,7 +170,7 @@ class RewardPool:
         self._ready.set()
 
     def wait_until_ready(self) -> None:
-        """Wait until the first process has imported the rewards, or cannot; the next call that asks for one says why."""
+        """Wait until the first process has imported the rewards, or cannot: who asks for one is told why."""
         self._ready.wait()
 
     def answered(self) -> None:
@@ -250,6 +251,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="specrl-reward-"))
+        atexit.register(shutil.rmtree, self._scratch, ignore_errors=True)
         self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
         self._thread.start()
 

@@ -1,7 +1,7 @@
 """The kernel's means by which a reward touches nothing but its scratch folder, called directly: no package is needed.
 
-Namespaces hold the process that scores (user, processes, mounts, network), once; Landlock and a seccomp filter hold each
-response's fork of it. A kernel may lack any of them, or refuse them to users: `available` says which hold here.
+Namespaces (user, processes, mounts, network) hold the process that scores, once; Landlock and a seccomp filter hold
+each response's fork of it. A kernel may lack any of them, or refuse them to users: `available` says which hold here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import struct
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EAGAIN, ENOSYS, EPERM
@@ -79,16 +80,17 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     },
 }
 """The numbers of system calls on x86-64 and aarch64 (Linux, `unistd.h`)."""
-_ALWAYS_DENIED = (
-    "ptrace mount umount2 unshare setns process_vm_readv process_vm_writev open_by_handle_at perf_event_open bpf userfaultfd "
-    "add_key request_key keyctl shmget msgget semget mq_open io_uring_setup open_tree move_mount fsopen pidfd_getfd "
-    "mount_setattr"
-).split()
+_DENIED = (
+    "ptrace mount umount2 unshare setns process_vm_readv process_vm_writev open_by_handle_at perf_event_open bpf "
+    "userfaultfd add_key request_key keyctl shmget msgget semget mq_open io_uring_setup open_tree move_mount fsopen "
+    "pidfd_getfd mount_setattr"
+)
+_ALWAYS_DENIED = _DENIED.split()
 _CHANGES_OF_MODE = (
     (90, 91, 268, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280, 452),
     (52, 53, 54, 55, 5, 6, 7, 14, 15, 16, 88, 452),
 )
-"""chmod, chown, setxattr, removexattr and utime in all their forms: Landlock does not hold them, read-only mounts do."""
+"""chmod, chown, setxattr, removexattr and utime in all forms: read-only mounts refuse them, and Landlock does not."""
 _FORKS = (57, 58) if _X86 else ()
 """fork and vfork, which aarch64 does not have."""
 
@@ -146,13 +148,15 @@ def _tried_namespaces(network: bool) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 1
     try:
-        code = 0 if enter_namespaces(Path("/tmp"), network) else 2
+        code = 0 if enter_namespaces(Path(tempfile.gettempdir()), network) else 2
     finally:
         os._exit(code)
 
 
 def enter_namespaces(scratch: Path, network: bool) -> bool:
-    """Put this process, which must have one thread, into namespaces of its own; the next child is the first process there.
+    """Put this process, which must have one thread, into namespaces of its own.
+
+    Its next child is the first process there.
 
     Args:
         scratch: A folder, in whose place there is a small file system of this process's own.
@@ -221,8 +225,7 @@ def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool)
     hide_memory(False)  # of a copy that is nobody's but the response's, and in which programs look at themselves
     pr_set_no_new_privs = 38
     _checked(_libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0))
-    if held.namespaces:  # the rights of the namespace's first user
-        _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capability, as root and in namespaces
     if held.landlock:
         _allow_writing(scratch, held.landlock, network)
     return _filter_calls(held, network, processes) if held.filters else None
@@ -235,7 +238,7 @@ def landlock_version() -> int:
 
 @cache
 def _landlock_rights(version: int) -> int:
-    """Return all rights that change files (linux/landlock.h): write, remove, make, and from 2 and 3 on refer, truncate."""
+    """Return all rights that change files (linux/landlock.h): write, remove, make, refer, truncate."""
     return 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
 
 

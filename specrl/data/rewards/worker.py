@@ -1,4 +1,4 @@
-"""The process that computes rewards. It ends with the rank that started it, and scores each response in a fork of itself.
+"""The process that computes rewards, each response's in a fork of itself. It ends with the rank that started it.
 
 It imports the rewards once, inside of the sandbox. What a response does in its fork ends with the fork; what comes back
 is a number or a text, as JSON.
@@ -86,24 +86,26 @@ class Order:
 def main(rank: Connection) -> None:
     """Answer prompts and responses with outcomes until the rank closes the connection.
 
-    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, an empty text
-    or the reason why there is no such reward, and `gaps`, what `Confinement.gaps` says.
+    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, an empty
+    text or the reason why there is no such reward, and `gaps`, what `Confinement.gaps` says.
     """
-    become_helper(rank.recv())
+    parent = rank.recv()
+    become_helper(parent)
     order: Order = rank.recv()
     sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]  # responses are scored in another folder
     sections = [DataConfig.model_validate_json(section) for section in order.sections]
     held = sandbox.available(sections[0].reward_network)
     if held.namespaces:
         sandbox.enter_namespaces(order.scratch, sections[0].reward_network)
+        end_with_parent(parent)  # once more: the kernel forgets it where a process gets other rights
         _go_on_in_child(rank)
     else:
         sandbox.adopt_orphans()
     sandbox.hide_memory()
     try:
         rewards = [make_reward(section) for section in sections]
-        for section in sections:
-            warm_up(section)
+        for section, reward in zip(sections, rewards, strict=True):
+            warm_up(section, reward)
         problem = ""
     except ConfigError as error:
         rewards, problem = [], str(error)
@@ -154,9 +156,10 @@ class Scorer:
         processes = not is_built_in(self._sections[section])  # those need none
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        child = os.fork()
+        server, child = os.getpid(), os.fork()
         if not child:
-            self._score(section, message, folder, theirs, processes=processes)
+            ours.close()
+            self._score(server, section, message, folder, theirs, processes=processes)
         theirs.close()
         try:
             with ours:
@@ -166,7 +169,7 @@ class Scorer:
             _remove(folder)
 
     def _score(
-        self, section: int, message: bytes, folder: Path, answer: socket.socket, *, processes: bool
+        self, server: int, section: int, message: bytes, folder: Path, answer: socket.socket, *, processes: bool
     ) -> NoReturn:
         """Score a response in this fork, answer with the outcome, and end."""
         code = 70  # EX_SOFTWARE
@@ -178,6 +181,7 @@ class Scorer:
             os.chdir(folder)
             sandbox.limit_resources(self._timeout, self._base)
             listener = sandbox.confine(folder, self._held, network=self._network, processes=processes)
+            end_with_parent(server)
             if listener is not None:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)

@@ -26,7 +26,15 @@ PROBE_SECONDS = 10
 
 def checks(runs_dir: Path) -> list[Check]:
     """Return the findings about this machine."""
-    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_bf16(), check_sandbox(), check_gpu()]
+    return [
+        check_python(),
+        check_cores(),
+        check_memory(),
+        check_disk(runs_dir),
+        check_bf16(),
+        check_sandbox(),
+        check_gpu(),
+    ]
 
 
 def check_python() -> Check:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from specrl.data.rewards.expressions import (
+from specrl.data.scorers.expressions import (
     LONGEST_LISTING,
     NotAnAnswerError,
     bounded_expression,
@@ -23,11 +23,12 @@ from specrl.data.rewards.expressions import (
 )
 
 PACKAGE = "reasoning_gym"
-DANGEROUS = frozenset(
+_DANGEROUS = (
     "eval exec compile parse_expr sympify S parse_latex lambdify literal_eval __import__ import_module run_path "
     "run_module system popen Popen check_output check_call run call spawn safe_load unsafe_load full_load "
-    "safe_load_all load loads load_module getattr setattr globals locals vars open fork simplify".split()
+    "safe_load_all load loads load_module getattr setattr globals locals vars open fork simplify"
 )
+DANGEROUS = frozenset(_DANGEROUS.split())
 """Names of functions that evaluate text, import, start programs or reach by name, whichever module they come from."""
 HARMLESS = frozenset(("re.compile", "json.loads", "json.load"))
 """Calls of functions with such a name that do none of this."""
@@ -112,6 +113,20 @@ def _on(guard: Guard, *calls: str) -> Review:
     return Review(guard, frozenset(calls))
 
 
+_COMPARING = (
+    "ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation "
+    "caesar_cipher chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits count_primes "
+    "course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships "
+    "figlet_font fraction_simplification futoshiki game_of_life_halting gcd graph_color group_anagrams gsm_symbolic "
+    "isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting "
+    "letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid needle_haystack "
+    "number_filtering number_format number_sequence palindrome_generation palindrome_partitioning path_star "
+    "polynomial_equations pool_matrix power_function products quantum_lock ransom_note rearc rectangle_count "
+    "rotate_matrix rotten_oranges self_reference sentence_reordering shortest_path simple_equations simple_geometry "
+    "sokoban spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism "
+    "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles"
+)
+"""Those whose scorers compare the answer with the right one, split it, or read numbers or JSON."""
 REVIEWED: dict[str, Review] = {
     "binary_matrix": _on(listing, "eval"),
     "bitwise_arithmetic": _on(plain, "eval"),  # of the problem's own text
@@ -134,26 +149,9 @@ REVIEWED: dict[str, Review] = {
     "spiral_matrix": _on(listing, "eval"),
     "string_insertion": _on(listing, "eval"),
     "time_intervals": Review(refusals=(OverflowError,)),
-    **dict.fromkeys(
-        (
-            "ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf "
-            "binary_alternation caesar_cipher chain_sum circuit_logic color_cube_rotation complex_arithmetic "
-            "count_bits count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice "
-            "emoji_mystery family_relationships figlet_font fraction_simplification futoshiki "
-            "game_of_life_halting gcd graph_color group_anagrams gsm_symbolic isomorphic_strings jugs "
-            "kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting "
-            "letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid "
-            "needle_haystack number_filtering number_format number_sequence palindrome_generation "
-            "palindrome_partitioning path_star polynomial_equations pool_matrix power_function products "
-            "quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges self_reference "
-            "sentence_reordering shortest_path simple_equations simple_geometry sokoban spell_backward "
-            "string_manipulation string_splitting string_synthesis sudoku survo syllogism tower_of_hanoi "
-            "tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles"
-        ).split(),
-        Review(),
-    ),
+    **dict.fromkeys(_COMPARING.split(), Review()),
 }
-"""By generator. Those with `Review()` compare the answer with the right one, split it, or read numbers or JSON."""
+"""By generator."""
 
 
 def refuse_unreviewed(name: str, dataset: type) -> None:
@@ -167,7 +165,9 @@ def refuse_unreviewed(name: str, dataset: type) -> None:
         raise ValueError("its scorer has not been reviewed for what it does with a model's text")
     unknown = sorted(dangerous_calls(dataset) - review.calls)
     if unknown:
-        raise ValueError(f"its scorer calls {', '.join(unknown)}, which has not been reviewed: a model's text may reach it")
+        raise ValueError(
+            f"its scorer calls {', '.join(unknown)}, which has not been reviewed: a model's text may reach it"
+        )
 
 
 def dangerous_calls(dataset: type) -> frozenset[str]:

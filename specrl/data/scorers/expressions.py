@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
+from typing import Any
 
 LONGEST = 2_000
 """The characters of an expression."""
@@ -22,14 +24,24 @@ DEEPEST = 60
 LARGEST_EXPONENT = 1_000
 LARGEST_SIZE = 4_096
 """About the bits of an expression's value, or the coefficients of a polynomial that is multiplied out."""
-FUNCTIONS = frozenset(
+_FUNCTIONS = (
     "sqrt exp log ln Abs sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh "
-    "acoth erf".split()
+    "acoth erf"
 )
+FUNCTIONS = frozenset(_FUNCTIONS.split())
 """SymPy's functions of one argument that an expression may call."""
 CONSTANTS = frozenset(("pi", "E"))
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.UAdd, ast.USub)
+_COMPUTE: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 _PARSER_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 """What Python's parser raises on a text that is none of its expressions or nests too deeply."""
 
@@ -138,16 +150,8 @@ def _value(node: ast.expr) -> Fraction:
                 return Fraction(number)
             case ast.UnaryOp(op=op, operand=operand):
                 return -_value(operand) if isinstance(op, ast.USub) else _value(operand)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return _value(left) + _value(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return _value(left) - _value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return _value(left) * _value(right)
-            case ast.BinOp(left=left, op=ast.Div(), right=right):
-                return _value(left) / _value(right)
-            case ast.BinOp(left=left, op=ast.Pow(), right=right):
-                return Fraction(_value(left) ** _value(right))
+            case ast.BinOp(left=left, op=op, right=right):
+                return Fraction(_COMPUTE[type(op)](_value(left), _value(right)))
     except (ArithmeticError, ValueError, TypeError) as error:  # such as a root of a negative number
         raise NotAnAnswerError("an exponent has no value") from error
     raise NotAnAnswerError("an exponent has no value")
@@ -157,8 +161,8 @@ def bounded_latex(text: str) -> str:
     """Return an answer in LaTeX as it is.
 
     Raises:
-        NotAnAnswerError: It is longer or nested more deeply than any answer, or asks for a power or a factorial that cannot
-            be computed.
+        NotAnAnswerError: It is longer or nested more deeply than any answer, or asks for a power or a factorial that
+            cannot be computed.
     """
     if len(text) > LONGEST or nesting(text) > DEEPEST:
         raise NotAnAnswerError("the answer is too long or nested too deeply")
@@ -170,7 +174,8 @@ def bounded_latex(text: str) -> str:
     if any(power > 10_000 for power in powers) or _towers(plain):
         raise NotAnAnswerError("a power of the answer is too large to be computed")
     factorials = [int(digits) for digits in re.findall(r"(\d+)[)}\]]*!", plain)]
-    if any(number > 2_000 for number in factorials) or re.search(r"!\W*!|[\^!][^a-zA-Z]*[)}\]]!", plain):
+    of_a_power = r"!\W*!|[(\[{][^()\[\]{}]*[!^][^()\[\]{}]*[)\]}]!|\^\{?\d+\}?[)}\]]!"
+    if any(number > 2_000 for number in factorials) or re.search(of_a_power, plain):
         raise NotAnAnswerError("a factorial of the answer is too large to be computed")
     if re.search(r"(?:factorial|gamma|binom)\W*\d*(?:\d{4}|\^)", plain, re.IGNORECASE):
         raise NotAnAnswerError("a function of the answer is too large to be computed")
