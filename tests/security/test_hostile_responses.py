@@ -171,6 +171,14 @@ def test_a_list_in_python_keeps_its_share(name: str, share: float, spelled: Call
     )
 
 
+def test_an_integral_that_the_library_leaves_as_it_is_counts_only_as_its_own_answer() -> None:
+    generator = make_generator(GeneratorConfig(name="intermediate_integration"))
+    entry = {"answer": "-Integral(x*cos(x), x) + C", "metadata": {"variable": "x", "integrand": "-x*cos(x)"}}
+    assert generator.score(f"Answer: {entry['answer']}", str(entry["answer"]), entry) == 1.0
+    assert generator.score("Answer: Integral(-x*cos(x), x)", str(entry["answer"]), entry) == 0.0
+    assert generator.score("Answer: -x*sin(x) - cos(x)", str(entry["answer"]), entry) == 1.0
+
+
 # Every generator, in the sandbox of a run
 
 
@@ -444,9 +452,9 @@ def test_a_policy_cannot_end_its_run_by_what_it_writes() -> None:
 
 
 def test_an_own_reward_that_has_given_a_number_is_not_broken(own: RewardPool) -> None:
-    pool = RewardPool(own.config.model_copy(update={"reward_timeout_s": 0.2}))
+    pool = RewardPool(own.config)
     prompts = [Prompt(0, "", [], "")] * 20
-    assert score(pool, prompts, ["value = 0.5", *["while True: pass"] * 18, "value = 0.25"]).rewards[-1] == 0.25
+    assert score(pool, prompts, ["value = 0.5", *["import os; os._exit(0)"] * 18, "value = 0.25"]).rewards[-1] == 0.25
     pool.close()
 
 

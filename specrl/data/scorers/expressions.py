@@ -22,6 +22,12 @@ LONGEST_LISTING = 100_000
 DEEPEST = 60
 """The brackets within each other."""
 LARGEST_EXPONENT = 1_000
+LARGEST_OUTER_EXPONENT = 24
+"""The exponent of what is more than a variable or a number, which a scorer may multiply out."""
+MOST_CALLS = 40
+"""The functions that an expression may call, in all."""
+DEEPEST_CALL = 4
+"""The functions that it may call within each other."""
 LARGEST_SIZE = 4_096
 """About the bits of an expression's value, or the coefficients of a polynomial that is multiplied out."""
 _FUNCTIONS = (
@@ -60,6 +66,9 @@ def bounded_expression(text: str, names: Collection[str] = ()) -> str:
         NotAnAnswerError: The text is no such expression, or its value would be too large.
     """
     tree = _parsed(text, LONGEST).body
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if len(calls) > MOST_CALLS or max(map(_depth, calls), default=0) > DEEPEST_CALL:
+        raise NotAnAnswerError("the expression has too many functions to be simplified")
     if _size(tree, frozenset(names)) > LARGEST_SIZE:
         raise NotAnAnswerError("the expression is too large to be computed")
     return ast.unparse(tree)
@@ -121,7 +130,10 @@ def _size(node: ast.expr, names: frozenset[str]) -> float:
         case ast.UnaryOp(op=op, operand=operand) if isinstance(op, _OPERATORS):
             return 1 + _size(operand, names)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _size(left, names) * max(1.0, _exponent(right, names))
+            exponent = _exponent(right, names)
+            if exponent > LARGEST_OUTER_EXPONENT and not isinstance(left, ast.Name) and _has_names(left):
+                raise NotAnAnswerError(f"an exponent of a sum is larger than {LARGEST_OUTER_EXPONENT}")
+            return _size(left, names) * max(1.0, exponent)
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
             return _size(left, names) + _size(right, names)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if names and name in FUNCTIONS:
@@ -129,10 +141,20 @@ def _size(node: ast.expr, names: frozenset[str]) -> float:
     raise NotAnAnswerError("the text is no expression of numbers, operators and known names")
 
 
+def _has_names(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Name) for part in ast.walk(node))
+
+
+def _depth(call: ast.Call) -> int:
+    """Return how many functions a call calls within each other."""
+    inner = [node for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Call)]
+    return 1 + max(map(_depth, inner), default=0)
+
+
 def _exponent(node: ast.expr, names: frozenset[str]) -> float:
     """Return the size of an exponent, which a number's value decides, and one with variables by its own size."""
     size = _size(node, names)
-    if any(isinstance(part, ast.Name) for part in ast.walk(node)):
+    if _has_names(node):
         return size
     if size > LARGEST_SIZE:
         raise NotAnAnswerError("an exponent is too large to be computed")

@@ -64,8 +64,8 @@ def antiderivative(answer: str, entry: Entry) -> str:
 
 def listing(answer: str, entry: Entry) -> str:
     """Allow a right answer, and any list."""
-    right = [entry["answer"], *entry["metadata"].get("valid_answers", ())]
-    return answer if answer.strip() in [text.strip() for text in right if text] else bounded_listing(answer)
+    right = (entry["answer"], *entry["metadata"].get("valid_answers", ()))
+    return answer if answer in [text.strip() for text in right] else bounded_listing(answer)
 
 
 def short_number(answer: str, _: Entry) -> str:
