@@ -54,14 +54,16 @@ class ReasoningGym:
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
         """Return reasoning-gym's own score, 0 to 1, of the answer that the response states.
 
-        What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes it
-        safe; 0 is for what is no answer.
+        What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes
+        it safe; 0 is for what is no answer.
         """
         review, stated = REVIEWED[self.name], extract_answer(response)
         try:
             safe = stated if stated == answer else review.guard(stated, entry)
             return float(self._scorer.score_answer(safe, entry))
-        except (NotAnAnswerError, *review.refusals):
+        except NotAnAnswerError:
+            return 0.0
+        except review.refusals:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:

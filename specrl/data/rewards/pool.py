@@ -309,7 +309,7 @@ class _Worker:
                 ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
-            return job.failed(outcome.failure) if outcome.score is None else outcome.score
+            return job.failed(outcome.failure or "") if outcome.score is None else outcome.score
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
