@@ -74,14 +74,12 @@ format: env
 COMPILE = cd requirements && ../$(BIN)/uv pip compile -q --generate-hashes --python-version 3.11 --no-emit-index-url \
 	--no-emit-find-links --no-header --no-annotate
 
-# PyPI has torch's build for CUDA, and the CPU lock takes that too where no folder and no index has one for CPUs.
 lock: env
 	$(COMPILE) tools.in -o tools.lock
+	$(COMPILE) cpu.in --override overrides.txt $(TORCH_BACKEND) --no-emit-package torch -o cpu.lock
+	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
-	$(COMPILE) cpu.in --override overrides.txt --no-emit-package torch -o cpu.lock
-	sed '/^#/d; $$s/$$/ \\/' requirements/torch-cpu.txt >>requirements/cpu.lock
-	sed -n '$(call lines,torch)p' requirements/gpu.lock | grep -- --hash >>requirements/cpu.lock
 
 clean:
 	rm -rf .venv
