@@ -66,15 +66,15 @@ def _descend(annotation: Any, part: Any) -> Any:
     """Return the annotation of one key of a section, or of the members of a dict, list or tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
-        return _plain(fields[part].annotation)
+        return plain(fields[part].annotation)
     members = get_args(annotation)
-    return _plain(members[1] if get_origin(annotation) is dict else members[0])
+    return plain(members[1] if get_origin(annotation) is dict else members[0])
 
 
-def _plain(annotation: Any) -> Any:
+def plain(annotation: Any) -> Any:
     """Return an annotation without its `Annotated[...]` and `| None`."""
     if get_origin(annotation) is Annotated:
-        return _plain(get_args(annotation)[0])
+        return plain(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return next(member for member in get_args(annotation) if member is not type(None))
     return annotation
