@@ -99,7 +99,7 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables of this process that a job gets: all but Prefect's, among them the password of its server."""
+    """Return the variables of this process that a job gets: all but Prefect's, such as its server's password."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
 
 

@@ -32,7 +32,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
         name, separator, value = line.partition("=")
         if not separator or not NAME.fullmatch(name) or any(is_control(character) for character in value):
             raise ConfigError(
-                f"{KEY} = {str(path)!r}: line {number} must be NAME=VALUE, without export, and without control characters"
+                f"{KEY} = {str(path)!r}: line {number} must be NAME=VALUE, without export or control characters"
             )
         variables[name] = value
     return variables
@@ -40,21 +40,26 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 def _private_text(path: Path) -> str:
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not make it wait
+        with open(path, "rb", opener=_without_waiting) as file:
+            _check_private(path, os.fstat(file.fileno()))  # of the open file: one that takes its place is not read
+            return file.read(MAX_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"{KEY} = {str(path)!r} cannot be read on {os.uname().nodename}: {error.strerror}") from error
-    with open(number, "rb") as file:
-        status = os.fstat(number)  # of the file that is open: one that replaces it now is not read
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{KEY} = {str(path)!r} must be a file")
-        if status.st_uid != os.geteuid():
-            raise ConfigError(f"{KEY} = {str(path)!r} belongs to user {status.st_uid}: it must be your own")
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"{KEY} = {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): "
-                f"run chmod 600 {shlex.quote(str(path))}, and replace the secrets in it"
-            )
-        try:
-            return file.read(MAX_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{KEY} = {str(path)!r} must be UTF-8 text") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{KEY} = {str(path)!r} must be UTF-8 text") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # for the other end of a pipe
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{KEY} = {str(path)!r} must be a file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{KEY} = {str(path)!r} belongs to user {status.st_uid}: it must be your own")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"{KEY} = {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): "
+            f"run chmod 600 {shlex.quote(str(path))}, and replace the secrets in it"
+        )

@@ -364,7 +364,7 @@ def dump_config(config: Config) -> str:
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not key.strip():
+    if not separator or not key.strip() or not key.isprintable():
         raise ConfigError(f"--set {redacted(override)!r}: expected key=value, such as train.num_steps=10")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -374,5 +374,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     for depth, parent in enumerate(parents):
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"--set {redacted(override)!r}: {'.'.join(parents[: depth + 1])!r} is a value, not a section")
+            raise ConfigError(
+                f"--set {redacted(override)!r}: {'.'.join(parents[: depth + 1])} is a value, not a section"
+            )
     data[leaf] = value

@@ -20,22 +20,21 @@ from specrl.config.errors import plain
 SHOWN_CHARACTERS = 80
 """How much of a wrong value its line repeats."""
 UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode's categories of what is refused: controls (NUL, ESC, line ends), bytes that are no text, U+2028 and U+2029."""
+"""Unicode's categories of what is refused: controls (NUL, ESC, line ends), bytes that are no text, U+2028, U+2029."""
 REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters by which a terminal shows a line in another order than it is read in."""
 LINE_CHARACTERS = "\n\t"
 ENVIRONMENT_FILE = "put it into a file that only you can read, as NAME=VALUE, and name that: cluster.environment_file"
 
 SECRET_NAME = re.compile(
-    r"(?:.*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIALS?|API_?KEY|KEY)", re.IGNORECASE
+    r".*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)|.+_(?:KEY|PWD|PASS)|(?:.+_)?CREDENTIALS?", re.IGNORECASE
 )
-"""Names of variables and settings that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY; also PASSWORD."""
-HARMLESS_NAMES = frozenset({"KEY", "PWD", "OLDPWD"})
+"""Names of variables and settings that hold secrets: HF_TOKEN, PGPASSWORD, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
 ASSIGNMENT = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(?=[\"']?[^\s\"'$`;&|])")
 """A variable of a shell that is given a value which stands there, and not one that another variable or program has."""
 OPTION = re.compile(r"--?(?:[\w-]*-)?(?:token|secret|password|passwd|passphrase|api-?key)[= ]+(?=[\"']?[^\s\"'$`;&|-])")
 SECRET = re.compile(
-    r"(?<![A-Za-z0-9])(?:"
+    r"(?<![A-Za-z0-9-])(?:"
     r"hf_[A-Za-z0-9]{10,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{10,}"  # OpenAI, Anthropic
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}"  # AWS
@@ -124,14 +123,16 @@ def redacted(text: str) -> str:
 
 def _secret_assignments(text: str) -> Iterator[re.Match[str]]:
     for found in ASSIGNMENT.finditer(text):
-        if SECRET_NAME.fullmatch(found[1]) and found[1].upper() not in HARMLESS_NAMES:
+        if SECRET_NAME.fullmatch(found[1]):
             yield found
 
 
 def _word(text: str) -> str:
     wrong = "is empty" if not text else "begins with -" if text.startswith("-") else "has a backslash"
     if not text or text.startswith("-") or "\\" in text:
-        raise ValueError(f"{shown(text)} {wrong}; allowed: one line without backslashes that begins with another character")
+        raise ValueError(
+            f"{shown(text)} {wrong}; allowed: one line without backslashes that begins with another character"
+        )
     return text
 
 
@@ -143,7 +144,9 @@ quotes otherwise than a shell does."""
 def _plain_path(path: Path) -> Path:
     wrong = next((character for character in str(path) if character in ":,%\\"), None)
     if wrong is not None:
-        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, %, and backslashes")
+        raise ValueError(
+            f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, %, and backslashes"
+        )
     return path
 
 
@@ -153,7 +156,9 @@ PlainPath = Annotated[Path, AfterValidator(_plain_path)]
 
 def _setup_line(line: str) -> str:
     if line.lstrip().startswith("#SBATCH"):
-        raise ValueError(f"{shown(redacted(line))} is an option of sbatch; allowed: a line of a shell, and cluster.sbatch")
+        raise ValueError(
+            f"{shown(redacted(line))} is an option of sbatch; allowed: a line of a shell, and cluster.sbatch"
+        )
     if (name := secret_name(line)) is not None:
         raise ValueError(
             f"{shown(redacted(line))} looks like a secret ({name}), and the configuration is stored: {ENVIRONMENT_FILE}"

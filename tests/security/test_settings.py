@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,7 +117,9 @@ def with_setting(key: str, value: str, **more: Any) -> dict[str, Any]:
         if isinstance(place, list):
             place = place[int(name)]
             continue
-        place = place.setdefault(name, [dict(member) for member in beside] if isinstance(beside, list) else dict(beside))
+        place = place.setdefault(
+            name, [dict(member) for member in beside] if isinstance(beside, list) else dict(beside)
+        )
     last = parts[-1]
     if last == "0":
         place[0] = value
@@ -210,7 +214,9 @@ def test_a_dry_run_says_in_one_line_what_is_wrong(
     Path("run.toml").write_text('name = "run"\n[cluster]\npartition = "gpu\\ntouch canary\\n#"\n')
     assert invoke(["run", "run.toml", "--dry-run"]) == EXIT_USAGE
     said = capsys.readouterr().err
-    assert said.startswith("specrl: cluster.partition = 'gpu\\ntouch canary\\n#' has the control character '\\n'; allowed:")
+    assert said.startswith(
+        "specrl: cluster.partition = 'gpu\\ntouch canary\\n#' has the control character '\\n'; allowed:"
+    )
     assert len(said.splitlines()) == 1
     Path("run.toml").write_text('name = "run"\n')
     for setting in ("cluster.qos=a\x1bb", "cluster.q\x1bos=a", "name.\x1bx=1", 'cluster.sbatch.comment="a\\u2028b"'):
@@ -218,14 +224,14 @@ def test_a_dry_run_says_in_one_line_what_is_wrong(
         said = capsys.readouterr().err
         assert said.endswith("\n")
         assert said[:-1].isprintable()
-    assert os.listdir() == ["run.toml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_the_present_folder_is_no_setting_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a\ntouch canary\n#", "a:b", "a\\b", "a%jb"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        with pytest.raises(ConfigError, match="^runs_dir"):
+        with pytest.raises(ConfigError, match=r"^runs_dir"):
             anchor(Config(name="run"))
 
 
@@ -256,7 +262,9 @@ def submitted(config: Config, programs: Path) -> str:
 def run_script(script: str, folder: Path) -> None:
     """Check a script's syntax and run it in a real bash, in a folder of its own."""
     for command in (["bash", "-n"], ["bash"]):
-        done = subprocess.run(command, input=script, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, input=script, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.stderr == ""
 
 
@@ -292,6 +300,37 @@ def test_nothing_of_a_setting_runs_in_a_job(key: str, tmp_path: Path, programs: 
     assert taken or key not in FREE
 
 
+@pytest.mark.slurm
+@pytest.mark.usefixtures("devcluster")
+def test_slurm_reads_a_value_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.which("sbatch")
+    assert real is not None
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f'#!/bin/sh\ncp "$1" "{programs}/script"\necho Submitted batch job 1\n')
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    taken = 0
+    for number, value in enumerate((*HOSTILE, "plain", "two words", "it's", 'say "x"', "#x", "a=b,c", "%j")):
+        sections = {
+            "cluster": {"sbatch": {"comment": value}},
+            "resources": {"memory_gib_per_rank": 0.1, "cpus_per_rank": 1},
+        }
+        try:
+            config = parse_config({"name": "run", "runs_dir": str(tmp_path / str(number)), **sections})
+        except ConfigError:
+            continue
+        script = submitted(config, programs)
+        (tmp_path / "script.sh").write_text(script)
+        job = subprocess.run(
+            [real, "--parsable", "--hold", str(tmp_path / "script.sh")], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
+        subprocess.run(["scancel", job], check=True)
+        assert f"Comment={value}\n" in told
+        assert f"UserId={getpass.getuser()}(" in told
+        taken += 1
+    assert taken > 15
 
 
 def words(line: str) -> list[str]:
