@@ -57,7 +57,7 @@ quickstart: env
 
 test: env
 	$(PYTEST) tests/exactness
-	$(PYTEST) tests/integration tests/slurm tests/gpu
+	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security
 	$(PYTEST) tests/unit
 
 check: env

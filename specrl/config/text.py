@@ -35,8 +35,8 @@ ASSIGNMENT = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(?=[\"']?[^\s\"'$`;&|])")
 OPTION = re.compile(r"--?(?:[\w-]*-)?(?:token|secret|password|passwd|passphrase|api-?key)[= ]+(?=[\"']?[^\s\"'$`;&|-])")
 SECRET = re.compile(
     r"(?<![A-Za-z0-9-])(?:"
-    r"hf_[A-Za-z0-9]{10,}"  # Hugging Face
-    r"|sk-[A-Za-z0-9_-]{10,}"  # OpenAI, Anthropic
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-(?:[a-z0-9]+-)*[A-Za-z0-9_]{16,}"  # OpenAI, Anthropic
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}"  # AWS
     r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"  # GitHub, GitLab
     r"|xox[abprs]-[\w-]{10,}"  # Slack

@@ -202,6 +202,7 @@ HARMLESS = (
     "git clone git@example.org:x/y; git clone ssh://git@example.org/x",
     "export http_proxy=http://proxy.example.org:3128",
     "cd task-sk-learn-experiments",
+    "cd /scratch/hf_checkpoints/sk-learn-experiments",
     "export PWD=/scratch",
 )
 
