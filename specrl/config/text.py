@@ -10,12 +10,11 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
-
-from specrl.config.errors import plain
 
 SHOWN_CHARACTERS = 80
 """How much of a wrong value its line repeats."""
@@ -168,6 +167,15 @@ def _setup_line(line: str) -> str:
 
 SetupLine = Annotated[str, AfterValidator(_setup_line)]
 """One line of a shell, which holds no secret and no option of sbatch."""
+
+
+def plain(annotation: Any) -> Any:
+    """Return an annotation without its `Annotated[...]` and `| None`."""
+    if get_origin(annotation) is Annotated:
+        return plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return next(member for member in get_args(annotation) if member is not type(None))
+    return annotation
 
 
 def _member(annotation: Any, name: str) -> Any:

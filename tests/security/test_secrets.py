@@ -237,6 +237,13 @@ def test_a_secret_is_refused_in_every_other_setting_by_its_form() -> None:
         assert "abcdefghijklmnop" not in str(refused.value)
 
 
+def test_a_secret_in_a_value_of_another_kind_is_not_repeated() -> None:
+    for value in (f"export HF_TOKEN={VALUE}", {"a": f"export HF_TOKEN={VALUE}"}):
+        with pytest.raises(ConfigError, match=r"^cluster\.setup = .*HF_TOKEN=\*\*\*") as refused:
+            parse_config({"name": "run", "cluster": {"setup": value}})
+        assert VALUE not in str(refused.value)
+
+
 def test_the_recorded_command_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "run",
