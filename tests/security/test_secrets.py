@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,11 +228,12 @@ def test_other_setup_lines_are_taken(line: str) -> None:
 
 
 def test_a_secret_is_refused_in_every_other_setting_by_its_form() -> None:
-    for data in (
+    given: list[dict[str, Any]] = [
         {"model": {"source": "hf_abcdefghijklmnop"}},
         {"data": {"generators": [{"name": "worked_sums", "parameters": {"key": "sk-abcdefghijklmnop"}}]}},
         {"cluster": {"sbatch": {"comment": "AKIAIOSFODNN7EXAMPLE"}}},
-    ):
+    ]
+    for data in given:
         with pytest.raises(ConfigError, match=r"looks like a secret, .*cluster.environment_file") as refused:
             parse_config({"name": "run", **data})
         assert "abcdefghijklmnop" not in str(refused.value)
@@ -266,13 +268,13 @@ def test_the_present_folder_is_importable_in_a_job_only_where_functions_are_name
     monkeypatch.delenv("PYTHONPATH", raising=False)
     code = tmp_path / "code"
 
-    def places(**sections: object) -> list[str]:
+    def places(**sections: Any) -> list[str]:
         config = parse_config({"name": "run", **sections})
         return job_environment(code, config)["PYTHONPATH"].split(os.pathsep)
 
     assert places() == [str(code)]
     assert job_environment(code)["PYTHONPATH"] == str(code)
-    for sections in (
+    own: list[dict[str, Any]] = [
         {"data": {"reward": "my:reward"}},
         {"train": {"loss": "my:loss"}},
         {"train": {"advantage": "my:advantage"}},
@@ -281,7 +283,8 @@ def test_the_present_folder_is_importable_in_a_job_only_where_functions_are_name
         {"cluster": {"backend": "my:Scheduler"}},
         {"stage_resources": {"train": {"backend": "my:Scheduler"}}},
         {"validate": {"sets": {"mine": {"reward": "my:reward"}}}},
-    ):
+    ]
+    for sections in own:
         assert places(**sections) == [str(code), str(tmp_path)]
 
 
