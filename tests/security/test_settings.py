@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,40 +297,6 @@ def test_nothing_of_a_setting_runs_in_a_job(key: str, tmp_path: Path, programs: 
         if key in ("cluster.partition", "cluster.sbatch.*", "stage_resources.*.qos"):
             assert any(line[1].partition("=")[2] == value for line in asked)
     assert taken or key not in FREE
-
-
-@pytest.mark.slurm
-@pytest.mark.usefixtures("devcluster")
-def test_slurm_reads_a_value_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shutil.which("sbatch")
-    assert real is not None
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "sbatch").write_text(f'#!/bin/sh\ncp "$1" "{programs}/script"\necho Submitted batch job 1\n')
-    (programs / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    taken = 0
-    for number, value in enumerate((*HOSTILE, "plain", "two words", "it's", 'say "x"', "#x", "a=b,c", "%j")):
-        sections: dict[str, Any] = {
-            "cluster": {"sbatch": {"comment": value}},
-            "resources": {"memory_gib_per_rank": 0.1, "cpus_per_rank": 1},
-        }
-        try:
-            config = parse_config({"name": "run", "runs_dir": str(tmp_path / str(number)), **sections})
-        except ConfigError:
-            continue
-        script = submitted(config, programs)
-        (tmp_path / "script.sh").write_text(script)
-        job = subprocess.run(
-            [real, "--parsable", "--hold", str(tmp_path / "script.sh")], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
-        subprocess.run(["scancel", job], check=True)
-        [comment] = [line.strip() for line in told.splitlines() if "Comment=" in line]
-        assert comment == f"Comment={value}".strip()
-        assert f"UserId={getpass.getuser()}(" in told
-        taken += 1
-    assert taken > 15
 
 
 def words(line: str) -> list[str]:
