@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.folder import size_of
+from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.directory import check_directory
@@ -153,6 +154,16 @@ def check_tracking(config: Config) -> list[str]:
     return []
 
 
+def check_environment_file(config: Config) -> list[str]:
+    """Check that the file with the jobs' secrets can be read, by nobody else, and has nothing but variables."""
+    try:
+        if config.cluster.environment_file is not None:
+            read_environment_file(config.cluster.environment_file)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def check_gpu_packages(config: Config) -> list[str]:
     """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
     torch = installed_torch()
@@ -178,6 +189,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_algorithms,
     check_disk,
     check_tracking,
+    check_environment_file,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 
