@@ -119,7 +119,6 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             ranks=ranks,
             policy=policy,
             drafter=None,
-            online=None,
             engine=SimpleNamespace(precision=precision),
             recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
             generator=SimpleNamespace(restore=lambda *_: None, resume=lambda _: None, state=dict),
