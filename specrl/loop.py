@@ -7,7 +7,7 @@ stage; each rank holds an engine, its shard of the policy, and the drafter.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +29,7 @@ from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
-from specrl.training.checkpoint.load import Restored, load_newest
+from specrl.training.checkpoint.load import Restored, TrainState, load_newest
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
@@ -86,11 +86,8 @@ class Trainer:
                 found = self.start_from(self.continues)
         first_step = 0
         if found is not None:
-            first_step = found.step
-            scales = found.state["kv_scales"]
-            self.engine.precision.restore(KvScales(**scales) if scales else None)  # the loop's first refit ships them
-            self.refit.restore_guard(found.state["drafter_guard"])
-            self.generator.resume(found.rank_states)
+            first_step = found.state.step
+            self.engine.precision.restore(found.state.kv_scales)  # the loop's first refit ships them
             if self.ranks.is_first:
                 for damage in found.damaged:
                     record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
@@ -271,10 +268,7 @@ class Trainer:
         self.refit.confirm_drafter(step)
         for event in self.refit.take_events() if self.ranks.is_first else ():
             record_event(self.checkpoints.directory.parent, "drafter", event, step)
-        scales = self.engine.precision.kv_scales
-        state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
-        drafter = self.drafter.state_dict() if self.drafter is not None else None
-        self.checkpoints.save(step, drafter, state, self.generator.state())
+        self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards and of the problems."""

@@ -23,6 +23,7 @@ from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import TrainState
 from tests.unit.test_checkpoint import ToyPolicy, flip
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -93,9 +94,10 @@ def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> N
 
 
 def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", ToyPolicy(), Retention(3))
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", policy, Retention(3))
     for step in (1, 2, 3):
-        checkpoints.save(step, None, {"kv_scales": None}, {})
+        checkpoints.save(TrainState(step, policy, None))
         checkpoints.wait()
     values = {1: 0.5, 2: 0.9, 3: 0.7}
     scores = SimpleNamespace(
@@ -125,7 +127,7 @@ def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_pat
 
 
 def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_replaced(tmp_path: Path) -> None:
-    drafters, events = ["ruined"], list[str]()
+    drafters, events, policy = ["ruined"], list[str](), ToyPolicy()
 
     def confirm(version: int) -> None:
         drafters.append("good")
@@ -133,19 +135,18 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
 
     trainer = SimpleNamespace(
         ranks=ALONE,
-        refit=SimpleNamespace(
-            confirm_drafter=confirm,
-            take_events=lambda: events,
-            guard_state=lambda: len(drafters),
-        ),
+        refit=SimpleNamespace(confirm_drafter=confirm, take_events=lambda: events),
+        policy=policy,
         drafter=SimpleNamespace(state_dict=lambda: drafters[-1]),
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
-        generator=SimpleNamespace(state=dict),
-        checkpoints=SimpleNamespace(directory=tmp_path / "checkpoints", save=lambda *saved: found.append(saved)),
+        checkpoints=SimpleNamespace(
+            directory=tmp_path / "checkpoints",
+            save=lambda saved: found.append((saved.step, saved.drafter.state_dict())),
+        ),
     )
     found: list[tuple[Any, ...]] = []
     Trainer.save(cast(Any, trainer), 4)
-    assert found == [(4, "good", {"kv_scales": None, "drafter_guard": 2}, {})]
+    assert found == [(4, "good")]
     assert [(event.kind, event.step, event.text) for event in read_events(tmp_path)] == [("drafter", 4, events[0])]
 
 

@@ -32,6 +32,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.host_copy import HostTensors
+from specrl.training.checkpoint.load import TrainState
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -167,7 +168,7 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
             with phase("checkpoint"):
                 checkpoints = Checkpoints(folder / "checkpoints", policy, Retention(1))
         with phase(f"saving {step}"):
-            checkpoints.save(step, drafter.state_dict(), {}, {})
+            checkpoints.save(TrainState(step, policy, drafter))
             checkpoints.wait()
     engine.shutdown()
 
