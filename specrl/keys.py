@@ -40,6 +40,7 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
         "speculation",
         "bubbles",
         "engine",
+        "refit",
         "policy",
         "drafter",
         "train",

@@ -22,7 +22,7 @@ from specrl.config.cluster import ClusterConfig, Resources, StageResources, Trac
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
-from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
+from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import PlainPath, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
@@ -43,6 +43,7 @@ __all__ = [
     "PolicyConfig",
     "PositiveInt",
     "PrecisionConfig",
+    "RefitConfig",
     "Resources",
     "SamplingConfig",
     "Section",
@@ -79,6 +80,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     bubbles: BubblesConfig = BubblesConfig()
     engine: EngineConfig = EngineConfig()
+    refit: RefitConfig = RefitConfig()
     policy: PolicyConfig = PolicyConfig()
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)

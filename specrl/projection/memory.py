@@ -510,15 +510,13 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
     """Return the copies in host memory of what the stage trains.
 
     A checkpoint is written from a copy of the rank's part of the optimizer and, on the first rank, of the drafter while
-    the next step runs, with the drafter's best state so far. That one is kept on every rank, and so is the last good
-    version of the drafter by its guard.
+    the next step runs. The guard of the drafter keeps its last good version on every rank.
     """
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
-        items += [_item("last good drafter", size, how), _item("best drafter", size, how)]
-        items += [_item("checkpoint copy of the drafter", 2 * size, f"{how}, present and best state")]
+        items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]
     return items
 
 
