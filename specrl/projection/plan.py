@@ -16,7 +16,7 @@ from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.advice import Fit, what_fits
 from specrl.projection.budgets import Budget, check_kv, overflow, stage_budgets
 from specrl.projection.disk import CheckpointPlan, checkpoint_plan
-from specrl.projection.memory import Rank
+from specrl.projection.memory import GIB, Rank
 from specrl.projection.speeds import Speeds
 from specrl.projection.traffic import Transfer, step_traffic
 from specrl.report.tables import print_line, print_table
@@ -170,6 +170,19 @@ def rank_of(config: Config, stage: StageName, shape: ModelShape) -> Rank:
     asked = config.resources_of(stage)
     shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
     return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))
+
+
+def device_bytes(config: Config, stage: StageName) -> int:
+    """Count the memory that a rank needs on its GPU apart from the engine's share, which is a part of the GPU's own.
+
+    It is 0 without a GPU, and where the model's shape is not known.
+    """
+    try:
+        shape = model_shape(config.model)
+    except ConfigError:
+        return 0
+    budgets = stage_budgets(stage, rank_of(config, stage, shape))
+    return sum(round(budget.needed_gib * GIB) for budget in budgets if budget.place == "GPU, trainer")
 
 
 def _shape_problems(config: Config, shape: ModelShape) -> list[str]:
