@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from specrl.config.rollout import BubbleUse
-from specrl.rollout.bubbles.balance import piece
+from specrl.data.dealing import piece
 
 
 @dataclass(frozen=True)
