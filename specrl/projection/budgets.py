@@ -46,7 +46,9 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     if stage == "train" and rank.route_bytes:
-        trainer.append(_routes_item(stage, rank))
+        tokens = max(_kv_given(stage, rank), 0.0) / _kv_per_token(stage, rank)
+        how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
+        trainer.append(MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how))
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += [*memory.copy_items(rank), memory.rollout_item(rank)]
@@ -131,12 +133,6 @@ def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
     wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
     sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"
     return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
-
-
-def _routes_item(stage: StageName, rank: Rank) -> MemoryItem:
-    tokens = max(_kv_given(stage, rank), 0.0) / _kv_per_token(stage, rank)
-    how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
-    return MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how)
 
 
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:

@@ -39,11 +39,8 @@ WINDOW_BYTES = 2**24  # that the ranks of a group on one node map to exchange te
 CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/kinds/layers.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
-MOVED = 0.05  # the assumed share of tokens that are trained on elsewhere than generated, to even out the work
-NUMBERS_BYTES = 49  # of a rollout, that every rank gets (`RolloutBatch`)
-MISMATCH_BYTES = 8 * 9224  # the sums about the disagreement of the engines (`MismatchSums`)
 CHUNK_BYTES = 64 * 2**20  # the largest message in each direction (`specrl.distributed.arrays`)
-GENERATED_BYTES, TRAINED_BYTES, LIST_BYTES = 16, 21, 40  # per token: generated with text, trained on, a stored text's
+GENERATED_BYTES, TRAINED_BYTES, LIST_BYTES = 20, 21, 40  # per token: generated with text, trained on, a stored text's
 
 
 @dataclass(frozen=True)
@@ -431,30 +428,19 @@ def refit_item(rank: Rank) -> MemoryItem:
 
 
 def rollout_bytes(rank: Rank, mean_tokens: float) -> tuple[float, float]:
-    """Count what a rank receives of a step's rollouts, and what it holds of them in host memory.
+    """Count what a rank receives of a step's rollouts of so many tokens, and what it holds of them in host memory.
 
-    A few numbers of every rollout go to every rank, its tokens to the ranks that train on it, mostly where it was
-    generated, log-probs back to the rank that writes them, and pre-generated text to where its prompt is answered.
-
-    Args:
-        mean_tokens: The mean number of tokens of a prompt with its response.
+    Its tokens and log-probs come to a rank that trains on them, at most all of its share, and pre-generated text to
+    where its prompt is answered.
     """
     config, ranks = rank.config, rank.config.resources_of("train").ranks
-    rollouts = config.train.prompts_per_step * config.train.samples_per_prompt
-    model_size = config.policy.tensor_parallel * config.policy.pipeline_parallel
-    response = mean_tokens - min(config.max_prompt_tokens, mean_tokens / 2)
-    generated = rollouts * config.engine.tensor_parallel / ranks * response
-    trained = rollouts * model_size / ranks
+    tokens = config.train.prompts_per_step * config.train.samples_per_prompt * mean_tokens / ranks
+    trained = tokens * config.policy.tensor_parallel * config.policy.pipeline_parallel
+    generated = tokens * config.engine.tensor_parallel
     stored = generated * (PREGENERATED if config.bubbles.pregenerates else 0.0)
-    away = 1 - min(1.0, config.engine.tensor_parallel / model_size) * (1 - MOVED)
-    received = trained * (mean_tokens * (FP32 + rank.route_bytes) + response * FP32) * away
-    received += generated * FP32 * (1 - (1 - MOVED) / config.policy.pipeline_parallel) + stored * FP32
-    numbers = float(rollouts * NUMBERS_BYTES + MISMATCH_BYTES + 8 * ranks)
-    received, numbers = (received, numbers) if ranks > 1 else (0.0, 0.0)
-    kept_mass = FP32 if config.sampling.top_p < 1 or config.sampling.top_k > 0 else 0
-    host = generated * (GENERATED_BYTES + rank.route_bytes + kept_mass) + stored * LIST_BYTES
-    host += trained * mean_tokens * (TRAINED_BYTES + rank.route_bytes) + 2 * min(CHUNK_BYTES, received) + numbers
-    return received + numbers, host
+    received = trained * (2 * FP32 + rank.route_bytes) + stored * FP32 if ranks > 1 else 0.0
+    held = generated * (GENERATED_BYTES + rank.route_bytes) + trained * (TRAINED_BYTES + rank.route_bytes)
+    return received, held + stored * LIST_BYTES + 2 * min(CHUNK_BYTES, received)
 
 
 def rollout_item(rank: Rank) -> MemoryItem:

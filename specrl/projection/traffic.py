@@ -103,7 +103,7 @@ def step_traffic(rank: Rank, speeds: Speeds) -> list[Transfer]:
     tokens = train.prompts_per_step * train.samples_per_prompt * speeds.mean_tokens
     found = [*_gradients(rank), *_activations(rank, tokens), *_refit(rank), *_drafter(rank), _generation(rank, tokens)]
     every = _group(rank, rank.config.resources_of("train").ranks)
-    how = f"{train.prompts_per_step * train.samples_per_prompt} rollouts: numbers of all, tokens of its own share"
+    how = f"{train.prompts_per_step * train.samples_per_prompt} rollouts, at most all tokens of its share"
     found.append(every.direct("exchange of rollouts", rollout_bytes(rank, speeds.mean_tokens)[0], how))
     return [item for item in found if item.inside_gib + item.network_gib > 0]
 

@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def dense(**fields: object) -> EngineModel:
-    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, IDEAL, gpus=1, is_fp8=False)
+    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, efficiency=IDEAL)
     return replace(engine, **fields)  # type: ignore[arg-type]
 
 
@@ -69,9 +69,10 @@ def test_a_parallel_drafter_reads_its_weights_once_and_computes_as_many_position
     assert saved(1 + passes, prompt_tokens=-100, efficiency=alone) == pytest.approx(weights + passes)
 
 
-def step(**fields: object) -> StepModel:
+def step(efficiency: Efficiency | None = None, **fields: object) -> StepModel:
     workload = Workload(prompts=16, samples=4, lengths=Lengths(200, 0.8, 2000))
-    return replace(StepModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, 4, 1, workload), **fields)  # type: ignore[arg-type]
+    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, efficiency=efficiency or Efficiency())
+    return replace(StepModel(engine, 4, workload), **fields)  # type: ignore[arg-type]
 
 
 def seconds(model: StepModel, speculation: Speculation) -> float:
@@ -131,7 +132,7 @@ def test_acceptance_goes_on_falling_beyond_the_known_positions() -> None:
 def test_a_configuration_is_simulated_with_its_own_layout() -> None:
     config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
     model = model_of(config, hardware_of(config, None))
-    assert (model.hardware.name, model.gpus, model.engine_gpus, model.most_running) == ("H100", 8, 1, 40)
+    assert (model.engine.hardware.name, model.gpus, model.engine.gpus, model.most_running) == ("H100", 8, 1, 40)
     found = {choice.name: choice for choice in choices(replace(model, workload=step().workload), ACCEPTANCE)}
     assert found["plain"].step_speedup == 1.0
     assert 1 < found["k = 3"].step_speedup < found["k = 3"].generation_speedup < acceptance_length(ACCEPTANCE, 3)

@@ -10,6 +10,7 @@ from specrl.config import Config, ConfigError
 from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape
 from specrl.projection.refit import Layout
+from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
 from specrl.projection.simulator.step import (
     LONGEST_K,
@@ -71,18 +72,18 @@ def model_of(
     """
     limit, policy = config.sampling.max_response_tokens, config.policy
     parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
-    return StepModel(
+    engine = EngineModel(
         shape=model_shape(config.model),
         hardware=hardware,
-        gpus=gpus or config.resources_of("train").ranks,
-        engine_gpus=config.engine.tensor_parallel,
-        workload=Workload(
-            config.train.prompts_per_step,
-            config.train.samples_per_prompt,
-            responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit),
-        ),
+        gpus=config.engine.tensor_parallel,
         is_fp8=config.precision.generation == "fp8",
         parallel=parallel,
+    )
+    responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
+    return StepModel(
+        engine=engine,
+        gpus=gpus or config.resources_of("train").ranks,
+        workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
         longest_k=min(LONGEST_K, config.drafter.ttt_steps) if parallel else LONGEST_K,
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
@@ -115,21 +116,21 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     """Say what the simulation of a configuration assumes, a line for each."""
     responses = model.workload.prompts * model.workload.samples
     lines = [
-        f"{responses} responses a step, {model.workload.lengths}; prompts of {model.prompt_tokens} tokens",
+        f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
         f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
         "measured (--published)",
         f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text; training the drafter makes no draft better",
-        str(model.hardware),
-        *model.efficiency.lines(),
+        str(model.engine.hardware),
+        *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",
     ]
-    if model.parallel:
+    if model.engine.parallel:
         lines.append(
             f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} "
             "(drafter.ttt_steps); it reads weights and KV cache once, and computes as many positions as single passes"
         )
-    if model.parallel and tuple(rates) == ACCEPTANCE:
+    if model.engine.parallel and tuple(rates) == ACCEPTANCE:
         lines.append(
             "those shares were published for a drafter of one position after another; drafts of one pass are right "
             "less often: give the measured shares with --acceptance"

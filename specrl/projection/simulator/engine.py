@@ -8,14 +8,13 @@ in part: the time of both together is the root of the sum of their squares.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from specrl.models.shapes import ModelShape
 from specrl.projection.simulator.hardware import Efficiency, Hardware
 
 BF16 = 2
-"""The bytes of a bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,13 @@ class EngineModel:
 
     shape: ModelShape
     hardware: Hardware
-    efficiency: Efficiency
-    gpus: int
-    """The number of GPUs among which an engine divides weights, KV cache and products evenly."""
-    is_fp8: bool
-    """Whether linear layers and the KV cache are in FP8; the output layer and the drafter are in BF16."""
-    k: int = 0
-    """The number of drafts that are verified for each request."""
-    parallel: bool = False
-    """Whether the drafter drafts all positions in one pass, and not each in a pass of its own."""
+    gpus: int = 1  # among which weights, KV cache and products are divided evenly
+    is_fp8: bool = False  # linear layers and KV cache; the output layer and the drafter are in BF16
+    parallel: bool = False  # whether the drafter drafts all positions in one pass, and not each in a pass of its own
+    k: int = 0  # drafts that are verified for each request
     prompt_tokens: int = 512
-    """The length of a prompt in tokens."""
     draft_vocab_size: int = 32000
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     def at(self, running: int, generated: float) -> float:
         """Compute the seconds of an iteration of `running` requests with so many generated tokens on average."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.refit import Layout
+from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import Speculation, StepModel, StepTime
 from specrl.projection.simulator.workload import Lengths, Workload
@@ -52,28 +53,15 @@ class PublishedRow:
 
 def qwen3_8b(lengths: Lengths) -> StepModel:
     """Make the measured run of Qwen3-8B on 32 GB200 in BF16, with an engine on each GPU."""
-    return StepModel(
-        shape=KNOWN_SHAPES["Qwen/Qwen3-8B"],
-        hardware=HARDWARE["GB200"],
-        gpus=32,
-        engine_gpus=1,
-        workload=Workload(prompts=512, samples=16, lengths=lengths),
-        logprob_passes=LOGPROB_PASSES,
-    )
+    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["GB200"])
+    return StepModel(engine, 32, Workload(512, 16, lengths), logprob_passes=LOGPROB_PASSES)
 
 
 def qwen3_235b(gpus: int) -> StepModel:
     """Make the projected run of Qwen3-235B-A22B in FP8, with an engine on 64 GPUs of an NVLink domain."""
-    return StepModel(
-        shape=KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"],
-        hardware=HARDWARE["GB200"],
-        gpus=gpus,
-        engine_gpus=64,
-        workload=Workload(prompts=256, samples=16, lengths=Lengths(3000, 0.8, 32768)),
-        is_fp8=True,
-        logprob_passes=LOGPROB_PASSES,
-        layout=Layout(tensor_parallel=4, pipeline_parallel=2, expert_parallel=32),
-    )
+    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
+    workload = Workload(256, 16, Lengths(3000, 0.8, 32768))
+    return StepModel(engine, gpus, workload, logprob_passes=LOGPROB_PASSES, layout=Layout(4, 2, 32))
 
 
 ZERO, THINK = qwen3_8b(Lengths(1950, 0.8, 8192)), qwen3_8b(Lengths(1750, 0.9, 12288))

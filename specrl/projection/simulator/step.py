@@ -7,15 +7,13 @@ for a later step while the others train, are simulated only to compare with publ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from specrl.config.rollout import BubbleUse
-from specrl.models.shapes import ModelShape
 from specrl.projection.refit import Layout, Links, refit_cost
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, simulate
-from specrl.projection.simulator.hardware import Efficiency, Hardware
 from specrl.projection.simulator.workload import Workload, dealt
 
 STEPS = 3
@@ -68,20 +66,14 @@ class StepTime:
 class StepModel:
     """A run whose steps are simulated."""
 
-    shape: ModelShape
-    hardware: Hardware
-    gpus: int
-    engine_gpus: int  # of one engine
+    engine: EngineModel
+    gpus: int  # of all engines and the trainer
     workload: Workload
-    is_fp8: bool = False  # the engine's products
-    parallel: bool = False  # whether the drafter drafts all positions in one pass
     longest_k: int = LONGEST_K
     most_running: int = 1024  # responses of an engine at once
-    prompt_tokens: int = 512
     logprob_passes: int = 0  # of the trainer, forward, beside the update
     layout: Layout = field(default_factory=Layout)  # of the trainer, for the refit
     other_s: float = 2.0  # for rewards, data and logging
-    efficiency: Efficiency = field(default_factory=Efficiency)
     seed: int = 0
 
     def synchronous(self, speculation: Speculation) -> StepTime:
@@ -95,9 +87,9 @@ class StepModel:
         of `lag` steps are generated together.
         """
         assert lag >= 1
-        engines = self.gpus // self.engine_gpus
+        engines = self.gpus // self.engine.gpus
         shares = sorted({max(1, round(engines * part / DIVISIONS)) for part in range(1, DIVISIONS)} - {engines})
-        found = [self._step(speculation, share * self.engine_gpus, lag) for share in shares]
+        found = [self._step(speculation, share * self.engine.gpus, lag) for share in shares]
         return min(found, key=lambda time: time.total)
 
     def _step(self, speculation: Speculation, generating: int, lag: int = 0) -> StepTime:
@@ -114,20 +106,10 @@ class StepModel:
             gpus: The number of GPUs that generate.
             together: The number of steps whose responses are generated at the same time.
         """
-        engines, pace = max(1, gpus // self.engine_gpus), speculation.acceptance_length
+        engines, pace = max(1, gpus // self.engine.gpus), speculation.acceptance_length
         drawn = self.workload.draw(STEPS * together, self.seed)
         batches = [list(chain(*drawn[first : first + together])) for first in range(0, len(drawn), together)]
-        engine = EngineModel(
-            shape=self.shape,
-            hardware=self.hardware,
-            efficiency=self.efficiency,
-            gpus=self.engine_gpus,
-            is_fp8=self.is_fp8,
-            k=speculation.k,
-            parallel=self.parallel,
-            prompt_tokens=self.prompt_tokens,
-        )
-        speed = DecodingSpeed(engine.at, max(REPLAYED_TOKENS, pace))
+        speed = DecodingSpeed(replace(self.engine, k=speculation.k).at, max(REPLAYED_TOKENS, pace))
         steps = [dealt(groups, engines, speculation.k, pace) for groups in batches]
         # In a circle: the last step comes before the first one, too, and leaves it what was pre-generated.
         times = simulate([steps[-1], *steps], speed, speculation.bubbles, self.most_running)
@@ -136,11 +118,11 @@ class StepModel:
         return seconds / len(steps) / together, idle / (seconds * engines), used / could if could else 0.0
 
     def _trainer(self, gpus: int) -> tuple[float, float, float]:
-        """Compute the seconds of log-prob passes, update and refit on so many GPUs."""
-        drawn = self.workload.draw(STEPS, self.seed)
-        tokens = sum(self.prompt_tokens + item.tokens for step in drawn for group in step for item in group) / STEPS
-        mfu = self.efficiency.expert_mfu if self.shape.num_experts else self.efficiency.dense_mfu
-        forward = 2 * self.shape.active_parameters * tokens / (gpus * self.hardware.bf16_flops * mfu)
-        links = Links(self.hardware.network_bandwidth, self.hardware.link_bandwidth)
-        refit = refit_cost(self.shape, self.layout).seconds(links, spans_nodes=self.layout.pipeline_parallel > 1)
+        shape, hardware, efficiency = self.engine.shape, self.engine.hardware, self.engine.efficiency
+        drawn = [item.tokens for step in self.workload.draw(STEPS, self.seed) for group in step for item in group]
+        tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
+        mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
+        forward = 2 * shape.active_parameters * tokens / (gpus * hardware.bf16_flops * mfu)
+        links = Links(hardware.network_bandwidth, hardware.link_bandwidth)
+        refit = refit_cost(shape, self.layout).seconds(links, spans_nodes=self.layout.pipeline_parallel > 1)
         return self.logprob_passes * forward, 3 * forward, refit

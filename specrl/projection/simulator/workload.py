@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,15 +25,6 @@ class Drawn(NamedTuple):
 
     tokens: int
     gain: float = 1.0
-
-
-class Responses(Protocol):
-    """A distribution of responses."""
-
-    def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
-        """Draw the responses to each prompt."""
-
-    def __str__(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,9 @@ class MeasuredRun:
     def __str__(self) -> str:
         lengths = sorted(item.tokens for group in self.groups for item in group)
         return f"drawn from {len(lengths)} of a run, with a median of {lengths[len(lengths) // 2]} tokens"
+
+
+Responses = Lengths | MeasuredRun
 
 
 @dataclass(frozen=True)
