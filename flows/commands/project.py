@@ -72,7 +72,7 @@ def project(
         raise ConfigError("specrl project: name a run or a configuration file, or use --published")
     config, run = (load_config(Path(name)), None) if name.endswith(".toml") else _read(name, runs_dir)
     rates = _numbers("--acceptance", acceptance, "0.8,0.7,0.6") if acceptance else list(run.acceptance if run else ())
-    if any(after > before for before, after in zip([1.0, *rates], rates, strict=False)):
+    if acceptance and sorted([1.0, *rates], reverse=True) != [1.0, *rates]:
         raise ConfigError(f"--acceptance {acceptance}: allowed: falling numbers above 0 and at most 1")
     median, spread = _numbers("--lengths", lengths, "2000,0.9", count=2) if lengths else (0.0, 0.0)
     responses = Lengths(median, spread, config.sampling.max_response_tokens) if lengths else run

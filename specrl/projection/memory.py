@@ -157,12 +157,7 @@ class Rank:
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
-    """Count what a rank's part of the policy needs in Megatron-core.
-
-    Args:
-        trainable: Whether there are gradients, an optimizer and saved activations.
-        fp8: Whether the linear layers compute in FP8.
-    """
+    """Count what a rank's part of the policy needs in Megatron-core, trained or not, with FP8 linear layers or not."""
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     count, layout = rank.policy_parameters, rank.layout
     experts = f", EP {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
@@ -269,8 +264,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
 
     Args:
         responses: The number of responses of all data-parallel ranks together, each at most `model.max_length` long.
-        pretraining: Whether it is trained in windows of `drafter.max_tokens_per_window`, or on
-            `drafter.max_tokens_per_step` tokens of each RL step.
+        pretraining: Whether it is trained in windows, before the RL steps.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -353,9 +347,7 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
 def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> list[MemoryItem]:
     """Count what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
 
-    Args:
-        speculate: Whether the engine drafts in this stage.
-        calibrated: Whether the stage has an FP8 recipe; without one the engine computes in the compute type.
+    Without an FP8 recipe, in a stage that is not `calibrated`, it computes in the compute type.
     """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel

@@ -10,7 +10,7 @@ what ranks send each other directly stays in the node where both are in it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specrl.config import Config
 from specrl.projection.memory import FP32, GIB, PREGENERATED, Rank, rollout_bytes
@@ -87,9 +87,12 @@ class Group:
 
     def ring(self, name: str, size: float, how: str) -> Transfer:
         """Bring each rank what it lacks of `size` bytes, around a ring."""
-        size *= (self.size - 1) / self.size
-        across = size / self.in_node if self.in_node < self.size else 0.0
-        return Transfer(name, (size - across) / GIB, across / GIB, how)
+        return self.around(name, size * (self.size - 1) / self.size, how)
+
+    def around(self, name: str, received: float, how: str, messages: int = 0) -> Transfer:
+        """Bring each rank so many bytes around a ring."""
+        across = received / self.in_node if self.in_node < self.size else 0.0
+        return Transfer(name, (received - across) / GIB, across / GIB, how, messages)
 
     def direct(self, name: str, size: float, how: str) -> Transfer:
         """Bring each rank `size` bytes, as many from each of the others."""
@@ -151,13 +154,9 @@ def _refit(rank: Rank) -> Iterator[Transfer]:
     stages = _group(rank, layout.pipeline_parallel, layout.tensor_parallel * rank.data_parallel)
     ranks = _group(rank, max(layout.tensor_parallel, layout.expert_parallel))
     size = f"{rank.shape.parameters / 1e9:.2f} G parameters x {rank.dtype_bytes} B"
-    # What `refit_cost` counts leaves out already what a rank has itself.
-    for name, group, received, how, messages in (
-        ("refit over pipeline stages", stages, cost.stage_bytes, f"{size}, in parts, of the other stages", 0),
-        ("refit over ranks of a stage", ranks, cost.rank_bytes, f"{size}, made whole, in {cost.messages} messages", 1),
-    ):
-        whole = received * group.size / max(group.size - 1, 1)
-        yield replace(group.ring(name, whole, how), messages=messages * cost.messages)
+    whole = f"{size}, made whole, in {cost.messages} messages"
+    yield stages.around("refit over pipeline stages", cost.stage_bytes, f"{size}, in parts, of the other stages")
+    yield ranks.around("refit over ranks of a stage", cost.rank_bytes, whole, cost.messages)
 
 
 def _drafter(rank: Rank) -> Iterator[Transfer]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
+from flows.folder import write_config
 from specrl.config import ConfigError, load_config
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.choices import ACCEPTANCE, assumptions, choices, hardware_of, model_of
@@ -15,6 +19,7 @@ from specrl.projection.simulator.hardware import HARDWARE, Efficiency
 from specrl.projection.simulator.published import PublishedRow, published_rows
 from specrl.projection.simulator.step import Speculation, StepModel, acceptance_length
 from specrl.projection.simulator.workload import Lengths, Workload
+from specrl.schemas import Rollout, rollout_path, write_rollouts
 
 IDEAL = Efficiency(flops=1.0, bandwidth=1.0, iteration_s=0.0, draft_pass_s=0.0, message_s=0.0, verified_row=0.0)
 H100 = HARDWARE["H100"]
@@ -169,3 +174,41 @@ def test_unknown_hardware_and_a_run_without_gpus_are_one_line() -> None:
         hardware_of(config, "A100")
     with pytest.raises(ConfigError, match="simulates GPUs"):
         hardware_of(load_config(CONFIGS / "smoke.toml"), None)
+
+
+def invoked(*words: str) -> str:
+    return CliRunner().invoke(app, ["project", *words], catch_exceptions=False).output
+
+
+def test_the_command_prints_published_rows_and_writes_which_ones_constants_were_chosen_on(tmp_path: Path) -> None:
+    text = invoked("--published", "--json", str(tmp_path / "rows.json"))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["chosen_on"] for row in rows} == {True, False} and len(rows) == 32
+    assert all(row["ratio"] == pytest.approx(row["predicted"] / row["published"]) for row in rows if row["predicted"])
+    errors = [abs(row["ratio"] - 1) for row in rows if row["ratio"] and not row["chosen_on"]]
+    assert f"mean absolute error of the rows that are predicted: {sum(errors) / len(errors):.0%}" in text
+
+
+def test_the_command_simulates_a_run_on_other_gpus_with_its_own_responses(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "smoke.toml", ["name=measured", f"runs_dir={tmp_path}", "train.num_steps=3"])
+    write_config(config)
+    train = config.run_dir / "stages" / "train-0"
+    (train / "steps").mkdir(parents=True)
+    response = Rollout(0, 0, 0, 0, 0, 0, 1, [1, 2], [3] * 40, [0.0] * 40, "", "", "stop", num_accepted_tokens=20)
+    write_rollouts(rollout_path(train / "rollouts", 0, 0), [response])
+    metrics = {"timing/generation_s": 7.0, "spec/acceptance_rate_pos_1": 0.6, "spec/acceptance_rate_pos_2": 0.3}
+    (train / "steps" / "step=000000.json").write_text(json.dumps({"metrics": metrics}))
+    run = ("measured", "--runs-dir", str(tmp_path))
+    text = invoked(*run, "--hardware", "H200", "--gpus", "4")
+    assert "Simulated steps of measured on 4 H200, engines of 1" in text and "median of 40 tokens" in text
+    assert "positions 1, 2, ...: 0.6, 0.3," in text and "measured: 7.0 s of generation" in text
+    assert "median 100 tokens" in invoked(*run, "--hardware", "H200", "--lengths", "100,0.5")
+    for wrong, message in (
+        (run, "asks for none; name one with --hardware"),
+        ((*run, "--hardware", "H200", "--acceptance", "0.3,0.6"), "falling numbers above 0"),
+        ((*run, "--hardware", "H200", "--lengths", "100"), "--lengths 100: allowed"),
+        ((str(CONFIGS / "qwen3-32b.toml"), "--gpus", "6"), "multiples of engine.tensor_parallel = 4"),
+        ((), "name a run or a configuration file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            invoked(*wrong)

@@ -69,9 +69,17 @@ def model_of(
     Args:
         responses: By default log-normal lengths with a sixth of the limit as their median.
         gpus: By default the ranks of the train stage.
+
+    Raises:
+        ConfigError: The GPUs do not make whole engines.
     """
     limit, policy = config.sampling.max_response_tokens, config.policy
     parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
+    gpus = gpus or config.resources_of("train").ranks
+    if gpus % config.engine.tensor_parallel:
+        raise ConfigError(
+            f"--gpus {gpus}: allowed: multiples of engine.tensor_parallel = {config.engine.tensor_parallel}"
+        )
     engine = EngineModel(
         shape=model_shape(config.model),
         hardware=hardware,
@@ -82,7 +90,7 @@ def model_of(
     responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
     return StepModel(
         engine=engine,
-        gpus=gpus or config.resources_of("train").ranks,
+        gpus=gpus,
         workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
         longest_k=min(LONGEST_K, config.drafter.ttt_steps) if parallel else LONGEST_K,
         most_running=config.engine.max_num_seqs,
@@ -128,11 +136,8 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     if model.engine.parallel:
         lines.append(
             f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} "
-            "(drafter.ttt_steps); it reads weights and KV cache once, and computes as many positions as single passes"
+            "(drafter.ttt_steps), which reads weights and KV cache once"
         )
-    if model.engine.parallel and tuple(rates) == ACCEPTANCE:
-        lines.append(
-            "those shares were published for a drafter of one position after another; drafts of one pass are right "
-            "less often: give the measured shares with --acceptance"
-        )
+        if tuple(rates) == ACCEPTANCE:
+            lines.append("drafts of one pass are right less often than those shares: give measured ones (--acceptance)")
     return lines

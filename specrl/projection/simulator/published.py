@@ -43,7 +43,7 @@ class PublishedRow:
 
     @property
     def ratio(self) -> float | None:
-        """What is predicted as a multiple of what was published."""
+        """The predicted figure as a multiple of the published one."""
         return None if self.predicted is None else self.predicted / self.published
 
     def as_json(self) -> dict[str, Any]:
