@@ -14,7 +14,7 @@ import numpy as np
 
 from specrl.data.dealing import deal_longest_first
 from specrl.projection.simulator.generation import SimulatedResponse
-from specrl.schemas import read_rollouts
+from specrl.schemas import read_folder
 
 LONGEST = 16
 """The last position whose acceptance is read of a run."""
@@ -44,7 +44,7 @@ class Lengths:
         return [[Drawn(tokens) for tokens in group] for group in drawn.tolist()]
 
     def __str__(self) -> str:
-        return f"log-normal, the median {self.median:.0f} tokens, a spread of {self.spread:g}, at most {self.limit}"
+        return f"log-normal with median {self.median:.0f} and spread {self.spread:g}, at most {self.limit} tokens"
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class MeasuredRun:
             ValueError: The folder has no steps.
         """
         records = [json.loads(path.read_text())["metrics"] for path in sorted(steps_dir.glob("step=*.json"))]
-        if not records:
-            raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet")
-        rows = [row for path in sorted(rollouts_dir.glob("step=*/rank-*.arrow")) for row in read_rollouts(path)]
+        rows = list(read_folder(rollouts_dir))
+        if not records or not rows:
+            raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet, or its rollouts are gone")
         tokens = [(len(row.response_tokens), row.num_accepted_tokens) for row in rows]
         usual = sum(accepted for _, accepted in tokens) / sum(length - accepted for length, accepted in tokens)
         groups: dict[tuple[int, int], list[Drawn]] = {}
