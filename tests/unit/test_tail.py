@@ -107,12 +107,14 @@ def test_a_run_is_simulated_with_its_own_lengths_and_acceptance(tmp_path: Path) 
     for step in range(2):
         rows = [make_rollout(step, prompt, tokens, accepted) for prompt, tokens, accepted in ((0, 30, 20), (1, 12, 4))]
         write_rollouts(rollout_path(tmp_path / "rollouts", step, 0), rows + [replace(row, sample=1) for row in rows])
-        metrics = {f"spec/acceptance_rate_pos_{i}": 0.8 / i - 0.1 * step for i in (1, 2)} | {"timing/generation_s": 4.0}
+        metrics = {f"spec/acceptance_rate_pos_{i}": 0.8 / i - 0.1 * step for i in range(1, 3 + step)}
+        metrics["timing/generation_s"] = 4.0
         record = tmp_path / "steps" / f"step={step:06d}.json"
         record.parent.mkdir(exist_ok=True)
         record.write_text(json.dumps({"metrics": metrics}))
     run = MeasuredRun.read(tmp_path / "steps", tmp_path / "rollouts")
-    assert run.acceptance == pytest.approx((0.75, 0.35)) and run.generation_s == 4.0
+    third = (0.8 / 3 - 0.1) / 2  # one of the two steps had no third draft
+    assert run.acceptance == pytest.approx((0.75, 0.35, third)) and run.generation_s == 4.0
     usual = 24 / 18
     assert sorted(set(run.groups)) == [(Drawn(12, 0.5 / usual),) * 2, (Drawn(30, 2.0 / usual),) * 2]
     [groups] = Workload(5, 3, run).draw(1, seed=0)

@@ -72,9 +72,9 @@ class MeasuredRun:
         for row, (length, accepted) in zip(rows, tokens, strict=True):
             gain = accepted / max(1, length - accepted) / usual if usual else 1.0
             groups.setdefault((row.step, row.prompt_id), []).append(Drawn(length, gain))
-        # Of a run that chooses k, drafts that were not made at a position count as refused there.
-        names = (f"spec/acceptance_rate_pos_{position}" for position in range(1, LONGEST + 1))
-        rates = [fmean(found) for name in names if (found := [record[name] for record in records if name in record])]
+        # Of a run that chooses k, drafts that were not made at a position count as refused there, so that rates fall.
+        names = [f"spec/acceptance_rate_pos_{position}" for position in range(1, LONGEST + 1)]
+        rates = [fmean(record.get(name, 0.0) for record in records) for name in names]
         return cls(
             tuple(tuple(group) for group in groups.values()),
             tuple(rate for rate in rates if rate > 0),
