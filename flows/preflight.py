@@ -13,6 +13,7 @@ from rich.console import Console
 from flows.folder import size_of
 from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
+from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
@@ -20,7 +21,6 @@ from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
-from specrl.report.doctor.gpu import cuda_of_build, installed_torch
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
 
