@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from slurm.access import check_access
 from specrl.artifacts import write_text
-from specrl.config import Config, ConfigError, dump_config
+from specrl.config import Config, ConfigError, dump_config, parse_config
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE
 
@@ -24,7 +24,11 @@ HOLDER_FILE = ".flow.holder"
 
 
 def anchor(config: Config) -> Config:
-    """Return the configuration with all paths absolute, since jobs and later commands run in other folders."""
+    """Return the configuration with all paths absolute, since jobs and later commands run in other folders.
+
+    Raises:
+        ConfigError: The path of the present folder has what the path of a runs folder may not have.
+    """
     data = config.data.model_copy(
         update={
             key: path.expanduser().absolute()
@@ -48,6 +52,9 @@ def anchor(config: Config) -> Config:
         name: chosen.model_copy(update={"path": chosen.path and chosen.path.expanduser().absolute()})
         for name, chosen in validate.sets.items()
     }
+    cluster = config.cluster
+    if cluster.environment_file is not None:
+        cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.expanduser().absolute()})
     changed = {
         "runs_dir": config.runs_dir.expanduser().absolute(),
         "data": data,
@@ -55,8 +62,11 @@ def anchor(config: Config) -> Config:
         "speculation": speculation,
         "drafter": drafter,
         "validate_": validate.model_copy(update={"sets": sets}),
+        "cluster": cluster,
     }
-    return config.model_copy(update=changed)
+    anchored = config.model_copy(update=changed)
+    parse_config(json.loads(dump_config(anchored)))  # the present folder, too, may have a name that no setting may have
+    return anchored
 
 
 def find_run(name: str, runs_dir: Path) -> Path:

@@ -8,6 +8,7 @@ import typer
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import find_run
+from slurm.access import restrict
 from specrl.config import ConfigError
 
 
@@ -24,6 +25,7 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     from tasks.run import read_run_config
 
     config = read_run_config(find_run(name, runs_dir))
+    restrict(config.cluster)
     unsent = sync_run(config)
     if unsent:
         folders = ", ".join(folder.name for folder in unsent)
