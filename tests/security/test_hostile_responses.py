@@ -318,7 +318,7 @@ ATTACKS: dict[str, tuple[str, str | float]] = {
         "answ",
     ),
     "deaf": ("import os, time\nos.closerange(3, 99)\ntime.sleep(999)", "took longer"),
-    "disk": ("for n in range(9): open(str(n), 'wb').write(bytes(100 * 2**20))", "raised OSError"),
+    "disk": ("for n in range(9): open(str(n), 'wb').write(bytes(100 * 2**20))", "raised (OSError|KeyError)|took longer"),
     "folders": ("import os\nfor n in range(1100):\n  os.mkdir('d'); os.chdir('d')\nvalue = 0.75", 0.75),
     "priority": ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); value = 0.5", 0.5),
     "mount": ("import ctypes; value = ctypes.CDLL(None).unshare(0x10000000)", -1.0),
