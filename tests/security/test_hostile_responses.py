@@ -127,7 +127,10 @@ def test_a_generator_that_nobody_has_looked_at_is_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_right_answers_keep_the_score_of_the_library(name: str) -> None:
+def test_right_answers_keep_the_score_of_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a generator of programs may leave files of theirs
     generator = make_generator(GeneratorConfig(name=name))
     assert isinstance(generator, ReasoningGym)
     problems = generator.problems(11)
@@ -192,8 +195,9 @@ def generators() -> Iterator[RewardPool]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_answer_to_a_generator_runs_hangs_or_changes_the_next_score(
-    name: str, generators: RewardPool, tmp_path: Path
+    name: str, generators: RewardPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     problem, index = problem_of(name), NAMES.index(name)
     right = make_generator(GeneratorConfig(name=name)).score(
         problem.demonstration, problem.answer, deepcopy(problem.entry)
@@ -318,7 +322,10 @@ ATTACKS: dict[str, tuple[str, str | float]] = {
         "answ",
     ),
     "deaf": ("import os, time\nos.closerange(3, 99)\ntime.sleep(999)", "took longer"),
-    "disk": ("for n in range(9): open(str(n), 'wb').write(bytes(100 * 2**20))", "raised (OSError|KeyError)|took longer"),
+    "disk": (
+        "for n in range(9): open(str(n), 'wb').write(bytes(100 * 2**20))",
+        "raised (OSError|KeyError)|took longer",
+    ),
     "folders": ("import os\nfor n in range(1100):\n  os.mkdir('d'); os.chdir('d')\nvalue = 0.75", 0.75),
     "priority": ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); value = 0.5", 0.5),
     "mount": ("import ctypes; value = ctypes.CDLL(None).unshare(0x10000000)", -1.0),
