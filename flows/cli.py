@@ -25,6 +25,7 @@ from flows.server import ServerError
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
+from specrl.report.tables import printable
 
 app = typer.Typer(
     name="specrl",
@@ -50,6 +51,8 @@ devcluster.register(app)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user whose share of it is."""
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""The errors of what this user may not read or write, such as a part of somebody else's run."""
 RESUMABLE = ("run", "resume")
 """The commands whose work `specrl resume` goes on with."""
 EXIT_FAILED = 1
@@ -79,6 +82,9 @@ def invoke(arguments: list[str]) -> int:
         _complain(str(error))
         return EXIT_FAILED
     except OSError as error:
+        if error.errno in CLOSED:
+            _complain(f"{error.filename}: {error.strerror}")
+            return EXIT_FAILED
         if error.errno not in FULL_DISK:
             raise
         where = f"{error.filename}: " if error.filename else ""
@@ -95,8 +101,8 @@ def invoke(arguments: list[str]) -> int:
 
 
 def _complain(message: str) -> None:
-    for line in message.splitlines():
-        print(f"specrl: {line}", file=sys.stderr)
+    for line in message.split("\n"):
+        print(f"specrl: {printable(line)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

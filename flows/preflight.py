@@ -8,9 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.folder import size_of
+from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
+from flows.origin import ORIGIN
+from slurm.access import check_access
 from slurm.registry import backends_of
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
@@ -18,10 +21,13 @@ from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
 from specrl.report.doctor.gpu import cuda_of_build, installed_torch
+from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
 
 GIB = 2**30
+BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
+"""What a run that was interrupted while it began has in its folder, beside the configuration."""
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
@@ -37,6 +43,26 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def check_folder(config: Config) -> list[str]:
+    """Check that the run's folder is absent, empty or this run's, and that nobody else can change or replace it."""
+    run_dir = config.run_dir
+    try:
+        check_access(run_dir, config.cluster)
+    except ConfigError as error:
+        return [str(error)]
+    if not os.path.lexists(run_dir) or (run_dir / RUN_FILE).is_file():
+        return []
+    own = {*BEGUN, CONFIG_FILE} if is_run(run_dir) else set(BEGUN)
+    others = [path for path in run_dir.iterdir() if path.name not in own] if run_dir.is_dir() else [run_dir]
+    left = [path.name for path in others if not (path.name.startswith(".") and path.suffix == ".tmp")]
+    if not left:
+        return []
+    return [
+        f"{run_dir} is not this run's: it has {sorted(left)[0]}; a run begins in a folder that is absent or empty: choose "
+        "another name (--set name=NAME) or another runs_dir"
+    ]
 
 
 def check_model(config: Config) -> list[str]:
@@ -171,6 +197,7 @@ def check_cluster(config: Config) -> list[str]:
 
 
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+    check_folder,
     check_model,
     check_draft_model,
     check_drafter,

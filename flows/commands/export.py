@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
@@ -82,7 +82,7 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
     from specrl.training.checkpoint.manifest import CheckpointError
     from specrl.training.checkpoint.policy_folder import write_policy_folder
 
-    config = read_config(find_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
+    config = read_config(find_own_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
     method = config.speculation.method
     if config.speculation.draft_method.is_policy_layer:
         raise ConfigError(
@@ -109,7 +109,7 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     from specrl.export.formats import find_format
     from specrl.export.quantised import find_scheme, quantisation_paragraph, write_quantised
 
-    chosen, run_dir = find_format(form), find_run(name, runs_dir)
+    chosen, run_dir = find_format(form), find_own_run(name, runs_dir)
     scheme = None if quantize is None else find_scheme(quantize)
     if scheme is not None and form != "eagle3":
         raise ConfigError(f"--quantize {quantize}: only --format eagle3 can be quantized, not {form}")

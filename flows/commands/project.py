@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from specrl.artifacts import write_json
 from specrl.config import ConfigError, load_config
 from specrl.report.results import find_stages, finished, read_config
@@ -200,7 +200,7 @@ def _read_steps(name: str, runs_dir: Path) -> RunSteps:
     from specrl.projection.measured import read_run
     from specrl.projection.steps.comparison import RunSteps
 
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_own_run(name, runs_dir)
     config, stages = read_config(run_dir), find_stages(run_dir)
     if "train" not in stages:
         raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
