@@ -82,14 +82,9 @@ def invoke(arguments: list[str]) -> int:
         _complain(str(error))
         return EXIT_FAILED
     except OSError as error:
-        if error.errno in CLOSED:
-            _complain(f"{error.filename}: {error.strerror}")
-            return EXIT_FAILED
-        if error.errno not in FULL_DISK:
+        if error.errno not in (*FULL_DISK, *CLOSED):
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
-        _complain(f"{where}{error.strerror}; make room{then}")
+        _complain(_said(error, arguments))
         return EXIT_FAILED
     except StoppedError as error:
         print(error)
@@ -98,6 +93,14 @@ def invoke(arguments: list[str]) -> int:
         _complain("interrupted")
         return EXIT_INTERRUPTED
     return EXIT_USAGE
+
+
+def _said(error: OSError, arguments: list[str]) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in CLOSED:
+        return f"{where}{error.strerror}"
+    then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
+    return f"{where}{error.strerror}; make room{then}"
 
 
 def _complain(message: str) -> None:

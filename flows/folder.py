@@ -118,14 +118,14 @@ def write_config(config: Config) -> None:
 
 
 @contextmanager
-def only_flow(run_dir: Path, cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
+def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
     """Hold the run, so that one flow works on it at a time. The kernel releases it when this process ends in any way.
 
     Raises:
         ConfigError: Another process holds it, or somebody else could change what its jobs run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    check_access(run_dir, cluster)
+    check_access(run_dir, cluster or ClusterConfig())
     holder = run_dir / HOLDER_FILE
     try:
         lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=LOCK_SECONDS)

@@ -60,7 +60,7 @@ def check_folder(config: Config) -> list[str]:
     if not left:
         return []
     return [
-        f"{run_dir} is not this run's: it has {sorted(left)[0]}; a run begins in a folder that is absent or empty: choose "
+        f"{run_dir} is not this run's: it has {min(left)}; a run begins in a folder that is absent or empty: choose "
         "another name (--set name=NAME) or another runs_dir"
     ]
 

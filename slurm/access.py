@@ -68,5 +68,5 @@ def trusted_groups(cluster: ClusterConfig) -> list[int]:
 
 def checked_python(code: Path, cluster: ClusterConfig) -> list[str]:
     """Return the options with which Python checks a copy of the code, before it becomes Python with what follows."""
-    text = Path(trust.__file__).read_text()
-    return ["-I", "-c", text, str(code), code.name, ",".join(map(str, trusted_groups(cluster)))]
+    program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a line of a script
+    return ["-I", "-c", program, str(code), code.name, ",".join(map(str, trusted_groups(cluster))) or "-"]

@@ -1,8 +1,8 @@
 """The rule by which a run's folder is trusted, and the program that applies it in a job before anything else.
 
 A job's script holds the text of this file: every rank runs `python -I -c TEXT CODE DIGEST GROUPS -m MODULE ...`, which
-reads nothing from the run's folder but what it checks, and then becomes `python -m MODULE ...`. So there is nothing in
-here but the standard library.
+imports nothing from the run's folder, and then becomes `python -m MODULE ...`. So there is nothing in here but the
+standard library.
 """
 
 from __future__ import annotations
@@ -213,12 +213,12 @@ def main(words: list[str]) -> None:
     """Check a copy of the code and the run's folder, and become `python` with the words that follow.
 
     Args:
-        words: The folder of the copy, its digest, the ids of trusted groups with commas, and Python's arguments.
+        words: The folder of the copy, its digest, the ids of trusted groups with commas (or `-`), Python's arguments.
     """
     code, digest, groups, *command = words
     try:
         check_run(Path(code).parents[1])
-        check_place(Path(code).parents[1], {int(group) for group in groups.split(",") if group})
+        check_place(Path(code).parents[1], {int(group) for group in groups.split(",") if group.isdigit()})
         check_code(Path(code), digest)
     except (DistrustError, OSError) as error:
         sys.exit(f"specrl: {error}")

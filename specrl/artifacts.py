@@ -414,7 +414,7 @@ def read_file(path: Path) -> bytes:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
             raise ValueError(f"{path} is not a file") from error
         raise
-    with open(file, "rb") as opened:
+    with os.fdopen(file, "rb") as opened:
         state = os.fstat(file)
         if not stat.S_ISREG(state.st_mode):
             raise ValueError(f"{path} is not a file")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import write_json, write_text
+from specrl.artifacts import read_json, write_json, write_text
 from specrl.config import Config
 from specrl.keys import files_digest
 from specrl.tracking.spool import Entry, Spool
@@ -258,5 +258,5 @@ def registered_version(folder: Path, name: str) -> str | None:
     Args:
         folder: The stage's folder.
     """
-    path = Spool(folder).folder / VERSIONS_FILE
-    return json.loads(path.read_text()).get(name) if path.exists() else None
+    found = read_json(Spool(folder).folder / VERSIONS_FILE)
+    return found.get(name) if isinstance(found, dict) else None
