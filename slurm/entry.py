@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> None:
         arguments: The file with the stage's context, and the function as `module:function`.
     """
     context = StageContext.load(Path(arguments[0]))
+    context.check()
     restrict(context.config.cluster)
     request = StageRequest(context, entry=arguments[1])
     backend = backend_of(request.key.cluster)
