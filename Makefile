@@ -52,7 +52,7 @@ quickstart: env
 test: env
 	$(PYTEST) tests/exactness
 	$(PYTEST) tests/integration tests/slurm tests/gpu
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit tests/security
 
 check: env
 	$(BIN)/ruff check .

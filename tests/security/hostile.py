@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -23,6 +24,8 @@ from specrl.config import Config, parse_config
 from specrl.lineage.record import RunRecord
 from tasks.run import begin
 
+for module in ("samples", "summary"):  # once, and not in each fork
+    importlib.import_module(f"specrl.report.{module}")
 NOBODY = 65534
 SECONDS = 120
 """After how long a command that hangs is ended: a test then fails and does not wait for ever."""
