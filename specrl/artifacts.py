@@ -414,12 +414,11 @@ def read_file(path: Path) -> bytes:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
             raise ValueError(f"{path} is not a file") from error
         raise
+    state = os.fstat(file)
+    if not stat.S_ISREG(state.st_mode) or state.st_size > MOST_BYTES:
+        os.close(file)
+        raise ValueError(f"{path} is not a file of at most {MOST_BYTES} bytes")
     with os.fdopen(file, "rb") as opened:
-        state = os.fstat(file)
-        if not stat.S_ISREG(state.st_mode):
-            raise ValueError(f"{path} is not a file")
-        if state.st_size > MOST_BYTES:
-            raise ValueError(f"{path} has {state.st_size} bytes; more than {MOST_BYTES} are not read")
         return opened.read(MOST_BYTES)
 
 
