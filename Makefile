@@ -1,7 +1,6 @@
 # make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
 # what CI runs before the tests.
 PYTHON ?= python3.11
-UV_VERSION := 0.13.8
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -17,22 +16,28 @@ export PYTHONDONTWRITEBYTECODE :=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
-INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
+TOOLS := requirements/tools.lock
+# Nothing is fetched whose hash the locks do not have: packages that are published as source only are built with the
+# setuptools of TOOLS, and not in an environment that the installer would fill for each.
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation
 
 # Transformer Engine's PyTorch part is published as source only, and fits no torch but the one it was built against.
-TE_PIN := $(shell grep '^transformer-engine-torch==' $(LOCK))
-TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(shell grep '^torch==' $(LOCK)))
+pin = $(firstword $(shell grep '^$(1)==' $(LOCK)))
+# The lines of a package in a lock: all but the last end in a backslash.
+lines = /^$(1)==/,/[^\\]$$/
+TE_PIN := $(call pin,transformer-engine-torch)
+TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(call pin,torch))
 
 .PHONY: env quickstart test check format lock clean
 
 env: $(STAMP) $(TE_STAMP)
 	@$(BIN)/python -m specrl.report.package_files
 
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(LOCK) $(TOOLS) pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-	grep -v '^transformer-engine-torch==' $(LOCK) | $(INSTALL) $(TORCH_BACKEND) -r -
-	$(INSTALL) --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(TOOLS)
+	sed '$(call lines,transformer-engine-torch)d' $(LOCK) | $(INSTALL) --require-hashes $(TORCH_BACKEND) -r -
+	$(INSTALL) -e .
 	touch $@
 
 ifneq ($(TE_STAMP),)
@@ -41,8 +46,9 @@ ifneq ($(TE_STAMP),)
 # NVTE_PYTORCH_FORCE_BUILD keeps the package from looking for a finished build on GitHub.
 $(TE_STAMP): | $(STAMP)
 	@command -v $(CXX) >/dev/null || { echo "make env: $(TE_PIN) is compiled here, but there is no $(CXX): install g++, or set CXX to a C++ compiler"; exit 1; }
-	CUDA_HOME= NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE CXX=$(CXX) \
-		$(INSTALL) --no-cache --reinstall --no-build-isolation '$(TE_PIN)'
+	sed -n '$(call lines,transformer-engine-torch)p' $(LOCK) | \
+		CUDA_HOME= NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE CXX=$(CXX) \
+		$(INSTALL) --require-hashes --no-cache --reinstall -r -
 	touch $@
 endif
 
@@ -51,8 +57,8 @@ quickstart: env
 
 test: env
 	$(PYTEST) tests/exactness
-	$(PYTEST) tests/integration tests/slurm tests/gpu
-	$(PYTEST) tests/unit tests/security
+	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security
+	$(PYTEST) tests/unit
 
 check: env
 	$(BIN)/ruff check .
@@ -65,11 +71,15 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+COMPILE = cd requirements && ../$(BIN)/uv pip compile -q --generate-hashes --python-version 3.11 --no-emit-index-url \
+	--no-emit-find-links --no-header --no-annotate
+
 lock: env
-	cd requirements && ../$(BIN)/uv pip compile -q cpu.in --override overrides.txt --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o cpu.lock
-	sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/cpu.lock
-	cd requirements && ../$(BIN)/uv pip compile -q gpu.in --override overrides-gpu.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o gpu.lock
-	sed -i 's/^torch==/torch===/' requirements/gpu.lock
+	$(COMPILE) tools.in -o tools.lock
+	$(COMPILE) cpu.in --override overrides.txt $(TORCH_BACKEND) --no-emit-package torch -o cpu.lock
+	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
+	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
+	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
 
 clean:
 	rm -rf .venv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 import typer
@@ -22,6 +23,7 @@ from flows.commands import (
 )
 from flows.commands.bench import command as bench
 from flows.server import ServerError
+from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
@@ -72,6 +74,7 @@ def invoke(arguments: list[str]) -> int:
     Args:
         arguments: The words after `specrl`; without any, the help is printed.
     """
+    os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
     except typer.TyperException as error:  # such as an unknown option or a missing argument

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from slurm.access import check_access, restrict
 from specrl.artifacts import read_file, read_json, write_text
-from specrl.config import ClusterConfig, Config, ConfigError, dump_config
+from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
 
@@ -26,7 +27,11 @@ HOLDER_FILE = ".flow.holder"
 
 
 def anchor(config: Config) -> Config:
-    """Return the configuration with all paths absolute, since jobs and later commands run in other folders."""
+    """Return the configuration with all paths absolute, since jobs and later commands run in other folders.
+
+    Raises:
+        ConfigError: The path of the present folder has what the path of a runs folder may not have.
+    """
     data = config.data.model_copy(
         update={
             key: path.expanduser().absolute()
@@ -50,6 +55,9 @@ def anchor(config: Config) -> Config:
         name: chosen.model_copy(update={"path": chosen.path and chosen.path.expanduser().absolute()})
         for name, chosen in validate.sets.items()
     }
+    cluster = config.cluster
+    if cluster.environment_file is not None:
+        cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.expanduser().absolute()})
     changed = {
         "runs_dir": config.runs_dir.expanduser().absolute(),
         "data": data,
@@ -57,8 +65,11 @@ def anchor(config: Config) -> Config:
         "speculation": speculation,
         "drafter": drafter,
         "validate_": validate.model_copy(update={"sets": sets}),
+        "cluster": cluster,
     }
-    return config.model_copy(update=changed)
+    anchored = config.model_copy(update=changed)
+    parse_config(json.loads(dump_config(anchored)))  # the present folder, too, may have a name that no setting may have
+    return anchored
 
 
 def find_own_run(name: str, runs_dir: Path) -> Path:

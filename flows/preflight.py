@@ -8,10 +8,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
+from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
+from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.directory import check_directory
@@ -20,7 +24,6 @@ from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
-from specrl.report.doctor.gpu import cuda_of_build, installed_torch
 from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
@@ -28,10 +31,12 @@ from specrl.tracking.store import check_server
 GIB = 2**30
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
 """What a run that was interrupted while it began has in its folder, beside the configuration."""
+SENSIBLE_ONLINE_LR = 1e-6, 5e-4
+"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/2026-11-23-drafter-online.md."""
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
-    """Check everything that a run needs; nothing is written.
+    """Check everything that a run needs, and warn of what is allowed and hardly meant; nothing is written.
 
     Args:
         dry_run: Whether to leave out what only the machine that submits the jobs must have: packages for GPUs, and the
@@ -43,6 +48,19 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+    for line in doubts(config):
+        Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
+
+
+def doubts(config: Config) -> list[str]:
+    """Return a line for each setting that is allowed and far from what has been of use."""
+    rate, (low, high) = config.drafter.online_lr, SENSIBLE_ONLINE_LR
+    if not config.speculation.draft_method.has_weights or not rate or low <= rate <= high:
+        return []
+    return [
+        f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
+        f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
+    ]
 
 
 def check_folder(config: Config) -> list[str]:
@@ -179,6 +197,16 @@ def check_tracking(config: Config) -> list[str]:
     return []
 
 
+def check_environment_file(config: Config) -> list[str]:
+    """Check that the file with the jobs' secrets can be read, by nobody else, and has nothing but variables."""
+    try:
+        if config.cluster.environment_file is not None:
+            read_environment_file(config.cluster.environment_file)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def check_gpu_packages(config: Config) -> list[str]:
     """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
     torch = installed_torch()
@@ -205,6 +233,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_algorithms,
     check_disk,
     check_tracking,
+    check_environment_file,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 

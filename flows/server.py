@@ -16,6 +16,7 @@ from typing import Self
 
 from filelock import FileLock
 
+from slurm.access import PRIVATE
 from specrl.processes import end_with_parent, free_port
 
 START_SECONDS = 180
@@ -61,7 +62,8 @@ class PrefectServer:
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        os.environ.setdefault("PREFECT_HOME", str(runs_dir.absolute() / ".prefect"))
+        own = str(runs_dir.absolute() / ".prefect")
+        self._is_own_home = os.environ.setdefault("PREFECT_HOME", own) == own
         self.home = Path(os.environ["PREFECT_HOME"])
         # Two servers that create the same database at the same time would break it.
         self._lock = FileLock(self.home / "start.lock")
@@ -76,7 +78,9 @@ class PrefectServer:
     def __enter__(self) -> Self:
         if self.url:
             return self
-        self.home.mkdir(parents=True, exist_ok=True)
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._is_own_home:
+            self.home.chmod(0o700)  # an earlier version, or another umask, may have made it for everybody
         self._lock.acquire()
         port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
@@ -92,6 +96,7 @@ class PrefectServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the flow, which needs the server to say that it was cancelled
+                umask=PRIVATE,  # its database has the configurations of all runs, whoever may read this one
             )
         return self
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from slurm import trust
 from specrl.config import ClusterConfig, ConfigError
 
-UMASKS = {"owner": 0o077, "group": 0o027}
+PRIVATE = 0o077
+"""The file mode creation mask that keeps everybody else out."""
+UMASKS = {"owner": PRIVATE, "group": 0o027}
 """The file mode creation mask for each value of `cluster.access`."""
 
 

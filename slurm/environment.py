@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 
 from slurm.backend import Backend, StageRequest
+from slurm.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
-from specrl.config import Resources
+from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
 
 CACHES = {
@@ -85,16 +86,19 @@ def _files(root: Path) -> Iterator[str]:
                 yield str(path.relative_to(root))
 
 
-def job_environment(code: Path) -> dict[str, str]:
+def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
     """Return the variables that a job's processes need before Python starts.
 
-    They make Python import the run's copy of the code before anything else. The folder of the submission comes last on
-    the path, for the user's own functions; `PYTHONSAFEPATH` keeps Python from putting it first.
+    They make Python import the run's copy of the code before anything else. Where the configuration names functions of
+    the user's own, the folder of the submission comes last on the path; `PYTHONSAFEPATH` keeps Python from putting it
+    first. Without such functions it is not there, since others may be able to write to it.
 
     Args:
         code: The folder with the copy of the packages.
+        config: The configuration of the job; None where what runs looks for such functions by itself.
     """
-    places = [str(code), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
+    own = str(Path.cwd()) if config is not None and config.import_paths else ""
+    places = [str(code), os.environ.get("PYTHONPATH", ""), own]
     return {
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
         "PYTHONSAFEPATH": "1",
@@ -104,18 +108,26 @@ def job_environment(code: Path) -> dict[str, str]:
     }
 
 
+def inherited() -> dict[str, str]:
+    """Return the variables of this process that a job gets: all but Prefect's, such as its server's password."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+
+
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
     """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either.
 
     Raises:
+        ConfigError: `cluster.environment_file` is missing, or is open to others.
         ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
     """
-    resources = request.resources
+    resources, cluster = request.resources, request.key.cluster
+    if cluster.environment_file is not None:
+        os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), TOKENIZERS_PARALLELISM="false")
     os.environ.update(backend.rank_environment(request))
     os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
     os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
-    for name, folder in cache_folders(request.key.cluster.cache_dir).items():
+    for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
     if "torch" in sys.modules:  # this rank is a fork: torch has read the number of threads of the process before it
         sys.modules["torch"].set_num_threads(resources.cpus_per_rank)

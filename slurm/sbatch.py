@@ -97,7 +97,11 @@ def describe(config: Config, stage: StageName) -> str:
 
 
 def _mounts(config: Config, cluster: ClusterConfig) -> str:
-    """Return the folders that a container sees: the runs, the folder of this process, and those that are asked for."""
+    """Return the folders that a container sees: the runs, the folder of this process, and those that are asked for.
+
+    The file with the ranks' secrets is among them, wherever it lies.
+    """
     assert cluster.container is not None
     own = dict.fromkeys(f"{folder}:{folder}" for folder in (config.runs_dir.absolute(), Path.cwd()))
-    return ",".join([*own, *cluster.container.mounts])
+    secrets = [f"{cluster.environment_file}:{cluster.environment_file}"] if cluster.environment_file else []
+    return ",".join([*own, *secrets, *cluster.container.mounts])

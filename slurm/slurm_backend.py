@@ -34,7 +34,7 @@ from slurm.backend import (
     State,
 )
 from slurm.devcluster import DevCluster
-from slurm.environment import LOOPBACK, interface_towards, interface_variables
+from slurm.environment import LOOPBACK, inherited, interface_towards, interface_variables
 from slurm.failures import first_error
 from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
@@ -264,9 +264,9 @@ class _StageExecutor(submitit.SlurmExecutor):
 
 @contextlib.contextmanager
 def _outside_jobs() -> Iterator[None]:
-    """Hide the variables of the job in which the flow itself may run, but stay on the same cluster."""
+    """Hide the variables of the job in which the flow itself may run, and those of Prefect, but stay on the cluster."""
     conf = os.environ.get("SLURM_CONF")
-    with submitit.helpers.clean_env():
+    with submitit.helpers.clean_env(extra_names=sorted(set(os.environ) - set(inherited()))):
         if conf is not None:
             os.environ["SLURM_CONF"] = conf
         yield

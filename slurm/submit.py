@@ -50,7 +50,7 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
     context.stage_dir.mkdir(parents=True, exist_ok=True)
     request.key.folder.mkdir(parents=True, exist_ok=True)
     context.save(request.key.context_path)
-    return backend_of(request.key.cluster).submit(request, job_environment(code))
+    return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
 
 
 def find(key: JobKey) -> Job | None:

@@ -31,6 +31,8 @@ class StageContext:
     """The run's MLflow run; the stage continues its own child of it."""
     continues: Continuation | None = None
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
+    device_bytes: int = 0
+    """The memory that the plan counts for a rank on its GPU, apart from the engine's share; 0 where it is not known."""
 
     @property
     def run_dir(self) -> Path:
@@ -68,6 +70,7 @@ class StageContext:
                 "inputs": self.inputs,
                 "mlflow_run_id": self.mlflow_run_id,
                 "continues": self.continues and self.continues.model_dump(mode="json"),
+                "device_bytes": self.device_bytes,
             },
         )
 
@@ -83,4 +86,5 @@ class StageContext:
             inputs={stage: Path(folder) for stage, folder in data["inputs"].items()},
             mlflow_run_id=data["mlflow_run_id"],
             continues=Continuation.model_validate(data["continues"]) if data["continues"] else None,
+            device_bytes=data["device_bytes"],
         )

@@ -40,6 +40,7 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
         "speculation",
         "bubbles",
         "engine",
+        "refit",
         "policy",
         "drafter",
         "train",
@@ -50,7 +51,7 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
-NO_STAGE_CODE = ("bench", "report", "projection")
+NO_STAGE_CODE = ("bench", "report", "projection", "checks")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 

@@ -7,7 +7,7 @@ stage; each rank holds an engine, its shard of the policy, and the drafter.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,15 +24,13 @@ from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
-from specrl.rollout.refit.drafter_guard import DrafterCheck
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
-from specrl.training.checkpoint.load import Restored, load_newest
-from specrl.training.drafter.online.online import OnlineTraining
-from specrl.training.drafter.online.spot import SpotTraining
+from specrl.training.checkpoint.load import Restored, TrainState, load_newest
+from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
@@ -42,8 +40,6 @@ from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
-PROBE_EVERY = 4
-"""The number of refits from one probe of a drafter that is trained in idle time to the next."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,6 @@ class Trainer:
     policy: Policy
     drafter: Drafter | None
     """The drafter; None where none is trained."""
-    online: OnlineTraining | None
-    """Trains the drafter in each step, and knows its best weights; None where there is no drafter."""
     spot: SpotTraining | None
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
     rewards: RewardPool | None
@@ -87,16 +81,13 @@ class Trainer:
             The first step to run.
         """
         with logs.phase("loading of the checkpoint"):
-            found = self.checkpoints.restore(self.online)
+            found = self.checkpoints.restore(self.drafter)
             if found is None and self.continues is not None:
                 found = self.start_from(self.continues)
         first_step = 0
         if found is not None:
-            first_step = found.step
-            scales = found.state["kv_scales"]
-            self.engine.precision.restore(KvScales(**scales) if scales else None)  # the loop's first refit ships them
-            self.refit.restore_guard(found.state["drafter_guard"])
-            self.generator.resume(found.rank_states)
+            first_step = found.state.step
+            self.engine.precision.restore(found.state.kv_scales)  # the loop's first refit ships them
             if self.ranks.is_first:
                 for damage in found.damaged:
                     record_event(self.checkpoints.directory.parent, "damaged checkpoint", damage, first_step)
@@ -117,7 +108,7 @@ class Trainer:
         Returns:
             What else it held, if the steps go on counting from it; None if they count from 0.
         """
-        found = load_newest(start.checkpoint_dirs, self.policy, self.online if start.has_drafter else None)
+        found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
         self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
@@ -174,7 +165,6 @@ class Trainer:
                 self.save(step)
             with timer("generation"):
                 generated = self.generator.generate(step)
-                self.refit.watch(generated.stats, version=step)
                 self.precision.check_engine()
                 if self.config.engine.sleep:
                     self.engine.sleep()
@@ -186,15 +176,14 @@ class Trainer:
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)
             with timer("refit"):
-                how = self.drafter_check(step + 1, update.features)
                 update.features.clear()  # or they would still be held beside the next step's
-                refit = self.refit_engine(version=step + 1, kv_scales=kv_scales, how=how)
+                refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
             parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
             others = self.generator.metrics() | controller_metrics(self.engine.controller)
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
-                record = StepRecord.of(step, parts, others, self.take_events(), timer)
+                record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
                 self.recorder.report(record, generated)
                 self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
@@ -207,28 +196,22 @@ class Trainer:
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
         """Train the drafter on features of the policy's own forward pass, which carry no gradient (invariant 3)."""
-        return self.online.update(features) if self.online is not None else {}
+        if self.drafter is None:
+            return {}
+        merged = self.spot.merge() if self.spot is not None else {}
+        metrics = merged or self.drafter.update(features, lr=self.config.drafter.online_lr)
+        if self.spot is not None:
+            self.spot.remember(features)
+        return metrics
 
-    def take_events(self) -> list[str]:
-        """Return what happened to the drafter since the last call."""
-        return [*(self.online.take_events() if self.online is not None else ()), *self.refit.take_events()]
+    def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
+        """Load policy and drafter into the engine and check them; give the generator the acceptance length.
 
-    def drafter_check(self, version: int, features: list[Features | None]) -> DrafterCheck:
-        """Return what is to show that the drafter's tokens are accepted, given the features that it learned from."""
-        # What is gained by training in idle time is read from one probe after the other, and the last one is exported.
-        if self.is_last(version) or (self.spot is not None and version % PROBE_EVERY == 0):
-            return DrafterCheck.PROBE
-        if not self.may_save(version):
-            return DrafterCheck.ROLLOUTS
-        # Training in idle time learns a few responses by heart: what it measured on them says nothing of others.
-        vouches = self.online is not None and self.spot is None and self.online.is_as_good_as_before(features)
-        return DrafterCheck.TRAINER if vouches else DrafterCheck.PROBE
-
-    def refit_engine(
-        self, version: int, kv_scales: KvScales | None = None, how: DrafterCheck = DrafterCheck.PROBE
-    ) -> RefitReport:
-        """Load policy and drafter into the engine and check them; give the generator the acceptance length."""
-        report = self.refit.load(version, kv_scales, how)
+        The drafter is probed every `refit.probe_every` steps and before a checkpoint: `save` makes up for one that is
+        not foreseen.
+        """
+        probe = version % self.config.refit.probe_every == 0 or self.may_save(version)
+        report = self.refit.load(version, kv_scales, probe=probe)
         acceptance_length = report.guard.acceptance_length
         if self.drafter is not None and report.guard.speculating and acceptance_length is not None:
             self.generator.probed(acceptance_length)
@@ -282,13 +265,10 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Begin to write the checkpoint from which `step` can start, beside the generation of that step."""
-        self.refit.confirm_drafter(step)  # where nobody knew that there would be a checkpoint
+        self.refit.confirm_drafter(step)
         for event in self.refit.take_events() if self.ranks.is_first else ():
             record_event(self.checkpoints.directory.parent, "drafter", event, step)
-        scales = self.engine.precision.kv_scales
-        state = {"kv_scales": asdict(scales) if scales else None, "drafter_guard": self.refit.guard_state()}
-        drafter = self.online.state_dict() if self.online is not None else None
-        self.checkpoints.save(step, drafter, state, self.generator.state())
+        self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:
         """End the engine and the processes of the rewards and of the problems."""

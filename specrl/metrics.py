@@ -228,13 +228,6 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
-    Metric("drafter/lr", "", "Learning rate of the drafter's online update."),
-    Metric(
-        "drafter/gain",
-        "tokens",
-        "Accepted tokens per draft that the drafter is ahead of its best weights so far, on the same unseen responses.",
-    ),
-    Metric("drafter/reverted", "", "1 where the drafter was clearly worse and its best weights came back, else 0."),
     Metric(
         "drafter/sampled_fraction",
         "",

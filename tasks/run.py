@@ -21,6 +21,7 @@ from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.progress import ProgressState
+from specrl.projection.plan import device_bytes
 from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.tracking import RUN_ID_FILE
 
@@ -148,6 +149,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
             inputs={done.stage: done.folder for done in inputs},
             mlflow_run_id=run.mlflow_run_id,
             continues=run.start_of(stage),
+            device_bytes=device_bytes(run.config, stage),
         )
         _work(run, context, entry or f"specrl.stages.{stage}:main")
     if stage == "export":

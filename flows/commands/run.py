@@ -76,7 +76,8 @@ def print_dry_run(config: Config) -> None:
     Raises:
         ConfigError: The run does not fit, or would be refused; the plan has been printed unless it is what is wrong.
     """
-    from specrl.projection.plan import plan, print_plan
+    from specrl.projection.plan import plan
+    from specrl.report.projection import print_plan
 
     clusters = {stage: config.cluster_of(stage) for stage in STAGES}
     queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}

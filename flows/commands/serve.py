@@ -26,6 +26,7 @@ from flows.commands.options import Cluster, ConfigPath, Overrides, load
 from flows.folder import holder_of, is_trusted, is_worked_on, list_runs
 from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
+from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.registry import backends_of
 from slurm.submit import find_now
@@ -95,6 +96,7 @@ def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[
     """
     check_cron(cron)
     config = load(config_path, cluster, overrides)
+    restrict(config.cluster)
     for backend in backends_of(config):
         backend.connect()
     check(config)

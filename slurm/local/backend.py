@@ -18,7 +18,7 @@ from submitit.local.local import LocalExecutor
 
 from slurm import submitit_jobs
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
-from slurm.environment import LOOPBACK
+from slurm.environment import LOOPBACK, inherited
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
 from slurm.local.fork_server import ForkServer, Order, ServerKilledError
@@ -146,7 +146,7 @@ class LocalBackend:
         known, pid = False, None
         try:
             with submitit.helpers.clean_env():
-                pid = _forked(request, {**os.environ, **environment}, executor.order())
+                pid = _forked(request, {**inherited(), **environment}, executor.order())
             job = self._wait_for(pid, request)
             known = True
         finally:

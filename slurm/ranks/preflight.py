@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 
 from slurm.backend import StageRequest
-from specrl.config import Config, ConfigError, StageName
-from specrl.models.shapes import model_shape
-from specrl.projection.budgets import stage_budgets
-from specrl.projection.plan import rank_of
-from specrl.report.doctor.check import Check
-from specrl.report.doctor.gpu import GpuNeeds, gather_facts, gpu_checks
+from specrl.checks import Check
+from specrl.checks.gpu import GIB, GpuNeeds, gather_facts, gpu_checks
+from specrl.config import Config, StageName
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ def check_rank(request: StageRequest) -> None:
     config, stage = request.context.config, request.context.stage
     if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith(STAGES_PACKAGE):
         return
-    found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage))
+    found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage, request.context.device_bytes))
     for check in found:
         if check.status == "warn":
             logger.warning("%s", line_of(check))
@@ -53,28 +50,19 @@ def line_of(check: Check) -> str:
     return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
 
 
-def needs_of(config: Config, stage: StageName) -> GpuNeeds:
-    """Return what a stage asks of the GPU of each of its ranks."""
+def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
+    """Say what a stage asks of the GPU of each of its ranks.
+
+    Args:
+        planned_bytes: `StageContext.device_bytes`.
+    """
     resources = config.resources_of(stage)
     has_engine = stage in ENGINE_STAGES
     return GpuNeeds(
         engine_fraction=config.engine.gpu_memory_fraction if has_engine else 0.0,
-        planned_gib=_planned_gib(config, stage),
+        planned_gib=planned_bytes / GIB,
         given_gib=resources.gpu_memory_gib,
         transformer_engine=stage in MEGATRON_STAGES,
         fp8_generation=has_engine and stage != "pretrain" and config.precision.generation == "fp8",
         several_ranks=resources.ranks > 1,
     )
-
-
-def _planned_gib(config: Config, stage: StageName) -> float:
-    """Return the device memory that the plan counts for a rank; 0 where it does not know the model's shape.
-
-    An engine's share is not counted here: it is a part of the GPU that is there.
-    """
-    try:
-        shape = model_shape(config.model)
-    except ConfigError:
-        return 0.0
-    budgets = stage_budgets(stage, rank_of(config, stage, shape))
-    return sum(budget.needed_gib for budget in budgets if budget.place == "GPU, trainer")

@@ -22,8 +22,9 @@ from specrl.config.cluster import ClusterConfig, Resources, StageResources, Trac
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
-from specrl.config.rollout import BubblesConfig, EngineConfig, SamplingConfig, SpeculationConfig
+from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
+from specrl.config.text import PlainPath, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -42,6 +43,7 @@ __all__ = [
     "PolicyConfig",
     "PositiveInt",
     "PrecisionConfig",
+    "RefitConfig",
     "Resources",
     "SamplingConfig",
     "Section",
@@ -84,7 +86,7 @@ class Config(Section):
     """The run's name: letters, digits, `.`, `_` and `-`, at most 128. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
-    runs_dir: Path = Path("runs")
+    runs_dir: PlainPath = Path("runs")
     """The folder that holds the folders of all runs."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -93,6 +95,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     bubbles: BubblesConfig = BubblesConfig()
     engine: EngineConfig = EngineConfig()
+    refit: RefitConfig = RefitConfig()
     policy: PolicyConfig = PolicyConfig()
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -118,6 +121,14 @@ class Config(Section):
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
         """The functions that the run has chosen by name, each with the registry it is from."""
         return *self.train.algorithms, (DRAFT_LOSSES, self.drafter.loss)
+
+    @property
+    def import_paths(self) -> list[str]:
+        """The import paths `module:name` of the user's own functions and classes that the configuration names."""
+        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.data.reward, self.cluster.backend)
+        of_sets = (chosen_set.reward for chosen_set in self.validate_.sets.values())
+        of_stages = (own.backend for own in self.stage_resources.values())
+        return [path for path in (*chosen, *of_sets, *of_stages) if path is not None and ":" in path]
 
     @property
     def best_metric(self) -> str | None:
@@ -398,8 +409,8 @@ def dump_config(config: Config) -> str:
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"--set {override!r}: expected key=value, such as train.num_steps=10")
+    if not separator or not key.strip() or not key.isprintable():
+        raise ConfigError(f"--set {redacted(override)!r}: expected key=value, such as train.num_steps=10")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -408,5 +419,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     for depth, parent in enumerate(parents):
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+            raise ConfigError(
+                f"--set {redacted(override)!r}: {'.'.join(parents[: depth + 1])} is a value, not a section"
+            )
     data[leaf] = value

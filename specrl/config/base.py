@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specrl.config.text import check_text
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench"]
 """What a job of a run can be: one of `STAGES`, or `bench`, a benchmark of the finished run."""
@@ -39,3 +41,9 @@ class Section(BaseModel):
     """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain_text(cls, data: Any) -> Any:
+        check_text(cls, data)
+        return data

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
 from specrl.config.sbatch import SbatchOptions
+from specrl.config.text import PlainPath, SetupLine, Word
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -27,7 +28,7 @@ class ContainerConfig(Section):
     kind: Literal["pyxis", "apptainer"]
     """`pyxis` uses `srun --container-image`, for which Slurm needs the plugin of that name; `apptainer` starts each
     rank with `apptainer exec`."""
-    image: Annotated[str, Field(min_length=1)]
+    image: Word
     """The image, as the runtime names it: a file on a shared file system, or an address such as `docker://...`."""
     mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = ()
     """Folders of the node that the ranks see, as `/SOURCE:/TARGET`. The runs folder and the folder that specrl is
@@ -43,10 +44,10 @@ class StageResources(Section):
     backend: str | None = None
     """The scheduler of this stage's job. With `stage_resources.prepare.backend = "local"`, the model is downloaded
     where the flow runs, since compute nodes may have no network."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
     sbatch: SbatchOptions = Field(default_factory=dict)
     """Options of sbatch beside those of `cluster.sbatch`; `false` takes one of those away."""
     nodes: PositiveInt | None = None
@@ -89,13 +90,13 @@ class ClusterConfig(Section):
     backend: str = "local"
     """The scheduler that places the jobs: `local` (processes on this machine), `slurm`, or a class of your own as
     `package.module:Class`."""
-    partition: str | None = None
+    partition: Word | None = None
     """Slurm's partition; the cluster's default if not given."""
-    account: str | None = None
+    account: Word | None = None
     """The account that Slurm charges."""
-    qos: str | None = None
+    qos: Word | None = None
     """Slurm's quality of service."""
-    constraint: str | None = None
+    constraint: Word | None = None
     """The features that Slurm's nodes must have."""
     request_memory: bool = True
     """Whether a job asks Slurm for the memory of its ranks (`--mem`). With `false`, for sites that refuse the option,
@@ -103,10 +104,15 @@ class ClusterConfig(Section):
     sbatch: SbatchOptions = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
-    setup: tuple[str, ...] = ()
+    setup: tuple[SetupLine, ...] = ()
     """Shell lines that run before Python starts, such as module loads and exports: on Slurm in each job, and on this
-    machine once for all jobs, which are forked from one process."""
-    python: str | None = None
+    machine once for all jobs, which are forked from one process. They are stored with the run, so no secret may be
+    among them: `environment_file` is the place for those."""
+    environment_file: PlainPath | None = None
+    """A file of `NAME=VALUE` lines with variables of the ranks that are secret, such as `HF_TOKEN` or
+    `MLFLOW_TRACKING_TOKEN`. Each rank reads it when it starts; what it says is stored nowhere, and no shell evaluates
+    it. Nobody but you may read or write it (`chmod 600`), and the nodes must see it."""
+    python: Word | None = None
     """The Python interpreter of a Slurm job's ranks; that of the flow if it is not given, and `python3` in a
     container."""
     container: ContainerConfig | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+
+from specrl.config.text import plain, redacted
 
 SCALARS = ("int", "float", "str", "bool")
 """The names by which pydantic reports the members of a union of plain types."""
@@ -23,23 +24,23 @@ def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...
 
 def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     within = [part for part in problem["loc"] if part != "[key]"]
-    path = [*where, *within]
+    path, given = [*where, *within], redacted(repr(problem["input"]))
     if path and _names_type(str(path[-1])):
         # The value fits no member of a union: pydantic reports each, and the user needs one line.
-        return f"{_join(path[:-1])} = {problem['input']!r}: allowed: a number, a string, true, false, or a list of them"
+        return f"{_join(path[:-1])} = {given}: allowed: a number, a string, true, false, or a list of them"
     key = _join(path) or "config"
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key; allowed here: {_allowed(root, within[:-1])}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{key} = {problem['input']!r}: this is a section, not a value; its keys: {_allowed(root, within)}"
+        return f"{key} = {given}: this is a section, not a value; its keys: {_allowed(root, within)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         # Messages that name their keys in full need no prefix.
         named = key == "config" or message.startswith(f"{path[0]}.")
         return message if named else f"{key}: {message}"
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {given}: {message[0].lower()}{message[1:]}"
 
 
 def _names_type(part: str) -> bool:
@@ -66,15 +67,6 @@ def _descend(annotation: Any, part: Any) -> Any:
     """Return the annotation of one key of a section, or of the members of a dict, list or tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
-        return _plain(fields[part].annotation)
+        return plain(fields[part].annotation)
     members = get_args(annotation)
-    return _plain(members[1] if get_origin(annotation) is dict else members[0])
-
-
-def _plain(annotation: Any) -> Any:
-    """Return an annotation without its `Annotated[...]` and `| None`."""
-    if get_origin(annotation) is Annotated:
-        return _plain(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return next(member for member in get_args(annotation) if member is not type(None))
-    return annotation
+    return plain(members[1] if get_origin(annotation) is dict else members[0])

@@ -23,8 +23,9 @@ def import_function(key: str, path: str) -> Any:
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
     if str(Path.cwd()) not in sys.path:
-        # Users keep their functions in the current folder, where a console script does not look by itself.
-        sys.path.insert(0, str(Path.cwd()))
+        # Users keep their functions in the current folder, where a console script does not look by itself. It comes
+        # last, as in a job: a file there must not take the place of a package.
+        sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), name)
     except Exception as error:  # the module is a user's, and may fail in any way while it is imported

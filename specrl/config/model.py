@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from specrl.config.text import Lines
 
 
 class TinyModelConfig(Section):
@@ -95,7 +96,7 @@ class DataConfig(Section):
     """The file's column of questions."""
     answer_column: str = "answer"
     """The file's column of reference answers."""
-    template: str = "{prompt}"
+    template: Lines = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"

@@ -144,6 +144,14 @@ class EngineConfig(Section):
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
 
 
+class RefitConfig(Section):
+    """The checks of what the engine holds after a refit."""
+
+    probe_every: Adjustable[PositiveInt] = 8
+    """Number of steps from one probe of the drafter's acceptance to the next. It is also probed at the start of a job
+    and before a checkpoint, and its tensors are compared at every refit."""
+
+
 def batched_tokens(max_num_seqs: int, longest_draft: int, *, parallel: bool = False) -> int:
     """Return the largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, Strict
 OptionValue = StrictBool | StrictInt | StrictFloat | StrictStr
 
 MEMORY_KEYS = "resources.memory_gib_per_rank, or cluster.request_memory = false to ask for none"
+EXPORT_KEYS = "cluster.setup, with a line such as export NAME=value, or cluster.environment_file for secrets"
 OWN_OPTIONS: Mapping[str, str] = {
     "account": "cluster.account",
     "array": "",
@@ -20,8 +21,8 @@ OWN_OPTIONS: Mapping[str, str] = {
     "cpus-per-gpu": "resources.cpus_per_rank",
     "cpus-per-task": "resources.cpus_per_rank",
     "error": "",
-    "export": "cluster.setup, with a line such as export NAME=value",
-    "export-file": "cluster.setup, with a line such as export NAME=value",
+    "export": EXPORT_KEYS,
+    "export-file": EXPORT_KEYS,
     "job-name": "",
     "mem": MEMORY_KEYS,
     "mem-per-cpu": MEMORY_KEYS,
@@ -65,6 +66,8 @@ def _check(options: object) -> object:
             raise ValueError(f"{name} is an option that specrl sets itself{instead}")
         if not isinstance(value, bool | int | float | str) or not str(value).isprintable():
             raise ValueError(f"{name} = {value!r} must be a number, true, false, or one line of printable characters")
+        if isinstance(value, str) and (value.startswith("-") or "\\" in value):
+            raise ValueError(f"{name} = {value!r} begins with - or has a backslash; numbers stand without quotes")
         checked[name] = value
     return checked
 

@@ -31,6 +31,11 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int, room: int | No
     return shares
 
 
+def piece(left: int, num_engines: int) -> int:
+    """Say how many of the `left` responses an idle engine claims at once; all engines but one may be idle."""
+    return -(-left // max(1, num_engines - 1))
+
+
 def deal_near_home(lengths: Sequence[float], homes: Sequence[int], num_shares: int) -> list[list[int]]:
     """Deal items in shares of nearly equal size so that few of them leave the share that they are in already.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specrl.config import StageName
+from specrl.config import Config, StageName
 from specrl.config.rollout import ALONE_FRACTION
+from specrl.models.shapes import ModelShape
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
 
-LIBRARIES = "Python and libraries"
-"""The name of the item that is not made of tensors."""
+LIBRARIES = "Python and libraries"  # the item that is not made of tensors
 _TRAINER_FIX = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
     "set policy.recompute=true, lower engine.gpu_memory_fraction or drafter.max_tokens_per_window (pretrain)"
@@ -23,13 +23,10 @@ class Budget:
     """The memory of one kind that a rank of a stage has, and the items that it must hold."""
 
     stage: StageName
-    place: str
-    """`host`, `GPU, engine` or `GPU, trainer`."""
+    place: str  # `host`, `GPU, engine` or `GPU, trainer`
     available_gib: float
-    """The memory that the rank has, in GiB."""
     items: tuple[MemoryItem, ...]
-    fix: str
-    """The advice what to change when the items do not fit."""
+    fix: str  # what to change when the items do not fit
 
     @property
     def needed_gib(self) -> float:
@@ -37,16 +34,25 @@ class Budget:
         return memory.peak_gib(self.items)
 
 
+def rank_of(config: Config, stage: StageName, shape: ModelShape) -> Rank:
+    """Describe one rank of a stage, with its layout."""
+    asked = config.resources_of(stage)
+    shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
+    return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))
+
+
 def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
-    """Return one budget for each kind of memory that a rank of the stage uses."""
+    """Count each kind of memory that a rank of the stage uses."""
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     if stage == "train" and rank.route_bytes:
-        trainer.append(_routes_item(stage, rank))
+        tokens = max(_kv_given(stage, rank), 0.0) / _kv_per_token(stage, rank)
+        how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
+        trainer.append(MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how))
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += [*memory.copy_items(rank), memory.rollout_item(rank)]
-    if stage == "validate" and _has_default_engine(rank):
+    if stage == "validate" and rank.config.validate_.default_engine and rank.config.speculation.draft_method.drafts:
         host += memory.default_engine_items(rank)
     if not rank.gpu:
         kv = [_kv_item(stage, rank, _kv_given(stage, rank))] if engine else []
@@ -79,7 +85,6 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
 
 
 def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    """Return what a stage's process holds besides the engine."""
     config = rank.config
     drafts = config.speculation.draft_method.has_weights
     if stage == "prepare":
@@ -100,35 +105,23 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
 
 
 def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    """Return what the engine of a stage needs without its KV cache; nothing where the stage has no engine."""
     if stage in ("prepare", "calibrate"):
         return []
     return memory.engine_items(rank, speculate=stage != "pretrain", calibrated=stage != "pretrain")
 
 
 def _kv_per_token(stage: StageName, rank: Rank) -> float:
-    """Return the bytes of a token in the KV cache of a stage's engine."""
     return memory.kv_bytes_per_token(rank, calibrated=stage != "pretrain")
 
 
-def _has_default_engine(rank: Rank) -> bool:
-    """Return whether the stage `validate` starts vLLM's default engine beside its own."""
-    return rank.config.validate_.default_engine and rank.config.speculation.draft_method.drafts
-
-
 def _kv_given(stage: StageName, rank: Rank) -> float:
-    """Return the size of the KV cache in GiB.
-
-    On a CPU the configuration gives it; on a GPU it is what the engine's weights and workspace leave of its share, and
-    below zero where they need more.
-    """
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
+    # Below zero where weights and workspace need more than the engine's share.
     return _engine_share(stage, rank) - sum(item.gib for item in _engine_items(stage, rank))
 
 
 def _engine_share(stage: StageName, rank: Rank) -> float:
-    """Return the GiB of a GPU that the engine of a stage takes."""
     fraction = rank.config.engine.gpu_memory_fraction
     if stage != "train":
         fraction = max(fraction, ALONE_FRACTION)
@@ -136,22 +129,14 @@ def _engine_share(stage: StageName, rank: Rank) -> float:
 
 
 def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
-    """Return the KV cache of the given size, beside what all sequences at full length would need."""
     per_token = _kv_per_token(stage, rank)
     wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
     sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"
     return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
 
 
-def _routes_item(stage: StageName, rank: Rank) -> MemoryItem:
-    """Return the experts of every token in the KV cache, which are kept beside it and outside of the engine's share."""
-    tokens = max(_kv_given(stage, rank), 0.0) / _kv_per_token(stage, rank)
-    how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
-    return MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how)
-
-
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
-    """Return problems and notes about the engine's KV cache, one line each.
+    """Find problems and notes about the engine's KV cache, one line each.
 
     It is a problem if not even one sequence of `model.max_length` tokens fits, and worth a note if fewer than
     `engine.max_num_seqs` of them fit.
@@ -176,7 +161,7 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
 
 
 def overflow(budget: Budget) -> str:
-    """Return the line that says which items are too large for a budget, and what to change."""
+    """Say which items are too large for a budget, and what to change."""
     largest = sorted(budget.items, key=lambda item: item.gib, reverse=True)[:3]
     names = ", ".join(f"{item.name} {item.gib:.1f}" for item in largest)
     return (

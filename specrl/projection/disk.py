@@ -7,30 +7,24 @@ from dataclasses import dataclass
 from specrl.config import Config
 from specrl.models.shapes import ModelShape
 from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
-from specrl.projection.speeds import GB, Speeds
+from specrl.projection.traffic import GB, Speeds
 
 BF16 = 2
-"""The bytes of a bfloat16."""
-OTHER_BYTES = GIB
-"""The bytes of rollouts, logs and reports that a run may leave."""
+OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """One checkpoint of the train stage."""
+    """One checkpoint: FP32 masters and moments of the policy and of the drafter, present and best state."""
 
     gib: float
-    """Its size in GiB: FP32 masters and moments of the policy and of the drafter, present and best state."""
-    copy_s: float
-    """The seconds that a step waits until the state is copied to host memory."""
-    write_s: float
-    """The seconds until it is written, beside the next step."""
-    number: int
-    """The most checkpoints that are on disk at the same time, one that is being written among them."""
+    copy_s: float  # that a step waits until the state is copied to host memory
+    write_s: float  # until it is written, beside the next step
+    number: int  # on disk at the same time, one that is being written among them
 
 
 def checkpoint_plan(rank: Rank, speeds: Speeds) -> CheckpointPlan:
-    """Return what a checkpoint of the train stage costs."""
+    """Count what a checkpoint of the train stage costs."""
     drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
     size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
     own = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS
@@ -38,17 +32,16 @@ def checkpoint_plan(rank: Rank, speeds: Speeds) -> CheckpointPlan:
 
 
 def most_checkpoints(config: Config) -> int:
-    """Return the most checkpoints at the same time; the best one and one that is being written are among them."""
+    """Count the most checkpoints at the same time; the best one and one that is being written are among them."""
     train = config.train
     number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
     return number + (train.num_steps // train.keep_every if train.keep_every else 0)
 
 
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
-    """Return the most bytes that a run may need on disk: the policies of three stages, checkpoints, and 1 GiB.
+    """Count the most bytes that a run may need: the policies of three stages, checkpoints, and 1 GiB.
 
-    Args:
-        shape: The policy's shape; None where it is not known.
+    The policy's `shape` is None where it is not known.
     """
     parameters = shape.parameters if shape is not None else 0
     return parameters * (3 * BF16 + most_checkpoints(config) * MASTER_AND_MOMENTS) + OTHER_BYTES

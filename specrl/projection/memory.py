@@ -18,65 +18,43 @@ from specrl.models.buckets import BUCKET_BYTES
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
-from specrl.projection.exchange import ExchangeShape, exchange_cost
 from specrl.projection.refit import Layout, refit_cost
 
 GIB = 2**30
-"""The bytes of a GiB."""
 FP32 = 4
-"""The bytes of a float32."""
-MASTER_AND_MOMENTS = 3 * FP32
-"""The bytes per parameter of the FP32 master weight and Adam's two moments."""
-HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}
-"""The GiB of Python, torch, vLLM, Megatron-core and MLflow in one process, without a GPU and with one.
-
-With a GPU there are CUDA and pinned buffers, too.
-"""
-DEVICE_RUNTIME_GIB = 3.0
-"""The GiB of the CUDA context, NCCL's buffers and the allocator's fragments."""
-PROBE_TOKENS = 128
-"""The number of tokens that the probe after a refit scores (`rollout/refit/policy_probe.py`)."""
-SCORED_BYTES = 10
-"""The bytes per token and vocabulary entry with which vLLM scores a prompt: logits in the compute type, and in float32
-the logits and their log-probabilities."""
-GRAPHS_GIB = 2.0
-"""The GiB of a compiled engine's CUDA graphs, which stay on the GPU while the engine sleeps."""
+MASTER_AND_MOMENTS = 3 * FP32  # bytes per parameter: the FP32 master weight and Adam's two moments
+HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}  # Python and all libraries without a GPU, and with one: CUDA and pinned buffers
+DEVICE_RUNTIME_GIB = 3.0  # the CUDA context, NCCL's buffers and the allocator's fragments
+PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy_probe.py`)
+SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
 GRAPHS = "engine's CUDA graphs"
-PREGENERATED = 0.5
-"""The assumed share of the next step's tokens that idle engines generate before it."""
-LOGIT_CHUNK = {0: 2**21, 1: 2**27}
-"""The number of logits turned to float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)."""
-ATTENTION_SCORES = 2**26
-"""The number of attention scores that a pass without a gradient holds at once (`megatron/attention/local.py`)."""
-MOST_SHARING = 8
-"""The most responses that share one copy of a prompt in a micro-batch (`training/batches.py`)."""
+GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
+PREGENERATED = 0.5  # the assumed share of the next step's tokens that idle engines generate before it
+LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)
+ATTENTION_SCORES = 2**26  # held at once by a pass without a gradient (`megatron/attention/local.py`)
+MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
 KEPT = "activations, kept"
-KEPT_GIB = 1.5
-"""The most GiB of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)."""
-WINDOW_BYTES = 2**24
-"""The memory that the ranks of a group on one node map to exchange large tensors (`distributed/tensors.py`)."""
-CALIBRATION_POSITIONS = 640
-"""The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
-DRAFTER_SCORES = 2**26
-"""The number of attention scores that a step of drafter training holds at once (`training/drafter/kinds/layers.py`)."""
-DRAFTER_CHAINS = 1024
-"""The number of chains that the drafter's training has in memory at once (`training/drafter/chains.py`)."""
+KEPT_GIB = 1.5  # the most of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)
+WINDOW_BYTES = 2**24  # that the ranks of a group on one node map to exchange tensors (`distributed/tensors.py`)
+CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
+DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/kinds/layers.py`)
+DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
+CHUNK_BYTES = 64 * 2**20  # the largest message in each direction (`specrl.distributed.arrays`)
+GENERATED_BYTES, TRAINED_BYTES, LIST_BYTES = 20, 21, 40  # per token: generated with text, trained on, a stored text's
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of the memory plan."""
+    """One line of the memory plan: its size, the factors it was computed from, in words, and when it exists."""
 
     name: str
     gib: float
     how: str
-    """The factors from which the size was computed, in words."""
-    phase: str | None = None
-    """The phase of a step in which the item exists; None if it exists for the whole stage."""
+    phase: str | None = None  # of a step; None for the whole stage
 
 
 def peak_gib(items: Iterable[MemoryItem]) -> float:
-    """Return the GiB of the items that exist for the whole stage and of those of the largest phase, added."""
+    """Add what exists for the whole stage and the largest phase."""
     resident, phases = 0.0, {"": 0.0}
     for item in items:
         if item.phase is None:
@@ -92,10 +70,8 @@ class Rank:
 
     shape: ModelShape
     config: Config
-    gpu: int
-    """1 where the rank has a GPU, otherwise 0."""
+    gpu: int  # 1 where the rank has a GPU, otherwise 0
     data_parallel: int
-    """The number of data-parallel ranks in the stage's job."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -111,7 +87,7 @@ class Rank:
     def layout(self) -> Layout:
         """How the trainer's ranks share the policy."""
         policy = self.config.policy
-        return Layout(policy.tensor_parallel, policy.pipeline_parallel, self.expert_parallel)
+        return Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel)
 
     @property
     def route_bytes(self) -> int:
@@ -125,14 +101,9 @@ class Rank:
         return -(-self.shape.num_layers // self.config.policy.pipeline_parallel)
 
     @property
-    def expert_parallel(self) -> int:
-        """The number of ranks that share the experts of each layer."""
-        return self.config.policy.expert_parallel
-
-    @property
     def expert_parameters(self) -> float:
         """The parameters of experts that a rank holds: expert parallelism divides them, tensor parallelism does not."""
-        return self.layers * self.shape.expert_parameters_per_layer / self.expert_parallel
+        return self.layers * self.shape.expert_parameters_per_layer / self.config.policy.expert_parallel
 
     @property
     def shared_parameters(self) -> float:
@@ -151,7 +122,8 @@ class Rank:
     @property
     def expert_data_parallel(self) -> int:
         """The number of ranks that hold the same experts, among which their optimizer is divided."""
-        return max(self.data_parallel * self.config.policy.tensor_parallel // self.expert_parallel, 1)
+        policy = self.config.policy
+        return max(self.data_parallel * policy.tensor_parallel // policy.expert_parallel, 1)
 
     @property
     def optimizer_parameters(self) -> float:
@@ -185,20 +157,19 @@ class Rank:
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
-    """Return what a rank's part of the policy needs in Megatron-core.
-
-    Args:
-        trainable: Whether there are gradients, an optimizer and saved activations.
-        fp8: Whether the linear layers compute in FP8.
-    """
+    """Count what a rank's part of the policy needs in Megatron-core, trained or not, with FP8 linear layers or not."""
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
-    count, shard = rank.policy_parameters, _shard_name(rank)
-    items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters{shard} x {size} B")]
+    count, layout = rank.policy_parameters, rank.layout
+    experts = f", EP {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
+    shard = f"(TP {layout.tensor_parallel}, PP {layout.pipeline_parallel}{experts})"
+    items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters {shard} x {size} B")]
     if trainable:
         optimizer = MASTER_AND_MOMENTS if size < FP32 else 2 * FP32
+        experts = f", of experts / {rank.expert_data_parallel}" if shape.num_experts else ""
+        how = f"{optimizer} B per parameter / {rank.data_parallel} data-parallel ranks{experts}"
         items += [
             _item("gradients", count * FP32, "float32"),
-            _item("masters and Adam moments", rank.optimizer_parameters * optimizer, _optimizer_name(rank, optimizer)),
+            _item("masters and Adam moments", rank.optimizer_parameters * optimizer, how),
             *_windows(rank, 2 if shape.num_experts else 1),
         ]
         if config.train.kl_coef:
@@ -216,22 +187,18 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Return what the activations of one micro-batch of `longest_micro_batch` tokens need.
+    """Count the activations of one micro-batch of `longest_micro_batch` tokens.
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
-    tensor-parallel rank. The following are divided by the tensor-parallel size: 2 (Q + KV) numbers for query, key,
-    value and attention output (with a QK norm 4, and 3 on a CPU), 3 F for the SwiGLU and, in training on a CPU, which
-    has no fused backward pass of attention, heads x longest sequence for the softmax. On a GPU a prompt's keys and
-    values, 2 KV numbers, are kept once for each of the responses that share it, at most `MOST_SHARING` times. H is the
-    hidden size, Q and KV are the channels of all query and key heads, and F is the width of the MLP.
-
-    With experts F is the width of all experts of a token together, and each of them adds its input and its output, 2 H
-    numbers. Tokens are taken to be spread evenly over experts. Tensor-parallel ranks then share the sequence, so that
-    everything is divided by their number.
+    tensor-parallel rank. Divided by their number are 2 (Q + KV) numbers for query, key, value and attention output
+    (with a QK norm 4, and 3 on a CPU), 3 F for the SwiGLU and, in training on a CPU, which has no fused backward pass
+    of attention, heads x longest sequence for the softmax. On a GPU a prompt's keys and values, 2 KV numbers, are kept
+    once for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
+    heads, F the width of the MLP, or of all experts of a token, each of which adds 2 H numbers; tensor-parallel ranks
+    then share the sequence, so that everything is divided.
 
     With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
-    holds as many micro-batches as there are stages, so that the pipeline size cancels. Without a backward pass only one
-    layer exists at a time.
+    holds as many micro-batches as there are stages, so that the pipeline size cancels.
     """
     shape, config = rank.shape, rank.config
     layer = _layer_numbers(rank, trainable=trainable) * rank.dtype_bytes
@@ -249,7 +216,6 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
 
 def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
-    """Return how many numbers one layer keeps for each token of a micro-batch; see `activations`."""
     shape, config = rank.shape, rank.config
     with_qk_norm = 4 if rank.gpu else 3  # on a CPU not the whole product that queries and keys are parts of
     sharded = (with_qk_norm if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
@@ -265,20 +231,14 @@ def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
 
 
 def attention_scores(rank: Rank) -> float:
-    """Return the bytes of the attention scores in Megatron's local layers without a gradient, whatever the lengths.
-
-    They are in float32 before and after the softmax, and then once more in the compute type.
-    """
+    """Count the bytes of attention scores without a gradient: float32 before and after the softmax, then once more."""
     heads = rank.shape.num_heads / rank.config.policy.tensor_parallel
     count = min(rank.longest_micro_batch * heads * rank.config.model.max_length, ATTENTION_SCORES)
     return count * (2 * FP32 + rank.dtype_bytes)
 
 
 def calibration_items(rank: Rank) -> list[MemoryItem]:
-    """Return what the calibration needs: Megatron's local layers, on GPUs too, and the log-probs to compare with.
-
-    Sequences are cut to `precision.calibration_length` tokens.
-    """
+    """Count Megatron's local layers, on GPUs too, and the log-probs to compare with, for sequences that are cut."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
     model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
@@ -292,8 +252,7 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
 
 
 def logits(rank: Rank) -> MemoryItem:
-    """Return what the logits need: all of them in the compute type, which their gradient overwrites, and two chunks in
-    float32."""
+    """Count all logits in the compute type, which their gradient overwrites, and two chunks in float32."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
     whole = rank.longest_micro_batch * columns
     how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
@@ -301,12 +260,11 @@ def logits(rank: Rank) -> MemoryItem:
 
 
 def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
-    """Return what training the drafter needs: the drafter, whole on every rank, and the features it learns from.
+    """Count what training the drafter needs: the drafter, whole on every rank, and the features it learns from.
 
     Args:
         responses: The number of responses of all data-parallel ranks together, each at most `model.max_length` long.
-        pretraining: Whether the drafter is pretrained, in windows of `drafter.max_tokens_per_window`; otherwise it is
-            trained on `drafter.max_tokens_per_step` tokens of each RL step.
+        pretraining: Whether it is trained in windows, before the RL steps.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -334,15 +292,12 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
 
 
 def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
-    """Return what one micro-batch of the drafter's training needs, with weights and gradients in the compute type.
+    """Count one micro-batch of so many tokens of the drafter's training, with its weights and their gradients.
 
     Every token holds features, norms, keys and values, and their gradients. The draft chains that are in memory hold,
     for every step of the training-time test, the gradient of the logits, and for every layer norms in float32, the
     inputs of matrix products and the attention's weights; to these come the temporaries of one step's forward and
     backward pass. All layers but the last one hold as much as a step for every token, too.
-
-    Args:
-        tokens: The tokens of the micro-batch.
     """
     shape, drafter, size = rank.drafter_shape, rank.config.drafter, rank.dtype_bytes
     hidden, steps = shape.hidden_size, drafter.ttt_steps
@@ -369,18 +324,10 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
 
 
 def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretraining: bool) -> list[MemoryItem]:
-    """Return what the drafter's features need.
-
-    The targets among them exist twice, because they leave the policy's head packed and are then padded; where they are
-    hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
-    time keep the features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the policy
-    divide the rows, of which one may be as long as the longest sequence; the targets leave the policy's head undivided.
-
-    Args:
-        tokens: The number of tokens with features.
-        numbers: The numbers in the features of a token.
-        targets: The numbers in the targets of a token.
-    """
+    # The targets among them exist twice, as they leave the policy's head packed and are then padded; where they are
+    # hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
+    # time keep the features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the
+    # policy divide the rows, of which one may be as long as the longest sequence; the targets leave its head undivided.
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
     parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
@@ -398,11 +345,9 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
 
 
 def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> list[MemoryItem]:
-    """Return what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
+    """Count what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
 
-    Args:
-        speculate: Whether the engine drafts in this stage.
-        calibrated: Whether the stage has an FP8 recipe; without one the engine computes in the compute type.
+    Without an FP8 recipe, in a stage that is not `calibrated`, it computes in the compute type.
     """
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
@@ -428,7 +373,7 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
 
 
 def default_engine_items(rank: Rank) -> list[MemoryItem]:
-    """Return what vLLM's default engine needs in host memory: two processes and, on a CPU, weights and KV cache.
+    """Count vLLM's default engine in host memory: two processes and, on a CPU, weights and KV cache.
 
     On GPUs that engine and the rank's own sleep in turn, and one of them always has its weights in host memory.
     """
@@ -440,12 +385,9 @@ def default_engine_items(rank: Rank) -> list[MemoryItem]:
 
 
 def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
-    """Return the bytes of one token's keys and values in all layers, the drafter's among them, on one rank.
+    """Count the bytes of one token's keys and values in all layers on one rank, the drafter's, never in FP8, included.
 
-    A rank has at least one KV head, however many ranks there are. The drafter's layers are never in FP8.
-
-    Args:
-        calibrated: Whether the stage has an FP8 recipe; without one the cache is in the compute type.
+    A rank has at least one KV head, however many ranks there are. `calibrated` is as in `engine_items`.
     """
     size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes
     method = rank.config.speculation.draft_method
@@ -459,7 +401,7 @@ def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Return what a refit holds beside the parameters: the tensors of a message, or those that the engine waits with.
+    """Count what a refit holds beside the parameters: the tensors of a message, or those that the engine waits with.
 
     vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
     its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters,
@@ -477,76 +419,49 @@ def refit_item(rank: Rank) -> MemoryItem:
     return _item("refit buffer", max(peak, waiting), how, "refit")
 
 
-def step_rollouts(rank: Rank, mean_tokens: float) -> ExchangeShape:
-    """Return what is known of the rollouts of a step before it.
+def rollout_bytes(rank: Rank, mean_tokens: float) -> tuple[float, float]:
+    """Count what a rank receives of a step's rollouts of so many tokens, and what it holds of them in host memory.
 
-    Args:
-        mean_tokens: The mean number of tokens of a prompt with its response.
+    Its tokens and log-probs come to a rank that trains on them, at most all of its share, and pre-generated text to
+    where its prompt is answered.
     """
-    config = rank.config
-    prompt = min(config.max_prompt_tokens, mean_tokens / 2)
-    return ExchangeShape(
-        prompts=config.train.prompts_per_step,
-        samples=config.train.samples_per_prompt,
-        prompt_tokens=round(prompt),
-        response_tokens=round(mean_tokens - prompt),
-        ranks=config.resources_of("train").ranks,
-        engine_size=config.engine.tensor_parallel,
-        tensor_parallel=config.policy.tensor_parallel,
-        pipeline_parallel=config.policy.pipeline_parallel,
-        kept_mass=config.sampling.top_p < 1 or config.sampling.top_k > 0,
-        route_bytes=rank.route_bytes,
-        pregenerated=PREGENERATED if config.bubbles.pregenerates else 0.0,
-    )
+    config, ranks = rank.config, rank.config.resources_of("train").ranks
+    tokens = config.train.prompts_per_step * config.train.samples_per_prompt * mean_tokens / ranks
+    trained = tokens * config.policy.tensor_parallel * config.policy.pipeline_parallel
+    generated = tokens * config.engine.tensor_parallel
+    stored = generated * (PREGENERATED if config.bubbles.pregenerates else 0.0)
+    received = trained * (2 * FP32 + rank.route_bytes) + stored * FP32 if ranks > 1 else 0.0
+    held = generated * (GENERATED_BYTES + rank.route_bytes) + trained * (TRAINED_BYTES + rank.route_bytes)
+    return received, held + stored * LIST_BYTES + 2 * min(CHUNK_BYTES, received)
 
 
 def rollout_item(rank: Rank) -> MemoryItem:
-    """Return the host memory of a step's rollouts, if all of them have the full length."""
-    shape = step_rollouts(rank, rank.config.model.max_length)
-    return _item("rollouts of a step", exchange_cost(shape).host, f"{shape.rollouts} of full length on all ranks")
+    """Count the host memory of a step's rollouts, if all of them have the full length."""
+    train = rank.config.train
+    how = f"{train.prompts_per_step * train.samples_per_prompt} of full length on all ranks"
+    return _item("rollouts of a step", rollout_bytes(rank, rank.config.model.max_length)[1], how)
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:
-    """Return the copies in host memory of what the stage trains.
+    """Count the copies in host memory of what the stage trains.
 
     A checkpoint is written from a copy of the rank's part of the optimizer and, on the first rank, of the drafter while
-    the next step runs, with the drafter's best state so far. That one is kept on every rank, and so is the last good
-    version of the drafter by its guard.
+    the next step runs. The guard of the drafter keeps its last good version on every rank.
     """
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
-        items += [_item("last good drafter", size, how), _item("best drafter", size, how)]
-        items += [_item("checkpoint copy of the drafter", 2 * size, f"{how}, present and best state")]
+        items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]
     return items
 
 
 def _windows(rank: Rank, groups: int, of: str = "") -> list[MemoryItem]:
-    """Return what ranks on CPUs map to exchange gradients; on GPUs nothing, nor where one rank is alone.
-
-    Args:
-        groups: The number of groups whose ranks exchange.
-    """
     policy = rank.config.policy
     if rank.gpu or rank.data_parallel * policy.tensor_parallel * policy.pipeline_parallel == 1:
         return []
     return [_item(f"{of}gradients on their way", groups * WINDOW_BYTES, "memory that the ranks of a node map")]
 
 
-def _shard_name(rank: Rank) -> str:
-    """Return the policy's parallel sizes in words."""
-    policy = rank.config.policy
-    experts = f", EP {rank.expert_parallel}" if rank.expert_parallel > 1 else ""
-    return f" (TP {policy.tensor_parallel}, PP {policy.pipeline_parallel}{experts})"
-
-
-def _optimizer_name(rank: Rank, size: int) -> str:
-    """Return in words how many ranks share the optimizer's state of `size` bytes per parameter."""
-    experts = f", of experts / {rank.expert_data_parallel}" if rank.shape.num_experts else ""
-    return f"{size} B per parameter / {rank.data_parallel} data-parallel ranks{experts}"
-
-
 def _item(name: str, size: float, how: str, phase: str | None = None) -> MemoryItem:
-    """Return an item of `size` bytes."""
     return MemoryItem(name, size / GIB, how, phase)

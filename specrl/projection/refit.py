@@ -14,48 +14,34 @@ from specrl.models.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Links:
-    """How fast GPUs exchange weights."""
+    """How fast GPUs exchange weights, in bytes per second that one GPU receives."""
 
-    network: float = 50e9
-    """What one GPU receives over the network, in bytes per second: by default an adapter of 400 Gbit/s for each GPU."""
-    node: float = 450e9
-    """What one GPU receives from the others of its node, in bytes per second: by default NVLink 4."""
-    message_s: float = 50e-6
-    """The seconds that a message takes beside its bytes."""
+    network: float = 50e9  # an adapter of 400 Gbit/s for each GPU
+    node: float = 450e9  # NVLink 4
+    message_s: float = 50e-6  # of each message beside its bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the trainer's ranks share the model."""
+    """How the trainer's ranks share the model; each holds whole experts."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
-    """The number of ranks that share the experts of a layer, each of which holds whole experts."""
 
 
 @dataclass(frozen=True)
 class RefitCost:
-    """What one GPU receives and holds while the policy's weights go to the engines."""
+    """What one GPU receives and holds, in bytes, while the policy's weights go to the engines."""
 
-    stage_bytes: int
-    """The bytes from the other pipeline stages, as broadcasts."""
-    rank_bytes: int
-    """The bytes from the other tensor-parallel or expert-parallel ranks, as gathers."""
-    sent_bytes: int
-    """The bytes of all broadcasts of the GPU's pipeline group, which come one after another."""
+    stage_bytes: int  # from the other pipeline stages, as broadcasts
+    rank_bytes: int  # from the other tensor-parallel or expert-parallel ranks, as gathers
+    sent_bytes: int  # all broadcasts of the GPU's pipeline group, which come one after another
     messages: int
-    """The number of broadcasts and gathers."""
-    peak_bytes: int
-    """The most memory beside the parameters; vLLM's own copy of a layer is not counted."""
+    peak_bytes: int  # beside the parameters and vLLM's own copy of a layer
 
     def seconds(self, links: Links, *, spans_nodes: bool) -> float:
-        """Return the time of all messages.
-
-        Args:
-            spans_nodes: Whether the stages of a pipeline are on different nodes. Tensor-parallel and expert-parallel
-                ranks share a node.
-        """
+        """Compute the time of all messages, with the stages of a pipeline on different nodes or all in one."""
         stages = self.sent_bytes / (links.network if spans_nodes else links.node)
         return stages + self.rank_bytes / links.node + self.messages * links.message_s
 
@@ -64,21 +50,17 @@ class RefitCost:
 class _Tensor:
     """One Hugging Face tensor, or those of the same name of several experts, whole."""
 
-    size: int
-    """The bytes of the whole."""
-    copies: int
-    """The number of ranks that hold different parts of it: 1 where every rank holds the whole."""
-    is_rows: bool = True
-    """Whether what the ranks hold lies behind each other in the whole, so that gathering it makes no second copy."""
+    size: int  # in bytes
+    copies: int  # ranks that hold different parts of it: 1 where every rank holds the whole
+    is_rows: bool = True  # whether the parts lie behind each other, so that gathering them makes no second copy
 
     @property
     def part(self) -> int:
-        """The bytes that one rank holds."""
         return self.size // self.copies
 
 
 def refit_cost(shape: ModelShape, layout: Layout, *, element_size: int = 2, stage: int | None = None) -> RefitCost:
-    """Return what a GPU receives and holds in one refit.
+    """Count what a GPU receives and holds in one refit.
 
     Args:
         element_size: The bytes of one weight.
@@ -109,7 +91,6 @@ def refit_cost(shape: ModelShape, layout: Layout, *, element_size: int = 2, stag
 
 
 def _messages(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[tuple[int, list[_Tensor]]]:
-    """Yield the pipeline stage that holds the tensors of each message, and these tensors."""
     per_stage = shape.num_layers // layout.pipeline_parallel
     last = layout.pipeline_parallel - 1
     ranks = layout.tensor_parallel
@@ -126,7 +107,6 @@ def _messages(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[
 
 
 def _dense_tensors(shape: ModelShape, ranks: int, element_size: int) -> Iterator[_Tensor]:
-    """Yield the tensors of one transformer layer without those of experts, in the order in which they are sent."""
     hidden, queries, keys = shape.hidden_size * element_size, shape.query_size, shape.kv_size
     yield from [_Tensor(hidden, 1)] * 2
     yield from [_Tensor(rows * hidden, ranks) for rows in (queries, keys, keys)]
@@ -143,7 +123,6 @@ def _dense_tensors(shape: ModelShape, ranks: int, element_size: int) -> Iterator
 
 
 def _expert_tensors(shape: ModelShape, layout: Layout, element_size: int) -> Iterator[_Tensor]:
-    """Yield the tensors of one layer's experts: those with the same place on each expert-parallel rank are one."""
     together = layout.expert_parallel
     size = together * shape.expert_size * shape.hidden_size * element_size
     yield from [_Tensor(size, together)] * (3 * shape.num_experts // together)

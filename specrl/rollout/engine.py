@@ -196,7 +196,7 @@ class Engine:
                 earlier responses, word for word.
             learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
                 controller has settled on, and nothing about later drafts changes; it is meant for validation between
-                steps.
+                steps and for probes of the drafter.
             routes: Whether to return the experts that the tokens were sent to, for a policy that has any. Every rank of
                 a tensor-parallel engine copies them from its own device, so that none need be sent to a trainer there.
 
@@ -333,18 +333,6 @@ class Engine:
         """Return a context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
         assert self.k, "drafts need a fixed length"
         return SyntheticAcceptance(self._sampler, acceptance_length, self.k, self._vllm.vocab_size)
-
-    def drafting_state(self) -> dict[str, Any] | None:
-        """Return as JSON what the engine has learned about drafts and their times; None if it does not draft."""
-        if self._drafting is None:
-            return None
-        return {"controller": self._drafting.controller.state(), "text": self._drafting.texts.acceptance.state()}
-
-    def restore_drafting(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `drafting_state` returned, on whatever rank."""
-        if self._drafting is not None and state is not None:
-            self._drafting.controller.restore(state["controller"])
-            self._drafting.texts.acceptance.restore(state["text"])
 
     def control_with(self, controller: Controller) -> None:
         """Let another controller choose how far to draft while no `k` is set."""

@@ -36,8 +36,7 @@ from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker, stage_run
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.drafter.drafters import load_drafter
-from specrl.training.drafter.online.online import OnlineTraining
-from specrl.training.drafter.online.spot import SpotTraining
+from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
@@ -113,7 +112,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         engine=engine,
         policy=policy,
         drafter=drafter,
-        online=OnlineTraining(drafter, spot) if drafter is not None else None,
         spot=spot,
         rewards=rewards,
         ahead=ahead,

@@ -12,9 +12,8 @@ from specrl.context import StageContext
 from specrl.events import read_events, record_event
 from specrl.lineage.history import kept_checkpoints
 from specrl.loop import Trainer
-from specrl.precision.recipe import RECIPE_FILE, KvScales, write_recipe
+from specrl.precision.recipe import RECIPE_FILE, write_recipe
 from specrl.report.curve import curve_chart
-from specrl.rollout.drafts.curve import write_curve
 from specrl.step_record import (
     StepRecord,
     mean_of,
@@ -101,13 +100,13 @@ def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float]
     kept = trainer.ranks.gather(kept_checkpoints(stage_dir))[0]
     while (best := trainer.validation.best(among={*kept, last})) is not None and best[0] != last:
         try:
-            scales = load(kept[best[0]], trainer.policy, trainer.drafter).state["kv_scales"]
+            state = load(kept[best[0]], trainer.policy, trainer.drafter)
         except CheckpointError as error:
             del kept[best[0]]
             if trainer.ranks.is_first:
                 record_event(stage_dir, "checkpoint", f"the best policy so far is lost: {error}", best[0])
             continue
-        trainer.engine.precision.restore(KvScales(**scales) if scales else None)
+        trainer.engine.precision.restore(state.kv_scales)
         break
     return best
 
@@ -121,8 +120,6 @@ def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tra
         write_text(folder / CURVE_PICTURE, curve_chart(trainer.validation.curve))
         tracker.log_artifact(folder / CURVE_PICTURE)
     tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
-    if trainer.engine.controller is not None:
-        tracker.log_artifact(write_curve(folder, context.config, trainer.engine.controller.curve()))
 
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:

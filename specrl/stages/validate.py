@@ -148,8 +148,8 @@ def measure_speed(
     """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
 
     Args:
-        following: The training step that would come next: its requests are timed, with the text that it would find and
-            by what training had learned of drafts.
+        following: The training step that would come next: its requests are timed, with the text that it would find.
+            What training had learned of drafts and their times is learned anew, within the measured time.
         policy_dir: The folder of the policy that the engine has, from which vLLM's default engine loads it.
     """
     config = context.config
@@ -160,7 +160,6 @@ def measure_speed(
         with logs.phase("start of vLLM's default engine"):
             turns = DefaultTurns(engine, ranks, config, policy_dir, context.stage_dir)
     try:
-        engine.restore_drafting(following.drafting)
         return _speed_pairs(engine, following, config, turns, progress)
     finally:
         if turns is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import specrl
 from specrl.artifacts import digest, write_json
 from specrl.config import Config, dump_config
+from specrl.config.text import redacted
 from specrl.context import StageContext
 from specrl.keys import files_digest
 from specrl.lineage.record import code_of, read_record
@@ -26,9 +27,11 @@ GIT_SECONDS = 10
 def source_tags(config: Config) -> dict[str, str]:
     """Return the tags that say who started the run with which command, and the git revision of the code, if any.
 
+    What looks like a secret is left out of the command, with all that follows it in its word.
+
     Called where the run is started: the jobs, and a run that is resumed, import a copy of the code without revision.
     """
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join([Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])])
     record = read_record(config.run_dir)
     tags = {
         "mlflow.source.name": command,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,27 +101,6 @@ class Features:
 def sequences(features: Features) -> list[Features]:
     """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
     return [features.row(row, length) for row, length in _lengths(features)]
-
-
-def spread_sequences(features: Iterable[Features | None], num_tokens: int) -> Features | None:
-    """Return sequences with something to draft that are spread evenly over micro-batches, as one micro-batch.
-
-    Micro-batches with another head than the first one's are left out.
-
-    Args:
-        features: Micro-batches; None stands for one of which this rank has no row.
-        num_tokens: About how many tokens the sequences have together; there is at least one.
-
-    Returns:
-        None without any sequence.
-    """
-    items = [item for item in features if item is not None]
-    rows = [(item, *row) for item in items if item.head is items[0].head for row in _lengths(item)]
-    if not rows:
-        return None
-    count = min(len(rows), -(-num_tokens * len(rows) // sum(length for *_, length in rows)))
-    chosen = [rows[(2 * number + 1) * len(rows) // (2 * count)] for number in range(count)]
-    return padded([item.row(row, length) for item, row, length in chosen])
 
 
 def _lengths(features: Features) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The RL step that would come after training: its requests, and what they would find to draft from.
 
 The train stage leaves what a step finds and no rollout tells: the texts that the last bubbles pre-generated with the
-next step's seeds, and what was learned of drafts and their times. The stage `validate` measures its matched pairs on
+next step's seeds. The stage `validate` measures its matched pairs on
 that step, so that a pair sees what training sees.
 """
 
@@ -38,8 +38,7 @@ def write_next_step(stage_dir: Path, step: int, ranks: Ranks, generator: Rollout
     folder = stage_dir / FOLDER
     if ranks.is_first:
         shutil.rmtree(folder, ignore_errors=True)
-        state = {"step": step, "begun": generator.source.begun, "drafting": engine.drafting_state()}
-        write_json(folder / STATE_FILE, state)
+        write_json(folder / STATE_FILE, {"step": step, "begun": generator.source.begun})
     ranks.barrier()
     if engine.is_first:
         write_texts(folder / f"rank-{ranks.rank:04d}.arrow", generator.next_texts)
@@ -57,8 +56,6 @@ class NextStep:
     """The texts that were pre-generated for the step, by the prompt's id."""
     recent: Sequence[Sequence[Sequence[int]]]
     """The responses that the first engine generated in each of the last steps; in both, the oldest first."""
-    drafting: Mapping[str, Any] | None
-    """What the first rank had learned of drafts, see `Engine.drafting_state`; None where that is not known."""
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, tokenizer: Any) -> NextStep:
@@ -71,7 +68,7 @@ class NextStep:
             tokenizer: The policy's tokenizer.
         """
         path = train_dir / FOLDER / STATE_FILE
-        state: dict[str, Any] = {"step": None, "begun": (0, 0), "drafting": None}
+        state: dict[str, Any] = {"step": None, "begun": (0, 0)}
         if path.is_file():
             state = json.loads(path.read_text())
         begun, before = state["begun"]
@@ -88,7 +85,6 @@ class NextStep:
             samples_per_prompt=config.train.samples_per_prompt,
             stored=stored,
             recent=recent_responses(train_dir / "rollouts", step, most),
-            drafting=state["drafting"],
         )
 
     def requests(self, count: int, config: Config) -> list[Request]:

@@ -19,7 +19,7 @@ from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.megatron.policy import Policy
 from tests.forks import fork, wait
 from tests.integration import policy_worker as shared
@@ -99,12 +99,12 @@ def run(name: str, layout: Layout, ranks: Ranks, scratch: Path) -> dict[str, Any
     result["logprobs"] = shared.by_response(batches, policy.logprobs(batches, temperature=0.7))
     checkpoints = Checkpoints(scratch / name, policy, Retention(1))
     if layout.source is not None:
-        checkpoints.save(1, None, {}, {})
+        checkpoints.save(TrainState(1, policy, None))
         checkpoints.wait()
     result["metrics"] = []
     if layout.source is None:
         result["metrics"].append(policy.train_step(batches, shared.loss)[0])
-        checkpoints.save(1, None, {}, {})
+        checkpoints.save(TrainState(1, policy, None))
         checkpoints.wait()
     assert policy.routing is not None
     result["replayed"] = shared.by_response(replayed, policy.logprobs(replayed, temperature=0.7))

@@ -20,7 +20,7 @@ from specrl.distributed import Ranks, join, leave
 from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import FeatureSpec
@@ -223,16 +223,16 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     checkpoints = Checkpoints(scratch, interrupted, Retention(1))
     for step in (1, 2):
         interrupted.train_step(my_batches(interrupted), loss)
-        checkpoints.save(step, None, {}, {"rank": ranks.rank})
+        checkpoints.save(TrainState(step, interrupted, None))
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
-    error = fill_disk(checkpoints, ranks, scratch)
+    error = fill_disk(checkpoints, interrupted, scratch)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
-    assert found is not None and [state["rank"] for state in found.rank_states] == list(range(ranks.world_size))
+    assert found is not None
     again = [resumed.train_step(my_batches(resumed), loss)[0] for _ in range(2)]
     return {
-        "step": found.step,
+        "step": found.state.step,
         "full disk": error,
         "kept": sorted(path.name for path in scratch.iterdir() if path.is_dir()),  # unfinished folders, too
         "metrics": (metrics[2:], again),
@@ -241,14 +241,14 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     }
 
 
-def fill_disk(checkpoints: Checkpoints, ranks: Ranks, folder: Path) -> str:
+def fill_disk(checkpoints: Checkpoints, policy: Policy, folder: Path) -> str:
     """What a save says for which the last rank finds the disk full."""
-    unfinished = folder / ".step=000003.tmp"
+    ranks, unfinished = policy.ranks, folder / ".step=000003.tmp"
     if ranks.is_first:
         unfinished.mkdir()
         (unfinished / f"policy-{ranks.world_size - 1:05d}.safetensors").symlink_to("/dev/full")
     ranks.barrier()
-    checkpoints.save(3, None, {}, {})
+    checkpoints.save(TrainState(3, policy, None))
     try:
         checkpoints.wait()
     except CheckpointError as error:
@@ -267,7 +267,7 @@ def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:
     load(source, policy, None)
     restored, traffic = weights_of(policy), refit_traffic(policy)
     checkpoints = Checkpoints(scratch / move.folder(ranks.world_size), policy, Retention(1))
-    checkpoints.save(2, None, {}, {})
+    checkpoints.save(TrainState(2, policy, None))
     metrics = [policy.train_step(my_batches(policy), loss)[0] for _ in range(2)]
     checkpoints.wait()
     return {

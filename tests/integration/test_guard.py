@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterCheck, DrafterGuard, GuardReport
+from specrl.rollout.refit.drafter_guard import AcceptanceWatch, DrafterGuard, GuardReport
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import (
     NUM_LIKELY,
@@ -123,19 +124,28 @@ def test_a_drafter_that_training_ruined_shows_in_its_acceptance(
 
 
 @pytest.mark.engine
-def test_a_ruined_drafter_that_no_probe_saw_shows_in_the_rollouts_and_is_in_no_checkpoint(engine: Engine) -> None:
+def test_a_ruined_drafter_that_no_probe_saw_is_in_no_checkpoint(engine: Engine) -> None:
     guard, trainer = guarded(engine)
-    engine.set_k(3)
-    assert guard.watch(engine.generate(REQUESTS).stats, 1) is None
-    for notice in (lambda: guard.watch(engine.generate(REQUESTS).stats, 2), lambda: guard.confirm(2)):
-        trainer.weights = inverted(drafter_weights(1))
-        engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
-        assert guard.check(2, DrafterCheck.ROLLOUTS).speculating
-        report = notice()
-        assert report is not None and report.reloaded
-        assert "acceptance at position 1 fell to" in guard.take_events()[0]
-        assert all(torch.equal(drafter_weights(1)[name], tensor) for name, tensor in trainer.named_weights())
-        engine.verify_drafter(drafter_weights(1).items())
+    trainer.weights = inverted(drafter_weights(1))
+    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    assert guard.check(2, probe=False).speculating
+    assert guard.confirm(2) == 1
+    assert "acceptance at position 1 fell to" in guard.take_events()[0]
+    assert all(torch.equal(drafter_weights(1)[name], tensor) for name, tensor in trainer.named_weights())
+    engine.verify_drafter(drafter_weights(1).items())
+    assert guard.confirm(2) == 0
+
+
+@pytest.mark.engine
+def test_a_probe_teaches_the_choice_between_text_and_drafter_nothing(engine: Engine) -> None:
+    guard, _ = guarded(engine)
+    assert engine._drafting is not None
+    acceptance = engine._drafting.texts.acceptance
+    before = copy.deepcopy(vars(acceptance))
+    guard.check(1)
+    assert str(vars(acceptance)) == str(before)
+    engine.generate(REQUESTS)
+    assert str(vars(acceptance)) != str(before), "rollouts teach it"
 
 
 @pytest.mark.engine
@@ -197,3 +207,20 @@ def test_a_collapse_of_one_position_is_found_and_leaves_the_running_value() -> N
         watch.check(SpeculationStats(), 3)
     watch.check(stats_of(58, 38, 31), 4)
     assert watch.running == pytest.approx((0.59, 0.39, 0.305))
+
+
+def test_a_probe_of_short_drafts_leaves_what_is_known_of_later_positions() -> None:
+    watch = AcceptanceWatch()
+    watch.check(stats_of(60, 40, 30), 1)
+    watch.check(stats_of(60), 2)
+    assert watch.running == pytest.approx((0.6, 0.4, 0.3))
+    with pytest.raises(DrafterCollapseError, match=r"position 3 fell to 0\.000"):
+        watch.check(stats_of(60, 40, 0), 3)
+
+
+def test_positions_that_a_later_probe_is_the_first_to_reach_are_watched_from_then_on() -> None:
+    watch = AcceptanceWatch()
+    watch.check(stats_of(60), 1)
+    watch.check(stats_of(60, 40), 2)
+    with pytest.raises(DrafterCollapseError, match=r"position 2 fell to 0\.050"):
+        watch.check(stats_of(60, 5), 3)

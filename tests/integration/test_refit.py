@@ -109,6 +109,17 @@ def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
 
 
 @pytest.mark.engine
+def test_a_prefix_cache_that_cannot_be_dropped_is_an_error(case: Case) -> None:
+    """The next prompts would read keys of the policy before."""
+    pool = case.engine._vllm.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pinned = pool.get_new_blocks(1)
+    with pytest.raises(RefitError, match="prefix cache cannot be dropped"):
+        case.engine.refit(case.policy(1).items(), case.drafter.items(), 1)
+    pool.free_blocks(pinned)
+    case.engine.refit(case.policy(1).items(), case.drafter.items(), 1)
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight", EMBEDDINGS]
 )

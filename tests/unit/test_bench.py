@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.cli import invoke
+from specrl.bench.arithmetic import Machine
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page
 from specrl.bench.rollouts import engines
@@ -18,7 +19,6 @@ from specrl.bench.settings import LossSettings, RolloutSettings, methods_of, mid
 from specrl.bench.subject import Subject
 from specrl.bench.tables import Spread, markdown_table, per_position, ratios
 from specrl.config import Config, ConfigError, DrafterConfig, SpeculationConfig, parse_config
-from specrl.projection.steps.arithmetic import Machine
 from specrl.report.plots import line_charts
 from specrl.rollout.requests import Request, Response
 

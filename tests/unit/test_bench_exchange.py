@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from specrl.bench.exchange.cost import MISMATCH_BYTES, NUMBERS_BYTES, ExchangeShape, exchange_cost
 from specrl.bench.exchange.main import main
 from specrl.bench.job import BenchJob
 from specrl.bench.settings import ExchangeSettings
-from specrl.projection.exchange import MISMATCH_BYTES, NUMBERS_BYTES, ExchangeShape, exchange_cost
 
 
 def test_arrays_bring_less_than_pickled_rollouts_and_what_the_plan_counts(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from specrl.bench import arithmetic
+from specrl.bench.arithmetic import Machine
 from specrl.bench.growth.fit import Growth, PointTimes, exponent, growth
 from specrl.bench.growth.page import write_page
 from specrl.bench.growth.points import MODELS, Point, series_of
 from specrl.bench.job import BenchJob
 from specrl.bench.settings import GrowthSettings
-from specrl.projection.steps import arithmetic
-from specrl.projection.steps.arithmetic import Machine
 
 TINY, MACHINE = MODELS["tiny"], Machine(bytes_per_s=1e10, flops_per_s=1e11)
 

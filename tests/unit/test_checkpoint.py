@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +19,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
-from specrl.rollout.bubbles.share import BubbleShare
-from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome, SpeculationStats
-from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.text_acceptance import TextAcceptance
-from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.refit.drafter_guard import AcceptanceWatch
-from specrl.timeline import PREGENERATION, SPOT_TRAINING
+from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.load import load, load_newest
+from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
 from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut
 from specrl.training.checkpoint.policy_folder import write_policy_folder
@@ -93,6 +85,9 @@ class ToyDrafter:
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {"model/fc": torch.arange(6.0).view(2, 3), "updates": torch.tensor(3)}
 
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return self.state
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.state = dict(state)
 
@@ -105,7 +100,7 @@ def save_steps(folder: Path, retention: Retention, *steps: int, best: int | None
         while policy.num_updates < step:
             policy.train()
         drafter = ToyDrafter()
-        checkpoints.save(step, drafter.state, {"about": step}, {"rank": 0})
+        checkpoints.save(TrainState(step, policy, drafter, KvScales([step], [0.5], [0.25])))
         policy.train()  # while it is written
         drafter.state["model/fc"].add_(1)
         checkpoints.wait()
@@ -117,8 +112,8 @@ def restored(folder: Path) -> tuple[int, float]:
     """The step and the first master weight that a new start finds."""
     policy = ToyPolicy()
     found = Checkpoints(folder, policy, Retention(2)).restore(ToyDrafter())
-    assert found is not None and found.state == {"about": found.step}
-    return found.step, float(policy.state["master"][0])
+    assert found is not None and found.state.kv_scales == KvScales([found.state.step], [0.5], [0.25])
+    return found.state.step, float(policy.state["master"][0])
 
 
 def test_a_checkpoint_is_the_state_when_it_was_taken_and_only_safetensors_and_json(tmp_path: Path) -> None:
@@ -135,11 +130,11 @@ def test_a_checkpoint_is_the_state_when_it_was_taken_and_only_safetensors_and_js
     assert Checkpoints(tmp_path / "none", ToyPolicy(), Retention(1)).restore(None) is None
 
 
-def test_the_next_start_knows_how_long_the_last_checkpoint_took(tmp_path: Path) -> None:
-    policy = ToyPolicy()
-    assert Checkpoints(tmp_path, policy, Retention(1)).seconds == 0
+def test_the_next_start_reckons_with_as_long_for_a_checkpoint_as_it_took_to_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, ToyPolicy(), Retention(1))
+    assert checkpoints.restore(None) is None and checkpoints.seconds == 0
     save_steps(tmp_path, Retention(1), 1)
-    assert Checkpoints(tmp_path, policy, Retention(1)).seconds > 0
+    assert checkpoints.restore(None) is not None and checkpoints.seconds > 0
 
 
 def truncate(path: Path) -> None:
@@ -207,7 +202,7 @@ def test_a_start_from_a_damaged_checkpoint_takes_the_newest_whole_one_before_it(
     start = Continuation(run="run", key="train-0", step=3, stage_dir=tmp_path, counts_on=True)
     policy = ToyPolicy()
     found = load_newest(start.checkpoint_dirs, policy, None)
-    assert (found.step, float(policy.state["master"][0])) == (1, 1.0)
+    assert (found.state.step, float(policy.state["master"][0])) == (1, 1.0)
     assert ["step=000003" in found.damaged[0], "step=000002" in found.damaged[1]] == [True, True]
     once = start.model_copy(update={"counts_on": False})
     with pytest.raises(CheckpointError, match=r"no whole checkpoint to start from .*step=000003.*--restart"):
@@ -225,7 +220,7 @@ def test_a_number_changed_in_the_manifest_is_damage(tmp_path: Path) -> None:
 def test_a_drafter_that_the_checkpoint_does_not_know_stays_and_another_policy_is_refused(tmp_path: Path) -> None:
     policy = ToyPolicy()
     checkpoints = Checkpoints(tmp_path, policy, Retention(1))
-    checkpoints.save(1, None, {}, {})
+    checkpoints.save(TrainState(1, policy, None))
     checkpoints.wait()
     drafter = ToyDrafter()
     drafter.state["updates"] += 1
@@ -242,7 +237,7 @@ def test_a_full_disk_is_one_line_at_the_next_boundary_and_a_resumed_run_goes_on(
     unfinished = tmp_path / ".step=000002.tmp"
     unfinished.mkdir()
     (unfinished / "policy-00000.safetensors").symlink_to("/dev/full")
-    checkpoints.save(2, None, {}, {})
+    checkpoints.save(TrainState(2, policy, None))
     with pytest.raises(CheckpointError, match=r"checkpoint for step 2 cannot be written .*No space left on device.*"):
         checkpoints.wait()
     assert not unfinished.exists()
@@ -285,8 +280,9 @@ def test_the_policy_of_a_checkpoint_is_written_without_a_trainer(tmp_path: Path)
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}))
     (base / "tokenizer.json").write_text("{}")
-    checkpoints = Checkpoints(tmp_path / "checkpoints", PolicyInParts(weights), Retention(1))
-    checkpoints.save(1, None, {}, {})
+    policy = PolicyInParts(weights)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", policy, Retention(1))
+    checkpoints.save(TrainState(1, policy, None))
     checkpoints.wait()
     (folder,) = (tmp_path / "checkpoints").glob("step=*")
     write_policy_folder(folder, base, written, torch.bfloat16, ALONE)
@@ -313,58 +309,6 @@ def test_blocks_are_checked_one_by_one_across_parts(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_bytes(content[:33] + b"?" + content[34:])
     assert files.wrong_block(tmp_path / "file", checksums, (0, 1, 2, 4)) is None
     assert files.wrong_block(tmp_path / "file", checksums, range(5)) == 3
-
-
-def as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def test_a_controller_goes_on_with_what_it_had_learned() -> None:
-    def learn(controller: Controller, iterations: int) -> None:
-        for _ in range(iterations):
-            for batch in (1, 8):
-                lengths = controller.choose(batch)
-                outcomes = [DraftOutcome(DRAFTER, lengths.k, min(1, lengths.k))] * batch
-                controller.observe(batch, lengths, 0.01 * (1 + lengths.k), outcomes)
-
-    first, other = Controller(3, 0, 0), Controller(5, 0, 0)
-    learn(first, 300)
-    second = Controller(3, 0, 0)
-    second.restore(as_json(first.state()))
-    assert second.chosen() == first.chosen() != {}
-    assert second.is_settled(1) == first.is_settled(1) and second.is_settled(8) == first.is_settled(8)
-    assert as_json(second.state()) == as_json(first.state())
-    learn(second, 20)
-    other.restore(as_json(first.state()))  # whose lengths are others
-    assert other.chosen() == {}
-
-
-def test_text_acceptance_and_the_share_of_idle_time_go_on() -> None:
-    text, again = TextAcceptance(ControlSettings()), TextAcceptance(ControlSettings())
-    text.observe([DraftOutcome("replay", 4, 3, 2), DraftOutcome(DRAFTER, 3, 1)])
-    again.restore(as_json(text.state()))
-    assert again.probability(("replay", 2)) == text.probability(("replay", 2)) != again.probability(("replay", 1))
-    share, other = BubbleShare(), BubbleShare()
-    share.probed(1.5)
-    share.spent({PREGENERATION: 2.0, SPOT_TRAINING: 1.0})
-    share.probed(2.0)
-    share.learn({PREGENERATION: 2.0, SPOT_TRAINING: 1.0}, SpeculationStats())
-    other.restore(as_json(share.state()))
-    assert as_json(other.state()) == as_json(share.state()) and other.due({}, 5.0) == share.due({}, 5.0)
-
-
-def test_the_drafters_guard_counts_a_version_once_over_a_restart() -> None:
-    def probe(accepted: int) -> SpeculationStats:
-        return SpeculationStats(num_drafts=100, accepted_per_pos=(accepted,), drafted_per_pos=(100,))
-
-    watch, again = AcceptanceWatch(), AcceptanceWatch()
-    watch.check(probe(80), 1)
-    watch.check(probe(60), 2)
-    again.restore(as_json(watch.state()))
-    again.check(probe(60), 2)  # the first refit of a new start checks the same drafter again
-    assert again.running == watch.running == (0.7,)
-    with pytest.raises(DrafterCollapseError):
-        again.check(probe(5), 3)
 
 
 def test_a_file_of_every_type_is_read_by_safetensors(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from specrl.checks import Check, gpu
 from specrl.report import doctor
-from specrl.report.doctor import gpu, machine, packages, services
-from specrl.report.doctor.check import Check
+from specrl.report.doctor import machine, packages, services
 
 NOTHING_TO_FIX = ""
 

@@ -11,9 +11,7 @@ import torch
 from flows.preflight import check_gpu_packages
 from slurm.backend import StageRequest
 from slurm.ranks.preflight import PreflightError, check_rank, line_of, needs_of
-from specrl.config import Config, parse_config
-from specrl.context import StageContext
-from specrl.report.doctor.gpu import (
+from specrl.checks.gpu import (
     GpuFacts,
     GpuNeeds,
     as_version,
@@ -22,6 +20,9 @@ from specrl.report.doctor.gpu import (
     gather_facts,
     gpu_checks,
 )
+from specrl.config import Config, StageName, parse_config
+from specrl.context import StageContext
+from specrl.projection.plan import device_bytes
 
 FACTS = GpuFacts(
     driver="580.82.07",
@@ -100,12 +101,16 @@ def test_a_stage_asks_for_what_it_runs() -> None:
             "stage_resources": {"prepare": {"ranks_per_node": 1}},
         }
     )
-    assert needs_of(config, "prepare") == GpuNeeds(given_gib=141.0, planned_gib=3.0, transformer_engine=True)
-    train = needs_of(config, "train")
+
+    def needs(stage: StageName) -> GpuNeeds:
+        return needs_of(config, stage, device_bytes(config, stage))
+
+    assert needs("prepare") == GpuNeeds(given_gib=141.0, planned_gib=3.0, transformer_engine=True)
+    train = needs("train")
     assert train.fp8_generation and train.several_ranks and train.transformer_engine
     assert train.engine_fraction == config.engine.gpu_memory_fraction
     assert train.planned_gib > 16
-    assert not needs_of(config, "validate").transformer_engine
+    assert not needs("validate").transformer_engine
 
 
 def test_versions_are_read_from_what_is_installed() -> None:
@@ -158,3 +163,9 @@ def test_a_job_that_got_no_gpu_ends_before_it_loads_a_model(tmp_path: Path) -> N
     with pytest.raises(PreflightError, match=r"GPU driver: .*\n.*torch sees none: "):
         check_rank(StageRequest(context, entry="specrl.stages.train:main"))
     check_rank(StageRequest(context, entry="my_module:main"))
+
+
+def test_a_rank_learns_from_its_context_what_the_plan_counts(tmp_path: Path) -> None:
+    context = StageContext(Config(name="run"), "train", "train-0", tmp_path, {}, "", device_bytes=3 * 2**30)
+    context.save(tmp_path / "context.json")
+    assert StageContext.load(tmp_path / "context.json").device_bytes == 3 * 2**30

@@ -119,16 +119,10 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             ranks=ranks,
             policy=policy,
             drafter=None,
-            online=None,
             engine=SimpleNamespace(precision=precision),
             recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
-            generator=SimpleNamespace(restore=lambda *_: None, resume=lambda _: None, state=dict),
-            refit=SimpleNamespace(
-                restore_guard=lambda _: None,
-                guard_state=dict,
-                confirm_drafter=lambda _: None,
-                take_events=list,
-            ),
+            generator=SimpleNamespace(restore=lambda *_: None),
+            refit=SimpleNamespace(confirm_drafter=lambda _: None, take_events=list),
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
             continues=None,
             validation=SimpleNamespace(restore=lambda _: None, best=lambda: None, measured=[]),
@@ -149,7 +143,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
     second.engine.precision = EnginePrecision(PrecisionConfig(), None)  # with a BF16 one
     Trainer.save(second, 2)
     second.checkpoints.wait()
-    assert read_manifest(tmp_path / "checkpoints" / "step=000002").state["kv_scales"] is None
+    assert read_manifest(tmp_path / "checkpoints" / "step=000002").kv_scales is None
 
 
 def test_fp8_of_the_engine_is_checked_in_every_step_and_of_the_trainer_once_it_has_trained() -> None:

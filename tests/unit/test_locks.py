@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -81,7 +86,7 @@ def test_torch_is_built_for_the_cuda_version_beside_it(tmp_path: Path, cuda: str
 def test_a_local_cpu_build_satisfies_the_cpu_lock_alone() -> None:
     def torch_pin(lock: str) -> SpecifierSet:
         lines = (ROOT / "requirements" / lock).read_text().splitlines()
-        [pin] = [line.removeprefix("torch") for line in lines if line.startswith("torch=")]
+        [pin] = [line.removeprefix("torch").rstrip("\\ ") for line in lines if line.startswith("torch=")]
         return SpecifierSet(pin)
 
     assert torch_pin("cpu.lock").contains("2.13.0+cpu")
@@ -103,16 +108,101 @@ def test_the_gpu_environment_asks_no_driver_and_builds_transformer_engine_last(p
     planned = make(project, "-n", "env", "LOCK=requirements/gpu.lock", find_links=find_links)
     assert planned.returncode == 0, planned.stderr
     assert "--torch-backend" not in planned.stdout
-    packages = planned.stdout.index("grep -v '^transformer-engine-torch==' requirements/gpu.lock | ")
-    engine = planned.stdout.index(f"--no-build-isolation 'transformer-engine-torch=={GPU_PINS['transformer-engine']}'")
+    packages = planned.stdout.index("/d' requirements/gpu.lock | ")
+    engine = planned.stdout.index("sed -n '/^transformer-engine-torch==/")
     assert packages < engine < planned.stdout.index("-m specrl.report.package_files")
+    assert GPU_PINS["transformer-engine-torch"] == GPU_PINS["transformer-engine"]
 
 
 def test_the_cpu_environment_asks_for_a_cpu_torch_unless_a_folder_has_it(project: Path) -> None:
     assert "--torch-backend=cpu" in make(project, "-n", "env").stdout
     local = make(project, "-n", "env", find_links="/wheels").stdout
     assert "--torch-backend" not in local
-    assert "'transformer-engine-torch==2" not in local
+    assert "sed -n '/^transformer-engine-torch==/" not in local
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock", "tools.lock"])
+def test_every_package_of_a_lock_has_its_hashes_and_no_place(lock: str) -> None:
+    text = (ROOT / "requirements" / lock).read_text()
+    packages = text.replace("\\\n", " ").splitlines()
+    assert packages
+    assert not [
+        line
+        for line in packages
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*={2,3}\S+( +--hash=sha256:[0-9a-f]{64})+", line)
+    ]
+
+
+def test_the_cpu_lock_has_the_hashes_of_torchs_own_cpu_builds_and_the_gpu_lock_of_other_ones() -> None:
+    def hashes(file: str, pin: str) -> set[str]:
+        entry = (ROOT / "requirements" / file).read_text().replace("\\\n", " ")
+        [line] = [line for line in entry.splitlines() if line.startswith(f"{pin}{GPU_PINS['torch']}")]
+        return set(re.findall(r"--hash=sha256:\w+", line))
+
+    assert hashes("cpu.lock", "torch==") == hashes("torch-cpu.txt", "torch==")
+    assert len(hashes("cpu.lock", "torch==")) == 2
+    assert not hashes("cpu.lock", "torch==") & hashes("gpu.lock", "torch===")
+
+
+def test_both_locks_have_one_version_of_triton() -> None:
+    assert packages.read_pins(ROOT / "requirements/cpu.lock")["triton"] == GPU_PINS["triton"]
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+def test_all_that_make_env_fetches_is_asked_for_its_hash(project: Path, lock: str) -> None:
+    planned = make(project, "-n", "env", f"LOCK=requirements/{lock}").stdout.replace("\\\n", " ")
+    installs = [line for line in planned.splitlines() if "pip install" in line]
+    assert len(installs) == (3 if lock == "cpu.lock" else 4)
+    fetching = [line for line in installs if not line.endswith(" -e .")]
+    assert len(fetching) == len(installs) - 1
+    assert all("--require-hashes" in line for line in fetching)
+    assert all("--no-build-isolation" in line for line in installs if "/uv " in line)
+
+
+def test_what_is_installed_apart_is_taken_out_of_the_lock_whole(project: Path) -> None:
+    planned = make(project, "-n", "env", "LOCK=requirements/gpu.lock").stdout.replace("\\\n", "")
+    scripts = [shlex.split(line)[1:] for line in planned.splitlines() if line.startswith("sed ")]
+    rest, apart = (run_sed(project, *words[: words.index("|")]) for words in scripts)
+    lines = (project / "requirements/gpu.lock").read_text().splitlines()
+    assert sorted(rest + apart) == sorted(lines)
+    assert apart[0].startswith("transformer-engine-torch==")
+    assert [line for line in apart[1:] if "--hash=sha256:" not in line] == []
+    assert not [line for line in rest if line.startswith("transformer-engine-torch")]
+
+
+def run_sed(project: Path, *arguments: str) -> list[str]:
+    return subprocess.run(
+        ["sed", *arguments], cwd=project, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_a_wheel_with_another_hash_is_not_installed(tmp_path: Path) -> None:
+    wheel = tmp_path / "mine-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("mine.py", "")
+        archive.writestr("mine-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        archive.writestr("mine-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("mine-1.0.dist-info/RECORD", "")
+    command = [sys.executable, "-m", "uv", "pip", "install", "--no-index", "--find-links", str(tmp_path), "--no-deps"]
+    command += ["--require-hashes", "--target", str(tmp_path / "site"), "-r", "-"]
+    for digest, code in ((hashlib.sha256(wheel.read_bytes()).hexdigest(), 0), ("0" * 64, 1)):
+        lock = f"mine==1.0 \\\n    --hash=sha256:{digest}\n"
+        done = subprocess.run(command, input=lock, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("Hash mismatch" in done.stderr) == bool(code)
+        shutil.rmtree(tmp_path / "site", ignore_errors=True)
+
+
+@pytest.mark.parametrize("present", [(), ("munged",), ("slurmctld", "slurmdbd", "munged", "mariadbd")])
+def test_ci_installs_slurm_unless_all_its_programs_are_there(tmp_path: Path, present: tuple[str, ...]) -> None:
+    for name in (*present, "apt-get", "make"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} >>"{tmp_path}/calls"\n')
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    subprocess.run(["bash", str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, check=True)
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == ([] if len(present) == 4 else ["apt-get", "apt-get"]) + ["make", "make"]
 
 
 def test_a_machine_without_a_compiler_is_told_in_one_line(project: Path) -> None:

@@ -10,19 +10,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specrl.config import Config
+from specrl.config import Config, parse_config
 from specrl.data.rewards.pool import FailureTally
 from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
-from specrl.loop import PROBE_EVERY, Trainer
+from specrl.loop import Trainer
 from specrl.progress import Progress
 from specrl.rollout.drafts.acceptance import SourceCounts
-from specrl.rollout.refit.drafter_guard import DrafterCheck
+from specrl.rollout.refit.drafter_guard import GuardReport
 from specrl.stages.train_results import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Silent
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import TrainState
 from tests.unit.test_checkpoint import ToyPolicy, flip
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -93,9 +94,10 @@ def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> N
 
 
 def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", ToyPolicy(), Retention(3))
+    policy = ToyPolicy()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", policy, Retention(3))
     for step in (1, 2, 3):
-        checkpoints.save(step, None, {"kv_scales": None}, {})
+        checkpoints.save(TrainState(step, policy, None))
         checkpoints.wait()
     values = {1: 0.5, 2: 0.9, 3: 0.7}
     scores = SimpleNamespace(
@@ -125,7 +127,7 @@ def test_a_damaged_best_checkpoint_is_told_of_and_the_next_best_is_taken(tmp_pat
 
 
 def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_replaced(tmp_path: Path) -> None:
-    drafters, events = ["ruined"], list[str]()
+    drafters, events, policy = ["ruined"], list[str](), ToyPolicy()
 
     def confirm(version: int) -> None:
         drafters.append("good")
@@ -133,45 +135,37 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
 
     trainer = SimpleNamespace(
         ranks=ALONE,
-        refit=SimpleNamespace(
-            confirm_drafter=confirm,
-            take_events=lambda: events,
-            guard_state=lambda: len(drafters),
-        ),
-        online=SimpleNamespace(state_dict=lambda: drafters[-1]),
+        refit=SimpleNamespace(confirm_drafter=confirm, take_events=lambda: events),
+        policy=policy,
+        drafter=SimpleNamespace(state_dict=lambda: drafters[-1]),
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
-        generator=SimpleNamespace(state=dict),
-        checkpoints=SimpleNamespace(directory=tmp_path / "checkpoints", save=lambda *saved: found.append(saved)),
+        checkpoints=SimpleNamespace(
+            directory=tmp_path / "checkpoints",
+            save=lambda saved: found.append((saved.step, saved.drafter.state_dict())),
+        ),
     )
     found: list[tuple[Any, ...]] = []
     Trainer.save(cast(Any, trainer), 4)
-    assert found == [(4, "good", {"kv_scales": None, "drafter_guard": 2}, {})]
+    assert found == [(4, "good")]
     assert [(event.kind, event.step, event.text) for event in read_events(tmp_path)] == [("drafter", 4, events[0])]
 
 
-def test_a_drafter_that_a_checkpoint_may_hold_is_probed_unless_the_trainer_vouches_for_it() -> None:
-    def found(version: int, *, good: bool, idle: bool = False) -> DrafterCheck:
-        trainer = SimpleNamespace(
-            spot=object() if idle else None,
-            online=SimpleNamespace(is_as_good_as_before=lambda _: good),
-            may_save=lambda version: version % 3 == 0,
-            is_last=lambda version: version == 9,
-        )
-        return Trainer.drafter_check(cast(Any, trainer), version, [])
+def test_the_drafter_is_probed_before_a_checkpoint_and_every_few_steps() -> None:
+    probed: list[int] = []
 
-    assert found(2, good=False) is DrafterCheck.ROLLOUTS
-    assert found(3, good=False) is DrafterCheck.PROBE
-    assert found(3, good=True) is DrafterCheck.TRAINER
-    assert found(9, good=True) is DrafterCheck.PROBE
-    for version, how in ((2, DrafterCheck.ROLLOUTS), (3, DrafterCheck.PROBE), (PROBE_EVERY, DrafterCheck.PROBE)):
-        assert found(version, good=True, idle=True) is how
+    def load(version: int, kv_scales: Any, *, probe: bool) -> Any:
+        probed.extend([version] * probe)
+        return SimpleNamespace(guard=GuardReport(reloaded=False, speculating=True, acceptance_length=None))
 
-
-def test_a_step_tells_of_a_drafter_that_went_back_to_its_best_weights() -> None:
-    refit = SimpleNamespace(take_events=lambda: ["collapse"])
-    online = SimpleNamespace(take_events=lambda: ["worse"])
-    assert Trainer.take_events(cast(Any, SimpleNamespace(refit=refit, online=online))) == ["worse", "collapse"]
-    assert Trainer.take_events(cast(Any, SimpleNamespace(refit=refit, online=None))) == ["collapse"]
+    trainer = SimpleNamespace(
+        config=parse_config({"name": "run", "refit": {"probe_every": 4}, "train": {"checkpoint_every": 5}}),
+        drafter=object(),
+        refit=SimpleNamespace(load=load),
+        may_save=lambda version: version % 5 == 0,
+    )
+    for version in range(1, 13):
+        Trainer.refit_engine(cast(Any, trainer), version)
+    assert probed == [4, 5, 8, 10, 12]
 
 
 @pytest.mark.parametrize(

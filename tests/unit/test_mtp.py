@@ -25,7 +25,7 @@ from specrl.projection.memory import Rank
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
 from specrl.training.drafter.drafters import save_drafter
-from specrl.training.drafter.online.spot import SpotTraining
+from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs, unroll
 from specrl.training.megatron.policy import Policy
@@ -198,9 +198,9 @@ def test_the_layer_learns_and_leaves_every_policy_gradient_exactly_as_it_is(poli
 
 
 def test_idle_ranks_train_the_layer_too(policy_dir: Path, policy: Policy) -> None:
-    drafter = Drafter.of_policy(policy_dir, DrafterConfig(), policy.ranks)
+    drafter = Drafter.of_policy(policy_dir, DrafterConfig(online_lr=1e-4), policy.ranks)
     spot = SpotTraining(drafter)
-    spot.remember(policy.forward_features(batches(), drafter.feature_spec), 1e-4)
+    spot.remember(policy.forward_features(batches(), drafter.feature_spec))
     assert spot.work(lambda: False)
     assert spot.merge()["loss"] > 0
     assert not torch.equal(

@@ -34,9 +34,6 @@ class TextEngine:
 
     replays = is_first = True
 
-    def drafting_state(self) -> dict[str, Any]:
-        return {"controller": {"choices": []}}
-
     def set_recent(self, generations: Any) -> None:
         self.recent = generations
 
@@ -87,7 +84,6 @@ def test_the_next_step_has_its_own_requests_and_the_text_made_for_them(tmp_path:
     text = found.text()
     assert (text.step, text.num_responses, text.num_stored, text.stored_tokens) == (3, 8, 2, 4)
     assert (text.num_recent, text.recent_tokens) == (4, 12)
-    assert found.drafting == {"controller": {"choices": []}}
 
 
 def test_the_step_after_the_best_policy_has_no_text_of_a_later_one(tmp_path: Path) -> None:

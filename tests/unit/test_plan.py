@@ -18,7 +18,8 @@ from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
 from specrl.projection.memory import MemoryItem, Rank, activations, kv_bytes_per_token, peak_gib
-from specrl.projection.plan import Plan, plan, print_plan
+from specrl.projection.plan import Plan, plan
+from specrl.report.projection import print_plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

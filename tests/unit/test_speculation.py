@@ -7,16 +7,13 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from specrl.config import Config
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, DraftOutcome
 from specrl.rollout.drafts.controller import Controller, bucket_of
-from specrl.rollout.drafts.curve import SpeculationCurve, write_curve
 from specrl.rollout.drafts.estimates import DraftLengths, TokensPerIteration, possible_lengths
 
 SETTINGS = ControlSettings()
@@ -317,7 +314,7 @@ def test_what_replay_hides_of_the_drafter_is_not_guessed() -> None:
     assert seen.expected(DraftLengths(1, 0)) == before
 
 
-def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> None:
+def test_the_curve_says_what_was_measured() -> None:
     controller = Controller(3, 0, 0)
     run(controller, CPU, constant(8, 400), 0)
     points = controller.curve()
@@ -329,9 +326,6 @@ def test_the_curve_says_what_was_measured_and_is_read_back(tmp_path: Path) -> No
         if point.iterations >= 8:
             assert point.acceptance_length == pytest.approx(CPU.tokens(arm), rel=0.15)
             assert point.seconds == pytest.approx(CPU.seconds(8, arm), rel=0.1)
-    expected = SpeculationCurve(method="eagle3", temperature=1.0, points=points)
-    path = write_curve(tmp_path, Config(name="run"), points)
-    assert SpeculationCurve.model_validate_json(path.read_text()) == expected
 
 
 def test_what_is_settled_on_is_told_without_taking_note() -> None:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from specrl.distributed import join, leave
 from specrl.processes import free_port
-from specrl.training.drafter.online.spot import SpotTraining
+from specrl.training.drafter.spot import SpotTraining
 from specrl.training.features import padded, sequences
 from tests.unit.test_drafter import ALONE, make_drafter, make_features, write_policy
 
@@ -38,7 +38,7 @@ def test_an_even_sample_of_the_responses_is_trained_on_and_micro_steps_stay_smal
     spot = SpotTraining(drafter)
     assert not spot.work(lambda: False)
     for seed in range(4):
-        spot.remember([make_features(drafter, LENGTHS, seed), None], 1e-4)
+        spot.remember([make_features(drafter, LENGTHS, seed), None])
     kept = [sorted(row.tokens.shape[1] for batch in spot._micro_batches() for row in batch) for _ in range(40)]
     assert all(sum(lengths) <= 40 for lengths in kept)
     assert {length for lengths in kept for length in lengths} == {10, 12, 25}
@@ -47,11 +47,11 @@ def test_an_even_sample_of_the_responses_is_trained_on_and_micro_steps_stay_smal
 
 
 def test_training_alone_learns(policy_dir: Path) -> None:
-    drafter = make_drafter(policy_dir)
+    drafter = make_drafter(policy_dir, online_lr=3e-3)
     spot = SpotTraining(drafter)
     losses = []
     for _ in range(20):
-        spot.remember([make_features(drafter, LENGTHS)], 3e-3)
+        spot.remember([make_features(drafter, LENGTHS)])
         for _ in range(4):
             spot.work(lambda: False)
         losses.append(spot.merge()["loss"])
@@ -60,26 +60,26 @@ def test_training_alone_learns(policy_dir: Path) -> None:
 
 
 def test_passes_through_the_same_responses_move_the_drafter_less_and_less(policy_dir: Path) -> None:
-    drafter = make_drafter(policy_dir)
+    drafter = make_drafter(policy_dir, online_lr=6e-3)
     spot = SpotTraining(drafter)
-    spot.remember([make_features(drafter, LENGTHS[:1])], 6e-3)
+    spot.remember([make_features(drafter, LENGTHS[:1])])
     rates = []
     for _ in range(3):
         spot.work(lambda: False)
         rates.append(drafter.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([6e-3, 3e-3, 2e-3])
-    spot.remember([make_features(drafter, LENGTHS[:1], seed=1)], 2e-3)
+    spot.remember([make_features(drafter, LENGTHS[:1], seed=1)])
     spot.work(lambda: False)
-    assert drafter.optimizer.param_groups[0]["lr"] == 2e-3
+    assert drafter.optimizer.param_groups[0]["lr"] == 6e-3
 
 
 def run_rank(number: int, policy_dir: Path, port: int, results: Path) -> None:
     os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), MASTER_PORT=str(port))
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     ranks = join()
-    drafter = make_drafter(policy_dir, ranks)
+    drafter = make_drafter(policy_dir, ranks, online_lr=1e-3)
     spot = SpotTraining(drafter)
-    spot.remember([make_features(drafter, LENGTHS, seed=number)], 1e-3)
+    spot.remember([make_features(drafter, LENGTHS, seed=number)])
     for _ in range((1, 3)[number]):
         spot.work(lambda: False)
     alone = [parameter.detach().clone() for parameter in drafter.model.parameters()]
@@ -106,9 +106,9 @@ def test_the_merge_weighs_ranks_by_their_micro_steps(policy_dir: Path, tmp_path:
 
 
 def test_alone_the_merge_changes_nothing(policy_dir: Path) -> None:
-    drafter = make_drafter(policy_dir, ALONE)
+    drafter = make_drafter(policy_dir, ALONE, online_lr=1e-3)
     spot = SpotTraining(drafter)
-    spot.remember([make_features(drafter, LENGTHS)], 1e-3)
+    spot.remember([make_features(drafter, LENGTHS)])
     spot.work(lambda: False)
     before = [parameter.detach().clone() for parameter in drafter.model.parameters()]
     spot.merge()

@@ -1,4 +1,4 @@
-"""The page of `specrl bench bubbles`: the table, drafts by source, the drafter, the simulator and Gantt charts."""
+"""The page of `specrl bench bubbles`: the table, drafts by source, the drafter and Gantt charts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl.bench.bubbles.runs import BUBBLE_SETTINGS, OTHER_SEEDS, SettingRun, acceptance
+from specrl.bench.bubbles.runs import OTHER_SEEDS, SettingRun, acceptance
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import BubbleSettings
 from specrl.bench.tables import markdown_table
-from specrl.projection.measured import read_run
-from specrl.projection.projected import agreement, project_uses
-from specrl.projection.tail import USES
 from specrl.report.gantt import gantt
 from specrl.report.plots import dot_chart, line_chart
 from specrl.schemas import Rollout, read_folder
@@ -64,8 +61,6 @@ def write_page(
         page.text(STORED_LEGEND)
     _drafter_plot(page, runs)
     _update_plot(page, runs)
-    page.text("## Tail simulator")
-    _simulated(page, runs)
     page.text("## Who waited for whom")
     for name in _measured_of(runs, "none", "both"):
         record = runs[name].records[len(runs[name].records) // 2]
@@ -174,45 +169,3 @@ def _update_plot(page: Page, runs: Mapping[str, SettingRun]) -> None:
 def _accepted(record: StepRecord) -> float:
     _, drafted, accepted = record.by_source["replay"]
     return accepted / drafted if drafted else 0.0
-
-
-def _simulated(page: Page, runs: Mapping[str, SettingRun]) -> None:
-    """Show each measured run beside its simulation, and then more ranks, with each use at the speeds of its own run."""
-    measured = {name: read_run(run.steps_dir, run.rollouts_dir) for name, run in runs.items() if name != "plain"}
-    lines = []
-    for name, run in measured.items():
-        found = agreement(run, BUBBLE_SETTINGS[name].bubbles, runs[name].most_running)
-        simulated_s, measured_s = found.generation_s
-        simulated_steps, measured_steps = found.iterations
-        lines.append(
-            [
-                name,
-                f"{simulated_s:.1f}",
-                f"{measured_s:.1f}",
-                f"{found.generation_error:+.1%}",
-                f"{simulated_steps:.0f}",
-                f"{measured_steps:.0f}",
-            ]
-        )
-    columns = ("bubbles", ">simulated, s", ">measured, s", ">error", ">simulated steps", ">measured steps")
-    page.text(markdown_table(columns, lines))
-    by_use = {use: measured[use] for use in USES if use in measured}
-    if "none" not in by_use:
-        return
-    page.text(
-        "Each use is simulated at the speeds of its own run, with as many prompts for each rank. Ratios are against "
-        "`none` on as many ranks:"
-    )
-    lines = [
-        [
-            str(item.ranks),
-            item.use,
-            f"{item.generation_ratio:.2f}",
-            f"{item.decode_step_ratio:.2f}",
-            f"{item.idle_share:.0%}",
-            f"{item.used_share:.0%}",
-        ]
-        for item in project_uses(by_use, runs["none"].most_running)
-    ]
-    columns = (">ranks", "bubbles", ">generation", ">decoding steps", ">idle", ">of it used")
-    page.text(markdown_table(columns, lines))

@@ -23,6 +23,7 @@ from specrl.distributed import join, leave
 from specrl.report.results import find_stages, finished
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import TrainState
 from specrl.training.megatron.policy import Policy
 
 RESPONSE_TOKENS = 64
@@ -73,10 +74,10 @@ def measure(subject: Subject, settings: CheckpointSettings, folder: Path) -> lis
     costs = []
     for step in range(settings.repeats):
         work_alone = seconds_of(work)
-        saved = seconds_of(partial(checkpoints.save, step, None, {}, {}))
+        saved = seconds_of(partial(checkpoints.save, TrainState(step, policy, None)))
         work_beside = seconds_of(work)
         checkpoints.wait()
-        blocking = seconds_of(partial(checkpoints.save, step, None, {}, {})) + seconds_of(checkpoints.wait)
+        blocking = seconds_of(partial(checkpoints.save, TrainState(step, policy, None))) + seconds_of(checkpoints.wait)
         loaded = seconds_of(lambda: checkpoints.restore(None))
         size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
         costs.append(CheckpointCosts(size, saved, blocking, work_alone, work_beside, loaded))

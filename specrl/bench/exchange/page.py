@@ -7,12 +7,12 @@ from statistics import median
 
 import torch
 
+from specrl.bench.exchange.cost import ExchangeShape, exchange_cost
 from specrl.bench.exchange.one_rank import ARRAYS, PICKLED, PROMPT_TOKENS, Cost
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
 from specrl.bench.settings import ExchangeSettings
 from specrl.bench.tables import markdown_table
-from specrl.projection.exchange import ExchangeShape, exchange_cost
 
 PARTS = ("rollouts", "log-probs", "mismatch")
 

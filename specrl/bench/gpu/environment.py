@@ -9,7 +9,7 @@ import torch
 
 from specrl.bench.gpu.findings import Findings
 from specrl.bench.gpu.models import Scale
-from specrl.report.doctor.gpu import GpuNeeds, gather_facts, gpu_checks
+from specrl.checks.gpu import GpuNeeds, gather_facts, gpu_checks
 from specrl.report.processor import cpu_name
 
 PACKAGES = (

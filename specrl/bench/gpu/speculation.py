@@ -17,8 +17,8 @@ import torch
 from specrl.bench.gpu.findings import NEEDS_GPU, Findings
 from specrl.bench.gpu.models import Scale, bench_config, write_config, write_random_drafter
 from specrl.config import Config
+from specrl.projection.budgets import rank_of
 from specrl.projection.memory import GIB, engine_items
-from specrl.projection.plan import rank_of
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 

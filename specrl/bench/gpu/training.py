@@ -20,8 +20,8 @@ from specrl.config import Config
 from specrl.distributed import Ranks, join, leave
 from specrl.models.shapes import model_shape
 from specrl.precision import native
+from specrl.projection.budgets import rank_of
 from specrl.projection.memory import GIB, HOST_RUNTIME_GIB, peak_gib, policy_items
-from specrl.projection.plan import rank_of
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy

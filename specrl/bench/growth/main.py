@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from specrl.bench import arithmetic
+from specrl.bench.arithmetic import Machine
 from specrl.bench.growth.fit import PointTimes, growth
 from specrl.bench.growth.inputs import make_context
 from specrl.bench.growth.page import write_page
@@ -16,8 +18,6 @@ from specrl.bench.job import BenchJob, say
 from specrl.bench.pages import write_rows
 from specrl.bench.rollouts.machine import measure_machine
 from specrl.bench.settings import GrowthSettings
-from specrl.projection.steps import arithmetic
-from specrl.projection.steps.arithmetic import Machine
 
 
 def main(job: BenchJob) -> None:

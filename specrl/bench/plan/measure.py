@@ -32,7 +32,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.training.batches import MicroBatch
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.host_copy import HostTensors
-from specrl.training.drafter.online.online import BEST, OnlineTraining
+from specrl.training.checkpoint.load import TrainState
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -152,17 +152,15 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
         drafter = new_drafter(config, policy_dir)
     with phase("engine"):
         engine = Engine(policy_dir, folder / "drafter", config=config, seed=0)
-    online, last_good = OnlineTraining(drafter), HostTensors()
+    last_good = HostTensors()
     for step in range(2):  # the second step's peak has Adam's moments and the guard's copy from its beginning
         with phase(f"generation {step}"):
             engine.generate(requests(size))
         with phase(f"policy update {step}"):
             _, features = policy.train_step(random_batches(size), mean_loss, features=drafter.feature_spec)
         with phase(f"drafter update {step}"):
-            online.update(features)
-            best = {BEST + name: tensor for name, tensor in drafter.state_dict().items()}
-            online.load_state_dict(online.state_dict() | best)  # with moments, as after a later comparison
-        del best, features
+            drafter.update(features, lr=config.drafter.online_lr)
+        del features
         with phase(f"refit {step}"):
             engine.refit(policy.hf_weights(), drafter.named_weights(), version=step + 1)
             last_good.take(drafter.state_dict())
@@ -170,7 +168,7 @@ def run_parts(size: Size, config: Config, policy_dir: Path, folder: Path) -> Non
             with phase("checkpoint"):
                 checkpoints = Checkpoints(folder / "checkpoints", policy, Retention(1))
         with phase(f"saving {step}"):
-            checkpoints.save(step, online.state_dict(), {}, {})
+            checkpoints.save(TrainState(step, policy, drafter))
             checkpoints.wait()
     engine.shutdown()
 

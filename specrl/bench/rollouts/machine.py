@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from specrl import cpu_products
+from specrl.bench.arithmetic import Machine
 from specrl.models.shapes import ModelShape
-from specrl.projection.steps.arithmetic import Machine
 
 READ_BYTES = 1 << 29
 """The size of the tensor that is read, 512 MiB, which no cache holds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specrl.projection.steps.arithmetic import Machine
+from specrl.bench.arithmetic import Machine
 
 ONE_PER_SECOND = Machine(1.0, 1.0)
 

@@ -15,8 +15,7 @@ from specrl.bench.run.training import UseRun, make_context, train_in_turn
 from specrl.bench.uses import PLAIN
 from specrl.config import Config, ConfigError
 from specrl.models.shapes import model_shape
-from specrl.projection.budgets import stage_budgets
-from specrl.projection.plan import rank_of
+from specrl.projection.budgets import rank_of, stage_budgets
 
 
 def main(job: BenchJob) -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from specrl.artifacts import PrepareResult, write_json
+from specrl.bench import arithmetic
 from specrl.bench.interleaved.side import TrainSide, TrainStep, begin_anew, train_side
 from specrl.bench.interleaved.turns import Worker
 from specrl.bench.job import BenchJob, say
@@ -17,7 +18,6 @@ from specrl.bench.step.page import write_page
 from specrl.bench.step.results import PeerStep, StepFindings, UpdateProducts
 from specrl.context import StageContext
 from specrl.models.shapes import model_shape
-from specrl.projection.steps import arithmetic
 
 PEER, PACKAGE = "TRL", "trl"
 

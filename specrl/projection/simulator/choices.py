@@ -1,22 +1,35 @@
-"""What a configuration would gain on GPUs from each number of drafts, from bubbles, and, to compare, from a lag."""
+"""What a configuration would gain on GPUs from each number of drafts, and from each use of idle time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from specrl.config import Config, ConfigError
+from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape
 from specrl.projection.refit import Layout
+from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
-from specrl.projection.simulator.step import LONGEST_K, REPLAYED_TOKENS, Speculation, StepModel, StepTime
-from specrl.projection.simulator.workload import Lengths, Workload
+from specrl.projection.simulator.step import (
+    LONGEST_K,
+    REPLAYED_TOKENS,
+    Speculation,
+    StepModel,
+    StepTime,
+    acceptance_length,
+)
+from specrl.projection.simulator.workload import Lengths, Responses, Workload
 
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,
 as published for an EAGLE-3 drafter that was trained on the task."""
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
 """The assumed median response length, as a share of the limit, and the standard deviation of its logarithm."""
+MEASURED_K = 3
+"""The most drafts at which the simulator agrees with measurements: beyond, it predicts gains where losses were
+published (`published.py`), so that no advice is built on them."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +43,17 @@ class Choice:
     step_speedup: float
 
 
-def acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Return the tokens of a request per iteration with k drafts.
-
-    Args:
-        rates: The share of drafts whose token at position 1, 2, ... is accepted. Beyond the last one the rates go on
-            falling by the factor between the last two.
-    """
-    known = list(rates[:k])
-    factor = rates[-1] / rates[-2] if len(rates) > 1 else rates[-1]
-    while len(known) < k:
-        known.append(known[-1] * factor)
-    return 1 + sum(known)
-
-
 def hardware_of(config: Config, name: str | None) -> Hardware:
-    """Return the GPU of a name, or else the one whose memory is nearest to what the train stage asks for.
+    """Find the GPU of a name, or else the one whose memory is nearest to what the train stage asks for.
 
     Raises:
-        ConfigError: The name is unknown, or the train stage asks for no GPU.
+        ConfigError: The name is unknown, or there is none and the train stage asks for no GPU.
     """
     resources = config.resources_of("train")
-    if not resources.gpus_per_rank:
-        raise ConfigError("specrl project simulates GPUs: this configuration's train stage asks for none")
+    if name is None and not resources.gpus_per_rank:
+        raise ConfigError(
+            "specrl project simulates GPUs: the train stage asks for none; name one with --hardware, --gpus"
+        )
     if name is None:
         return min(HARDWARE.values(), key=lambda item: abs(item.memory_gb / 1.074 - resources.gpu_memory_gib))
     if name not in HARDWARE:
@@ -60,24 +61,37 @@ def hardware_of(config: Config, name: str | None) -> Hardware:
     return HARDWARE[name]
 
 
-def model_of(config: Config, hardware: Hardware, lengths: Lengths | None = None) -> StepModel:
-    """Return the simulated run of a configuration.
+def model_of(
+    config: Config, hardware: Hardware, responses: Responses | None = None, gpus: int | None = None
+) -> StepModel:
+    """Make the simulated run of a configuration.
 
     Args:
-        lengths: The distribution of response lengths; by default one with a sixth of the limit as its median.
+        responses: By default log-normal lengths with a sixth of the limit as their median.
+        gpus: By default the ranks of the train stage.
+
+    Raises:
+        ConfigError: The GPUs do not make whole engines.
     """
     limit, policy = config.sampling.max_response_tokens, config.policy
-    lengths = lengths or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
-    resources = config.resources_of("train")
     parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
-    return StepModel(
+    gpus = gpus or config.resources_of("train").ranks
+    if gpus % config.engine.tensor_parallel:
+        raise ConfigError(
+            f"--gpus {gpus}: allowed: multiples of engine.tensor_parallel = {config.engine.tensor_parallel}"
+        )
+    engine = EngineModel(
         shape=model_shape(config.model),
         hardware=hardware,
-        gpus=resources.ranks,
-        engine_gpus=config.engine.tensor_parallel,
-        workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, lengths),
+        gpus=config.engine.tensor_parallel,
         is_fp8=config.precision.generation == "fp8",
         parallel=parallel,
+    )
+    responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
+    return StepModel(
+        engine=engine,
+        gpus=gpus,
+        workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
         longest_k=min(LONGEST_K, config.drafter.ttt_steps) if parallel else LONGEST_K,
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
@@ -86,89 +100,44 @@ def model_of(config: Config, hardware: Hardware, lengths: Lengths | None = None)
 
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
-    """Return no speculation, every k up to the longest, the best k with bubbles, and the same with a lag of 1 and 2.
+    """Simulate no speculation, every k up to the longest, and each use of idle time without drafts and with the best k.
 
     Args:
         rates: As in `acceptance_length`.
     """
     plain = model.synchronous(Speculation())
 
-    def choice(name: str, speculation: Speculation, time: StepTime) -> Choice:
+    def choice(name: str, speculation: Speculation) -> Choice:
+        time = model.synchronous(speculation)
         return Choice(name, speculation, time, plain.generation / time.generation, plain.total / time.total)
 
-    found = [choice("plain", Speculation(), plain)]
-    for k in range(1, model.longest_k + 1):
-        speculation = Speculation(k, acceptance_length(rates, k))
-        found.append(choice(f"k = {k}", speculation, model.synchronous(speculation)))
-    best = min(found, key=lambda item: item.time.total).speculation
-    for speculation in (Speculation(bubbles="pregenerate"), replace(best, bubbles="pregenerate")):
-        name = f"k = {speculation.k}, bubbles" if speculation.k else "plain, bubbles"
-        found.append(choice(name, speculation, model.synchronous(speculation)))
-    if model.gpus >= 2 * model.engine_gpus:
-        found += [choice(f"k = {best.k}, lag {lag} (not specrl)", best, model.lagged(best, lag)) for lag in (1, 2)]
+    drafting = [Speculation(k, acceptance_length(rates, k)) for k in range(1, model.longest_k + 1)]
+    found = [choice("plain", Speculation()), *(choice(f"k = {item.k}", item) for item in drafting)]
+    best = min(found[1 : MEASURED_K + 1], key=lambda item: item.time.total)
+    for base in (found[0], best):
+        uses = [replace(base.speculation, bubbles=use) for use in get_args(BubbleUse) if use != "none"]
+        found += [choice(f"{base.name}, {item.bubbles}", item) for item in uses]
     return found
 
 
-CHOICE_COLUMNS = (
-    "generation",
-    ">length",
-    ">generation, s",
-    ">update, s",
-    ">refit, s",
-    ">step, s",
-    ">generation speedup",
-    ">step speedup",
-    ">hours",
-    ">GPU-hours",
-)
-"""The columns of `choice_cells`."""
-
-
-def choice_cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
-    """Return the cells of a table's row: seconds of a step, speedups, and the hours of so many steps."""
-    time, hours = choice.time, choice.time.total * num_steps / 3600
-    return (
-        choice.name,
-        f"{choice.speculation.acceptance_length:.2f}",
-        f"{time.generation:.1f}",
-        f"{time.logprob + time.update:.1f}",
-        f"{time.refit:.2f}",
-        f"{time.total:.1f}",
-        f"{choice.generation_speedup:.2f}",
-        f"{choice.step_speedup:.2f}",
-        f"{hours:.1f}",
-        f"{hours * gpus:,.0f}",
-    )
-
-
 def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
-    """Return what the simulation of a configuration assumes, a line for each."""
-    lengths, hardware = model.workload.lengths, model.hardware
-    return [
-        f"{model.workload.responses} responses a step, log-normal with a median of {lengths.median:.0f} tokens and a "
-        f"spread of {lengths.spread:g}, at most {lengths.limit}; prompts of {model.prompt_tokens} tokens",
-        f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:g}' for rate in rates)}, falling on as at the end",
-        *_of_parallel(model, rates),
-        f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text",
-        f"{hardware.name}: {hardware.bf16_flops / 1e12:.0f} and {hardware.fp8_flops / 1e12:.0f} TFLOP/s in BF16 and "
-        f"FP8, {hardware.memory_bandwidth / 1e12:g} TB/s, {hardware.link_bandwidth / 1e9:g} GB/s NVLink, "
-        f"{hardware.network_bandwidth / 1e9:g} GB/s network ({hardware.source})",
-        *model.efficiency.lines(),
-        f"{model.other_s:g} s of a step for rewards, data and logging",
-    ]
-
-
-def _of_parallel(model: StepModel, rates: Sequence[float]) -> list[str]:
-    """Return what is assumed of a drafter that drafts all positions in one pass, a line for each; none of any other."""
-    if not model.parallel:
-        return []
+    """Say what the simulation of a configuration assumes, a line for each."""
+    responses = model.workload.prompts * model.workload.samples
     lines = [
-        f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} (drafter.ttt_steps); "
-        "it reads weights and KV cache once, and computes as many positions as a pass for each draft would"
+        f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
+        f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
+        f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
+        "measured (--published)",
+        f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text; training the drafter makes no draft better",
+        str(model.engine.hardware),
+        *model.engine.efficiency.lines(),
+        f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",
     ]
-    if tuple(rates) == ACCEPTANCE:
+    if model.engine.parallel:
         lines.append(
-            "those shares were published for a drafter of one position after another; drafts of one pass are right "
-            "less often: give the measured shares with --acceptance"
+            f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} "
+            "(drafter.ttt_steps), which reads weights and KV cache once"
         )
+        if tuple(rates) == ACCEPTANCE:
+            lines.append("drafts of one pass are right less often than those shares: give measured ones (--acceptance)")
     return lines

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU of a kind, as its data sheet describes it."""
+    """One GPU of a kind; operations are dense, links are to each direction, sizes in bytes and seconds."""
 
     name: str
     bf16_flops: float
-    """Dense BF16 operations per second."""
     fp8_flops: float
-    """Dense FP8 operations per second."""
     memory_bandwidth: float
-    """Bytes per second from its memory."""
     memory_gb: float
-    """The size of its memory in GB."""
-    link_bandwidth: float
-    """Bytes per second to the other GPUs of its NVLink domain, in each direction."""
-    network_bandwidth: float
-    """Bytes per second to GPUs of other domains, in each direction."""
+    link_bandwidth: float  # to the other GPUs of its NVLink domain
+    network_bandwidth: float  # to GPUs of other domains
     source: str
-    """Where the figures are from."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.bf16_flops / 1e12:.0f} and {self.fp8_flops / 1e12:.0f} TFLOP/s in BF16 and FP8, "
+            f"{self.memory_bandwidth / 1e12:g} TB/s, {self.link_bandwidth / 1e9:g} GB/s NVLink, "
+            f"{self.network_bandwidth / 1e9:g} GB/s network ({self.source})"
+        )
 
 
 HARDWARE = {
@@ -34,32 +34,26 @@ HARDWARE = {
         Hardware("GB200", 2500e12, 5000e12, 8e12, 186, 900e9, 50e9, "NVIDIA GB200 NVL72 data sheet, for each GPU"),
     )
 }
-"""The GPUs that a run can be projected to, by name. Operations are without sparsity."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a data sheet a run reaches, and what it spends beside arithmetic: the same for every projection."""
+    """How much of a data sheet a run reaches, and what it spends beside arithmetic: the same for every projection.
 
-    flops: float = 0.57
-    """The share of the peak that the engine's matrix products reach."""
+    The values were chosen once, on the published rows that `published.py` marks so, for all of them together.
+    """
+
+    flops: float = 0.57  # of the peak, by the engine's matrix products
     bandwidth: float = 0.8
-    """The share of the memory bandwidth that the engine reaches."""
-    iteration_s: float = 2.5e-3
-    """Seconds of every engine iteration for scheduling, sampling and launching, which no computation hides."""
-    draft_pass_s: float = 50e-6
-    """Seconds of every pass of the drafter beside its bytes and products."""
-    message_s: float = 4e-6
-    """Seconds of each of a layer's two exchanges between the GPUs of an engine; their bytes are taken as hidden."""
-    verified_row: float = 0.31
-    """What attention costs for every further position of a request, as a share of reading its KV cache once."""
-    dense_mfu: float = 0.5
-    """The share of the BF16 peak that the trainer reaches with a dense model, padding and pipeline bubbles included."""
-    expert_mfu: float = 0.053
-    """The same with experts, chosen so that generation has its published share of a step of Qwen3-235B-A22B."""
+    iteration_s: float = 2.5e-3  # of every iteration for scheduling, sampling and launching, hidden by nothing
+    draft_pass_s: float = 50e-6  # of every pass of the drafter beside its bytes and products
+    message_s: float = 4e-6  # of each of a layer's two exchanges in an engine; their bytes are taken as hidden
+    verified_row: float = 0.31  # attention to every further position, as a share of reading its request's KV cache
+    dense_mfu: float = 0.5  # of the trainer's BF16 peak, padding and pipeline bubbles included
+    expert_mfu: float = 0.053  # the same with experts: so that generation has its published share at 235B
 
     def lines(self) -> list[str]:
-        """Return what is assumed, a line for each."""
+        """Say what is assumed, a line for each."""
         return [
             f"the engine's products reach {self.flops:.0%} of the peak and its reads {self.bandwidth:.0%} of the "
             "bandwidth; they overlap in part (root of the sum of squares)",

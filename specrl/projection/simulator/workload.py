@@ -1,15 +1,30 @@
-"""What a step generates: the number of responses and the distribution of their lengths."""
+"""What a step generates: the number of responses, their lengths, and how well each is drafted."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
 from specrl.data.dealing import deal_longest_first
-from specrl.projection.tail import SimulatedResponse
+from specrl.projection.simulator.generation import SimulatedResponse
+from specrl.schemas import read_folder
+
+LONGEST = 16
+"""The last position whose acceptance is read of a run."""
+
+
+class Drawn(NamedTuple):
+    """One response; `gain` is what is accepted of its drafts per iteration, relative to all responses."""
+
+    tokens: int
+    gain: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -17,21 +32,66 @@ class Lengths:
     """Response lengths in tokens: log-normal, cut at a limit, with lengths of the same prompt alike."""
 
     median: float
-    """The median in tokens."""
-    spread: float
-    """The standard deviation of the logarithm."""
+    spread: float  # the standard deviation of the logarithm
     limit: int
-    """The longest response in tokens."""
-    alike: float = 0.5
-    """The share of the logarithm's variance that is between prompts; the rest is between responses to one prompt."""
+    alike: float = 0.5  # the share of the logarithm's variance that is between prompts
 
-    def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[int]]:
-        """Return the lengths of the responses to each prompt."""
+    def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
+        """Draw the responses to each prompt, all drafted equally well."""
         common = math.sqrt(self.alike) * generator.standard_normal((prompts, 1))
         own = math.sqrt(1 - self.alike) * generator.standard_normal((prompts, samples))
-        drawn = self.median * np.exp(self.spread * (common + own))
-        lengths: list[list[int]] = np.clip(drawn.round(), 1, self.limit).astype(int).tolist()
-        return lengths
+        drawn = np.clip((self.median * np.exp(self.spread * (common + own))).round(), 1, self.limit).astype(int)
+        return [[Drawn(tokens) for tokens in group] for group in drawn.tolist()]
+
+    def __str__(self) -> str:
+        return f"log-normal with median {self.median:.0f} and spread {self.spread:g}, at most {self.limit} tokens"
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The responses of a finished run, prompt by prompt, and what it measured of them."""
+
+    groups: tuple[tuple[Drawn, ...], ...]
+    acceptance: tuple[float, ...]  # the share of drafts accepted at positions 1, 2, ...
+    generation_s: float  # of a step, on average
+
+    @classmethod
+    def read(cls, steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
+        """Read a run from the records of its steps and from its rollouts.
+
+        Raises:
+            ValueError: The folder has no steps.
+        """
+        records = [json.loads(path.read_text())["metrics"] for path in sorted(steps_dir.glob("step=*.json"))]
+        rows = list(read_folder(rollouts_dir))
+        if not records or not rows:
+            raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet, or its rollouts are gone")
+        tokens = [(len(row.response_tokens), row.num_accepted_tokens) for row in rows]
+        usual = sum(accepted for _, accepted in tokens) / sum(length - accepted for length, accepted in tokens)
+        groups: dict[tuple[int, int], list[Drawn]] = {}
+        for row, (length, accepted) in zip(rows, tokens, strict=True):
+            gain = accepted / max(1, length - accepted) / usual if usual else 1.0
+            groups.setdefault((row.step, row.prompt_id), []).append(Drawn(length, gain))
+        # Of a run that chooses k, drafts that were not made at a position count as refused there, so that rates fall.
+        names = [f"spec/acceptance_rate_pos_{position}" for position in range(1, LONGEST + 1)]
+        rates = [fmean(record.get(name, 0.0) for record in records) for name in names]
+        return cls(
+            tuple(tuple(group) for group in groups.values()),
+            tuple(rate for rate in rates if rate > 0),
+            fmean(record["timing/generation_s"] for record in records),
+        )
+
+    def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
+        """Draw measured prompts, and as many responses of each as are asked for, again and again if it has fewer."""
+        chosen = generator.integers(len(self.groups), size=prompts)
+        return [[group[i % len(group)] for i in range(samples)] for group in (self.groups[i] for i in chosen)]
+
+    def __str__(self) -> str:
+        lengths = sorted(item.tokens for group in self.groups for item in group)
+        return f"drawn from {len(lengths)} of a run, with a median of {lengths[len(lengths) // 2]} tokens"
+
+
+Responses = Lengths | MeasuredRun
 
 
 @dataclass(frozen=True)
@@ -39,34 +99,28 @@ class Workload:
     """The responses of a step."""
 
     prompts: int
-    samples: int
-    """The number of responses to each prompt."""
-    lengths: Lengths
+    samples: int  # of each prompt
+    lengths: Responses
 
-    @property
-    def responses(self) -> int:
-        """The number of responses of a step."""
-        return self.prompts * self.samples
-
-    def draw(self, steps: int, seed: int) -> list[list[list[int]]]:
-        """Return the response lengths of each step and prompt; the same seed draws the same."""
+    def draw(self, steps: int, seed: int) -> list[list[list[Drawn]]]:
+        """Draw the responses of each step and prompt; the same seed draws the same."""
         generator = np.random.default_rng(seed)
         return [self.lengths.draw(self.prompts, self.samples, generator) for _ in range(steps)]
 
 
-def dealt(groups: Sequence[Sequence[int]], engines: int, pace: float) -> list[list[SimulatedResponse]]:
-    """Return the responses of each engine.
-
-    Prompts are dealt as training deals them, with the typical length of all responses as what is expected of each.
+def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) -> list[list[SimulatedResponse]]:
+    """Deal prompts to engines as training does, with the typical length of all responses expected of each.
 
     Args:
-        groups: The response lengths of each prompt.
-        pace: The tokens of each response per iteration.
+        groups: The responses to each prompt.
+        k: The number of drafts.
+        pace: The mean tokens of a response per iteration.
     """
-    lengths = [length for group in groups for length in group]
-    expected = sum(lengths) / len(lengths)
+    expected = fmean(item.tokens for group in groups for item in group)
     shares = deal_longest_first([expected] * len(groups), engines, room=-(-len(groups) // engines))
-    return [
-        [SimulatedResponse(prompt, length, expected, pace) for prompt in share for length in groups[prompt]]
-        for share in shares
-    ]
+
+    def response(prompt: int, sample: int, item: Drawn) -> SimulatedResponse:
+        own = min(1 + item.gain * (pace - 1), max(k + 1.0, pace))
+        return SimulatedResponse(prompt, item.tokens, expected, own, sample)
+
+    return [[response(prompt, *item) for prompt in share for item in enumerate(groups[prompt])] for share in shares]

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from specrl.report.doctor import gpu, machine, packages, services
-from specrl.report.doctor.check import Check
+from specrl.checks import Check, gpu
+from specrl.report.doctor import machine, packages, services
 from specrl.report.tables import print_line, print_table
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from specrl.report.doctor.check import Check
-from specrl.report.doctor.gpu import check_without_driver, installed_torch
+from specrl.checks import Check
+from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30

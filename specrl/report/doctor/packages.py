@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from specrl.checks import Check
 from specrl.report import package_files
-from specrl.report.doctor.check import Check
 
 LOCKS = Path(__file__).parents[3] / "requirements"
 PACKAGES = {

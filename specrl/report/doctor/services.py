@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.request import urlopen
 
-from specrl.report.doctor.check import Check
+from specrl.checks import Check
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")

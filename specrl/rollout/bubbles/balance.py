@@ -77,8 +77,3 @@ def stored_lengths(folder: Path) -> list[tuple[int, int]]:
             lengths = pc.list_value_length(table["response_tokens"])
             found += zip(table["prompt_id"].to_pylist(), lengths.to_pylist(), strict=True)
     return found
-
-
-def piece(left: int, num_engines: int) -> int:
-    """Return how many of the `left` responses an idle engine claims at once; all engines but one may be idle."""
-    return -(-left // max(1, num_engines - 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
@@ -109,15 +109,6 @@ class Bubbles:
         if self._pregeneration is None or self._training is None:
             return {}
         return {"bubble/pregeneration_share": self._share.pregeneration}
-
-    def state(self) -> dict[str, Any]:
-        """Return as JSON what this rank has learned about its idle time; stored text is left out."""
-        return {"share": self._share.state(), "expected": self._expected}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, on whatever rank."""
-        self._share.restore(state["share"])
-        self._expected = state["expected"]
 
     def probed(self, acceptance_length: float) -> None:
         """Take in the acceptance length that the drafter's guard found on its probe after a refit."""

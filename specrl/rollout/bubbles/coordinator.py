@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from specrl.data.dealing import piece
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.balance import piece
 
 POLL_SECONDS = 0.02
 """The least time between two questions of an engine to the store whether all engines are done."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
@@ -136,20 +135,6 @@ class RolloutGenerator:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of sharing idle time by their names in MLflow."""
         return self._bubbles.metrics()
-
-    def state(self) -> dict[str, Any]:
-        """Return as JSON what this rank has learned about drafts and idle time; it decides nothing but the time."""
-        return {"drafting": self._engine.drafting_state(), "bubbles": self._bubbles.state()}
-
-    def resume(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what `state` returned on the ranks of an earlier start, which may have been more or fewer.
-
-        The ranks of one engine take the same state, because they must decide alike.
-        """
-        size = self._config.engine.tensor_parallel
-        state = states[self._ranks.rank // size * size % len(states)]
-        self._engine.restore_drafting(state["drafting"])
-        self._bubbles.restore(state["bubbles"])
 
     def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
         """Return each engine's share of the prompts, by the response lengths that are expected now."""

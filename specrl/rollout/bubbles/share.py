@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
@@ -38,19 +37,6 @@ class BubbleShare:
         """Whether nothing was learned since the last probe."""
         self._training = 0.0
         """The seconds of training since the last probe from which something was learned."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what was learned, as JSON."""
-        rates, past = dict(self._rates), dict(self._past)
-        probes = {"last": self._probe, "gain": self._gain, "new": self._is_new, "training": self._training}
-        return {"pregeneration": self.pregeneration, "rates": rates, "past": past, "probes": probes}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        self.pregeneration, probes = state["pregeneration"], state["probes"]
-        self._rates, self._past = dict(state["rates"]), dict(state["past"])
-        self._probe, self._gain = probes["last"], probes["gain"]
-        self._is_new, self._training = probes["new"], probes["training"]
 
     def due(self, seconds: Mapping[str, float], expected: float | None) -> float:
         """Return the seconds for which pre-generation may go on now; 0 where it is the drafter's turn.

@@ -8,7 +8,6 @@ adds time with every row. This is measured on the running batch. No budget chang
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,15 +50,6 @@ class RowCosts:
     def seconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """Return the expected seconds for each number of rows; None until numbers of rows are known that differ."""
         return None if self._slopes is None else _features(rows) @ self._slopes
-
-    def state(self) -> list[list[float]]:
-        """Return what was measured, as JSON."""
-        return [[rows, *entry] for rows, entry in self._rows.items()]
-
-    def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on from what `state` returned."""
-        self._rows = {int(rows): (weight, mean) for rows, weight, mean in state}
-        self._fit()
 
     def _fit(self) -> None:
         self._since_fit = 0

@@ -81,15 +81,6 @@ class Calibration:
         self._counts *= self._settings.kept_on_refit
         self._tables = self._fitted()
 
-    def state(self) -> list[list[list[float]]]:
-        """Return what was counted, as JSON."""
-        return [self._right.tolist(), self._counts.tolist()]
-
-    def restore(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Go on from what `state` returned for drafts of the same length."""
-        self._right, self._counts = (np.array(rows, dtype=np.float64) for rows in state)
-        self._tables = self._fitted()
-
     def _fitted(self) -> list[NDArray[np.float64]]:
         return [self._table(place) for place in range(len(self._right))]
 

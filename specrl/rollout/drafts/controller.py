@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,44 +279,6 @@ class Controller:
             return [int(np.count_nonzero(row)) for row in chances]
         drafting = self._drafting.get((bucket_of(batch), lengths.k), 0.0)
         return best_budgets(chances, seconds + drafting, self._settings.worthwhile)
-
-    def state(self) -> dict[str, Any]:
-        """Return what was learned, as JSON; trials under way and the points of the curve are left out."""
-        buckets = {
-            str(key): {
-                "chosen": list(bucket.chosen),
-                "tokens": bucket.tokens.state(),
-                "log_costs": [[list(lengths), list(trials)] for lengths, trials in bucket.log_costs.items()],
-            }
-            for key, bucket in self._buckets.items()
-        }
-        return {
-            "choices": [list(choice) for choice in self.choices],
-            "tokens": self._shared.state(),
-            "buckets": buckets,
-            "calibration": self.calibration.state(),
-            "rows": self._row_costs.state(),
-            "drafting": [[*key, seconds] for key, seconds in self._drafting.items()],
-            "unsteadiness": self._unsteadiness,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; that of a controller with other lengths to choose from is ignored."""
-        if state["choices"] != [list(choice) for choice in self.choices]:
-            return
-        self._shared.restore(state["tokens"])
-        self.calibration.restore(state["calibration"])
-        self._row_costs.restore(state["rows"])
-        self._unsteadiness = state["unsteadiness"]
-        self._drafting = {(int(batch), int(k)): seconds for batch, k, seconds in state["drafting"]}
-        for key, stored in state["buckets"].items():
-            costs = {
-                DraftLengths(*lengths): deque((TrialCost(*trial) for trial in trials), self._settings.trial_window)
-                for lengths, trials in stored["log_costs"]
-            }
-            tokens = TokensPerIteration(self.choices, self._settings)
-            tokens.restore(stored["tokens"])
-            self._buckets[int(key)] = Bucket(DraftLengths(*stored["chosen"]), tokens, costs)
 
     def drafter_changed(self) -> None:
         """Let new drafts soon outweigh old ones in what is expected, because weights have changed; times are kept."""

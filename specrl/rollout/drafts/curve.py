@@ -1,16 +1,12 @@
-"""The file with what the controller has measured: tokens per iteration and second by batch size and draft lengths."""
+"""What the controller has measured: tokens per iteration and second by batch size and draft lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
-from specrl.artifacts import Artifact, write_text
-from specrl.config import Config
+from specrl.artifacts import Artifact
 from specrl.rollout.drafts.estimates import DraftLengths
-
-CURVE_FILE = "speculation.json"
 
 
 class CurvePoint(Artifact):
@@ -52,19 +48,3 @@ class CurvePoint(Artifact):
             tokens_per_s=tokens / seconds,
             chosen=chosen,
         )
-
-
-class SpeculationCurve(Artifact):
-    """What speculation brought on this machine, with this policy and drafter; for people and for MLflow."""
-
-    method: str
-    temperature: float
-    points: list[CurvePoint]
-
-
-def write_curve(directory: Path, config: Config, points: list[CurvePoint]) -> Path:
-    """Write what one engine's controller has learned since the stage last started; return the file's path."""
-    curve = SpeculationCurve(method=config.speculation.method, temperature=config.sampling.temperature, points=points)
-    path = directory / CURVE_FILE
-    write_text(path, curve.model_dump_json(indent=2) + "\n")
-    return path

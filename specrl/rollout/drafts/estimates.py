@@ -82,15 +82,6 @@ class TokensPerIteration:
                 return more + slope * (lengths[axis] - shorter[1][axis])
         return sum(self._settings.guessed_acceptance**i for i in range(max(lengths) + 1))
 
-    def state(self) -> list[list[float]]:
-        """Return the sums of tokens and of requests, in the order of the choices."""
-        return [list(self._tokens.values()), list(self._requests.values())]
-
-    def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on from what `state` returned for the same choices."""
-        for sums, values in zip((self._tokens, self._requests), state, strict=True):
-            sums.update(zip(sums, values, strict=True))
-
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
         for sums in (self._tokens, self._requests):

@@ -8,8 +8,7 @@ What is chosen here decides the time alone, never a token.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, DraftOutcome
@@ -51,17 +50,6 @@ class TextAcceptance:
             if outcome.source == DRAFTER:
                 self._drafts = min(self._drafts + 1, self._settings.text_window)
                 self._drafter += (outcome.accepted - self._drafter) / self._drafts
-
-    def state(self) -> dict[str, Any]:
-        """Return what was learned, as JSON."""
-        kinds = [[*kind, right, self._wrong[kind]] for kind, right in self._right.items()]
-        return {"kinds": kinds, "drafter": self._drafter, "drafts": self._drafts}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        for source, agreement, right, wrong in state["kinds"]:
-            self._right[source, agreement], self._wrong[source, agreement] = right, wrong
-        self._drafter, self._drafts = state["drafter"], state["drafts"]
 
     def probability(self, kind: Kind) -> float:
         """Return the probability that a token of such text is right, given that the one before it was."""

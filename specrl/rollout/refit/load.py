@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
-from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
-from specrl.rollout.refit.drafter_guard import DrafterCheck, DrafterGuard, GuardReport
+from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_policy_is
-from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -78,13 +76,9 @@ class Refit:
         self._probe, self._guard = probe, guard
         self._ranks, self._counts_path = ranks, counts_path
         self._num_loads = 0
-        self._reloaded = False
-        """Whether the drafter was loaded again since the last refit."""
         self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
 
-    def load(
-        self, version: int, kv_scales: KvScales | None = None, how: DrafterCheck = DrafterCheck.PROBE
-    ) -> RefitReport:
+    def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> RefitReport:
         """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
 
         If the drafter did not arrive or its drafts are no longer accepted, `DrafterGuard` replaces it; that is no
@@ -92,47 +86,26 @@ class Refit:
 
         Args:
             kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
-            how: What shows that the drafter's tokens are accepted. In the first refit it is always the probe.
+            probe: Whether the drafter is probed, as it always is in the first refit.
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
                 are compared in every refit, except in native FP8, which rounds the policy's on the GPU.
                 It is raised on every rank, whichever rank found it.
         """
-        if not self._num_loads:
-            self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
-        with heap.kept(left=heap.KEPT):  # what is packed anew takes the memory of the update
-            held = self._on_all_ranks(lambda: self._send(version, kv_scales))
-            parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
-        guard = self._guard.check(version, how if self._num_loads else DrafterCheck.PROBE)
+        held = self._on_all_ranks(lambda: self._send(version, kv_scales))
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
+        guard = self._guard.check(version, probe=probe or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
-        guard, self._reloaded = replace(guard, reloaded=guard.reloaded or self._reloaded), False
         return RefitReport(parity, guard)
 
-    def watch(self, stats: SpeculationStats, version: int) -> None:
-        """Read from a step's rollouts whether drafts are accepted, as `DrafterGuard.watch` does (collective)."""
-        self._note(self._guard.watch(stats, version))
-
     def confirm_drafter(self, version: int) -> None:
-        """Probe the drafter of a checkpoint unless that was done or the trainer vouches for it (collective)."""
-        self._note(self._guard.confirm(version))
-
-    def _note(self, guard: GuardReport | None) -> None:
-        if guard is None:
-            return
-        self._reloaded |= guard.reloaded
-        if guard.failures:
-            self._count(checks=1, failures=guard.failures)
-
-    def guard_state(self) -> dict[str, Any]:
-        """Return what the drafter's guard has learned, as JSON."""
-        return self._guard.state()
-
-    def restore_guard(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `guard_state` returned."""
-        self._guard.restore(state)
+        """Probe the drafter of a checkpoint unless that was done at its refit (collective)."""
+        failures = self._guard.confirm(version)
+        if failures:
+            self._count(checks=1, failures=failures)
 
     def take_events(self) -> list[str]:
         """Return a line for each collapse of the drafter since the last call, with what was done about it."""

@@ -15,23 +15,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from specrl.artifacts import write_json
 from specrl.lineage.record import BEST_FILE
 from specrl.training.checkpoint.files import sync_folder, tensor_parts, write_blocks
 from specrl.training.checkpoint.host_copy import HostCopy, HostTensors
-from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainedDrafter, TrainedPolicy, load_verified
+from specrl.training.checkpoint.load import (
+    DRAFTER_FILE,
+    Restored,
+    TrainedDrafter,
+    TrainedPolicy,
+    TrainState,
+    load_verified,
+)
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
 
-SECONDS_FILE = ".seconds.json"
-"""The file beside the checkpoints that holds how long the last one took. It is no progress of the stage."""
 DAMAGED = "damaged-"
 """The prefix of the folder of a checkpoint that was found damaged."""
 NICENESS = 10
@@ -67,7 +70,6 @@ class _Report:
     """What a rank has written of one checkpoint."""
 
     files: tuple[StoredFile, ...]
-    rank_state: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -79,10 +81,9 @@ class Checkpoints:
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
         self._copy, self._drafter_copy = HostCopy(policy.shards()), HostTensors()
         self._pieces = self._ranks.gather(self._copy.pieces)
-        seconds = directory / SECONDS_FILE
-        self.seconds = float(json.loads(seconds.read_text())["seconds"]) if seconds.exists() else 0.0
-        """How long the writing of the last complete checkpoint took, after its copy, of an earlier start of the stage
-        too; known on the first rank. It is 0 before the first."""
+        self.seconds = 0.0
+        """How long the writing of the last complete checkpoint took, after its copy; known on the first rank. Before
+        the first it is the time that the last one took to read, or 0 without any."""
         self._writing: Future[None] | None = None
         self._reported = threading.Event()
         """Whether this rank's part of the last checkpoint has been written, or could not be."""
@@ -103,15 +104,16 @@ class Checkpoints:
         Raises:
             CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
         """
+        started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
         damaged: list[str] = []
         for step in reversed(steps):
             damage = find_damage(self._folder(step), self._ranks)
             if damage is None:
                 self._set_aside(steps[len(steps) - len(damaged) :])
-                restored = load_verified(self._folder(step), self._policy, drafter)
-                self.newest = step
-                return replace(restored, damaged=tuple(damaged))
+                state = load_verified(self._folder(step), self._policy, drafter)
+                self.newest, self.seconds = step, time.monotonic() - started
+                return Restored(state, tuple(damaged))
             damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
             if self._ranks.is_first:
                 logger.warning(damaged[-1])
@@ -122,21 +124,8 @@ class Checkpoints:
             )
         return None
 
-    def save(
-        self,
-        step: int,
-        drafter: Mapping[str, Tensor] | None,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any],
-    ) -> None:
-        """Copy the present state and begin to write it as the checkpoint from which `step` starts.
-
-        The last save is waited for.
-
-        Args:
-            drafter: The drafter's state, of which the first rank's is written.
-            state: What is stored once, as JSON, the first rank's.
-            rank_state: What is stored for this rank, as JSON.
+    def save(self, state: TrainState) -> None:
+        """Copy the state and begin to write it, once the last one is written. The first rank writes the drafter.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
@@ -144,24 +133,24 @@ class Checkpoints:
         if self._writing is not None and not self._writing.done():
             logger.info("the next checkpoint is due: waiting until the last one is written")
         self.wait()
+        assert state.policy is self._policy, "the copy is of another policy"
         self._copy.take()
         manifest = Manifest(
-            step=step,
+            step=state.step,
             model=self._policy.shape_in_words,
             counters=self._policy.optimizer.counters(),
             tensors=self._policy.tensor_shapes(),
             files=(),
-            has_drafter=drafter is not None,
-            state=_as_json(state),
-            rank_states=(),
+            has_drafter=state.drafter is not None,
+            kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
         )
-        self._number, self.newest = self._number + 1, step
+        self._number, self.newest = self._number + 1, state.step
         self._reported.clear()
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
-        if drafter is not None and self._ranks.is_first:
-            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.take(drafter))
-        number, own = self._number, _as_json(rank_state)
-        self._writing = _beside(lambda: self._write(number, manifest, parts, own))
+        if state.drafter is not None and self._ranks.is_first:
+            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.take(state.drafter.state_dict()))
+        number = self._number
+        self._writing = _beside(lambda: self._write(number, manifest, parts))
 
     def check(self) -> None:
         """Raise CheckpointError on all ranks if the last checkpoint could not be written on any; do not wait for it."""
@@ -189,16 +178,14 @@ class Checkpoints:
         if self._ranks.is_first:
             write_json(self.directory / BEST_FILE, {"step": step})
 
-    def _write(
-        self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]], rank_state: Mapping[str, Any]
-    ) -> None:
+    def _write(self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
         """Write this rank's files; on the first rank complete the checkpoint when all ranks have written theirs."""
         started = time.monotonic()
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
-            report: _Report | str = _Report(tuple(files), rank_state)
+            report: _Report | str = _Report(tuple(files))
         except OSError as error:
             report = f"rank {self._ranks.rank}: {error.strerror or error}"
         finally:
@@ -219,8 +206,6 @@ class Checkpoints:
             ) from error
         size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
         self.seconds = time.monotonic() - started
-        with suppress(OSError):  # the next start would only measure it again
-            write_json(self.directory / SECONDS_FILE, {"seconds": self.seconds})
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 
     def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:
@@ -230,8 +215,7 @@ class Checkpoints:
             for report, pieces in zip(reports, self._pieces, strict=True)
             for file in report.files
         ]
-        rank_states = [report.rank_state for report in reports]
-        write_manifest(folder, replace(manifest, files=tuple(files), rank_states=rank_states))
+        write_manifest(folder, replace(manifest, files=tuple(files)))
         sync_folder(folder)
         final = self._folder(manifest.step)
         if final.exists():  # of an earlier start, whose newer checkpoints were damaged
@@ -285,14 +269,8 @@ class Checkpoints:
         self._ranks.barrier()
 
 
-def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what a checkpoint holds as JSON; the original may change while it is written."""
-    copied: dict[str, Any] = json.loads(json.dumps(state))
-    return copied
-
-
 def _report(data: Mapping[str, Any]) -> _Report:
-    return _Report(tuple(StoredFile(**{**file, "pieces": ()}) for file in data["files"]), data["rank_state"])
+    return _Report(tuple(StoredFile(**{**file, "pieces": ()}) for file in data["files"]))
 
 
 def _remove(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specrl.distributed import Ranks
+from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -58,24 +59,39 @@ class TrainedPolicy(Protocol):
 class TrainedDrafter(Protocol):
     """The interface by which a checkpoint sees the drafter, which is the same on every rank."""
 
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What a checkpoint held beside policy, optimizer and drafter."""
+class TrainState:
+    """All that a step starts from, and all that a checkpoint holds.
+
+    Prompts and seeds are functions of the run's seed and the step. What was learned of times and of acceptance decides
+    no token, and is learned again after a restart.
+    """
 
     step: int
     """The step to run next."""
-    state: Mapping[str, Any]
-    """What the loop had stored once, see `Manifest.state`."""
-    rank_states: tuple[Mapping[str, Any], ...]
-    """What the loop had stored for each of the ranks of that time, which may have been more or fewer."""
+    policy: TrainedPolicy
+    """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part."""
+    drafter: TrainedDrafter | None
+    """The drafter with its optimizer, the same on every rank."""
+    kv_scales: KvScales | None = None
+    """The scales of an FP8 KV cache with which the engine samples."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The newest state that was whole."""
+
+    state: TrainState
     damaged: tuple[str, ...] = ()
     """One line for each newer checkpoint that was damaged."""
 
 
-def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
+def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> TrainState:
     """Restore policy, optimizer and drafter from one checkpoint, verified, of any layout (collective).
 
     Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
@@ -103,7 +119,7 @@ def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: Trained
     for folder in policy.ranks.gather(list(folders))[0]:
         damage = find_damage(folder, policy.ranks)
         if damage is None:
-            return replace(load_verified(folder, policy, drafter), damaged=tuple(damaged))
+            return Restored(load_verified(folder, policy, drafter), tuple(damaged))
         damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
     raise CheckpointError(
         f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or remove the "
@@ -111,7 +127,7 @@ def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: Trained
     )
 
 
-def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
+def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) -> TrainState:
     """Do what `load` does, with a checkpoint in which `find_damage` found nothing (collective)."""
     manifest = read_manifest(folder)
     if manifest.model != policy.shape_in_words:
@@ -126,7 +142,8 @@ def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter |
     elif drafter is not None:
         logger.warning("checkpoint %s holds no drafter, which goes on as it was pretrained", folder)
     policy.ranks.barrier()
-    return Restored(manifest.step, manifest.state, tuple(manifest.rank_states))
+    scales = KvScales(**manifest.kv_scales) if manifest.kv_scales is not None else None
+    return TrainState(manifest.step, policy, drafter, scales)
 
 
 def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what lies in which file, checksums, counters, and the small state of the loop.
+"""The manifest of a checkpoint: what lies in which file, checksums, counters, and the scales of an FP8 KV cache.
 
 It is written last, so that a folder with one was complete once.
 """
@@ -19,7 +19,7 @@ from specrl.training.checkpoint.files import wrong_block
 from specrl.training.checkpoint.pieces import Piece
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 """What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
@@ -56,10 +56,8 @@ class Manifest:
     """The shape of each tensor of the policy, by its Hugging Face name; all are float32."""
     files: tuple[StoredFile, ...]
     has_drafter: bool
-    state: Mapping[str, Any]
-    """What the loop stores once, such as the scales of an FP8 KV cache."""
-    rank_states: Sequence[Mapping[str, Any]]
-    """What the loop stores for each rank, in the order of ranks."""
+    kv_scales: Mapping[str, Any] | None
+    """The fields of `KvScales`; None without an FP8 KV cache."""
 
 
 def stored_name(kind: str, piece: Piece) -> str:

@@ -118,8 +118,6 @@ class _StepResult(NamedTuple):
     """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
     flag: bool
     """Whether any rank gave its flag."""
-    tally: Tally | None
-    """What this rank's chains have drafted; None unless it was asked for, or without any."""
 
 
 class Drafter:
@@ -366,17 +364,6 @@ class Drafter:
         result = self._step(self._pack(features), lr, measure=True, alone=True)
         return result.loss.item(), result.sums.cpu(), result.norm
 
-    def accepted(self, features: Sequence[Features | None]) -> list[tuple[int, int]]:
-        """Return how much of this rank's responses is accepted if a draft begins at every token; nothing is trained.
-
-        Returns:
-            For each response with something to draft, the number of drafts, and that of their tokens before the first
-            one that is not the response's own.
-        """
-        batches = (self._pack(item) for item in features)
-        tallies = (self._step(batch, 0.0, measure=True, alone=True).tally for batch in batches)
-        return [response for tally in tallies if tally is not None for response in tally.by_response()]
-
     @torch.no_grad()
     def average(self, weight: float) -> None:
         """Set parameters and moments to the sum over ranks of `weight` times each rank's (collective).
@@ -419,7 +406,6 @@ class Drafter:
         counts = shared[:steps]
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
-        tally = None
         self._summed.zero_()
         if batch is not None:
             follow = self._positions.measured and lr > 0 and not alone
@@ -431,7 +417,7 @@ class Drafter:
             if tally is not None and measure:
                 sums = tally.sums()
         norm = self._descend(lr, alone) if lr > 0 else 0.0
-        return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0), tally)
+        return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
 
     def _descend(self, lr: float, alone: bool) -> float:
         """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""

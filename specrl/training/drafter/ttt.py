@@ -13,7 +13,7 @@ of its steps before the next, so that memory grows with the slots alone, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,8 +25,6 @@ from specrl.training.drafter.chains import ChainBatch, Part
 from specrl.training.drafter.kinds.layers import DraftModule, causal_attention, chain_attention
 from specrl.training.gather import rows_of
 
-EXPECTED_ACCEPTANCE = "expected_acceptance_pos_"
-"""The name, before the number of the position, of a drafter's expected acceptance."""
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits, target) -> (loss, gradient), see `specrl/algorithms/draft_losses.py`."""
 
@@ -282,11 +280,6 @@ class Tally:
         chains = [len(alive) for alive in self._batch.alive]
         return torch.tensor([chains, before], dtype=torch.float64, device=right.device)
 
-    def by_response(self) -> list[tuple[int, int]]:
-        """Return for each response the number of its chains, and that of the tokens they have right from the first."""
-        right = self._matches.long().cumprod(1).sum(1).cpu()
-        return [(len(chains), int(chains.sum())) for chains in torch.split(right, self._batch.chains_per_row)]
-
     def sums(self) -> Tensor:
         """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 
@@ -332,10 +325,5 @@ def metrics_from_sums(sums: Tensor) -> dict[str, float]:
         "acceptance_length": 1 + accepted / max(drafts, 1),
     }
     for position, row in enumerate(steps.tolist()):
-        metrics[f"{EXPECTED_ACCEPTANCE}{position}"] = row[2]
+        metrics[f"expected_acceptance_pos_{position}"] = row[2]
     return metrics
-
-
-def acceptance_of(metrics: Mapping[str, float]) -> tuple[float, ...]:
-    """Return the expected acceptance at each position from what `metrics_from_sums` returned."""
-    return tuple(rate for name, rate in metrics.items() if name.startswith(EXPECTED_ACCEPTANCE))

@@ -143,12 +143,17 @@ class VllmEngine:
             self.llm.abort_request(names, internal=True)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Requests use the first blocks again, whose memory the engine has already."""
+        """Forget all cached prefixes. Requests use the first blocks again, whose memory the engine has already.
+
+        Raises:
+            RefitError: A block is still in use, and could be read later with the keys of another policy.
+        """
         from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-        if self.llm.reset_prefix_cache():
-            pool = self.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-            pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
+        if not self.llm.reset_prefix_cache():
+            raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
+        pool = self.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `weights.load.refit_policy`."""

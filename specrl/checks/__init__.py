@@ -1,4 +1,4 @@
-"""A finding of `specrl doctor`."""
+"""Findings about a machine, which `specrl doctor` prints and every job with GPUs makes in its first seconds."""
 
 from __future__ import annotations
 

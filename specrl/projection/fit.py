@@ -1,13 +1,15 @@
-"""Which changes of a configuration would make a run fit that does not: found by trying them."""
+"""Whether a run fits its ranks, and which changes of its configuration would make it fit: found by trying them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specrl.config import Config, ConfigError, change_config
-from specrl.projection.budgets import Budget
+from specrl.config import STAGES, Config, ConfigError, change_config
+from specrl.models.layout import layout_problems
+from specrl.models.shapes import ModelShape
+from specrl.projection.budgets import Budget, check_kv, overflow, rank_of, stage_budgets
 
 MOST_CHANGES = 3
 """The most settings that are changed together."""
@@ -17,48 +19,62 @@ GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))
 
 @dataclass(frozen=True)
 class Fit:
-    """How far a configuration is from fitting."""
+    """What was found about the memory and the layout of a configuration."""
 
-    lacking: tuple[Budget, ...]
-    """The memories that are too small."""
-    num_caches: int
-    """The number of KV caches that do not hold a single sequence."""
-    is_impossible: bool
-    """Whether the layout does not suit the model, whatever memory there is."""
+    budgets: list[Budget]
+    problems: list[str]  # what memory cannot mend
+    small_caches: list[str]  # KV caches that do not hold a single sequence
+    notes: list[str]
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape) -> Fit:
+        """Look at the layout and, if it suits the model, at the memory of each stage."""
+        fit = cls([], layout_problems(config, shape), [], [])
+        for stage in STAGES if not fit.problems else ():
+            rank = rank_of(config, stage, shape)
+            fit.budgets.extend(stage_budgets(stage, rank))
+            small_caches, notes = check_kv(stage, rank)
+            fit.small_caches.extend(small_caches)
+            fit.notes.extend(notes)
+        return fit
+
+    @property
+    def lacking(self) -> list[Budget]:
+        """The memories that are too small."""
+        return [budget for budget in self.budgets if budget.needed_gib > budget.available_gib]
+
+    @property
+    def misfits(self) -> list[str]:
+        """All lines that keep the run from being submitted."""
+        return [*self.problems, *self.small_caches, *map(overflow, self.lacking)]
 
     @property
     def excess(self) -> float:
         """A number that grows with what is missing; 0 where everything fits."""
         missing = sum(budget.needed_gib / max(budget.available_gib, 1e-9) - 1 for budget in self.lacking)
-        return math.inf if self.is_impossible else self.num_caches + missing
+        return math.inf if self.problems else len(self.small_caches) + missing
 
 
-def what_fits(config: Config, fit: Fit, examine: Callable[[Config], Fit]) -> str:
-    """Return a line with changes under which the run would fit; empty if none were found.
+def what_fits(config: Config, shape: ModelShape) -> str:
+    """Name changes under which the run would fit, in a line; empty if none were found.
 
     The change that leaves least missing is taken first, then the next one, up to `MOST_CHANGES`.
-
-    Args:
-        fit: How far the configuration is from fitting.
-        examine: A function that says so of another configuration.
     """
     chosen: dict[str, str] = {}
+    fit = Fit.of(config, shape)
     while 0 < fit.excess < math.inf and len(chosen) < MOST_CHANGES:
-        tried = list(_tried(config, fit, chosen, examine))
+        tried = list(_tried(config, shape, fit, chosen))
         best = min(tried, key=lambda found: found[1].excess, default=None)
         if best is None or best[1].excess >= fit.excess:
             return ""
         (key, value), fit = best
         chosen[key] = value
-    if fit.excess:
-        return ""
-    return "this would fit: " + " ".join(f"--set {key}={value}" for key, value in chosen.items())
+    return "" if fit.excess else "this would fit: " + " ".join(f"--set {key}={value}" for key, value in chosen.items())
 
 
 def _tried(
-    config: Config, fit: Fit, chosen: dict[str, str], examine: Callable[[Config], Fit]
+    config: Config, shape: ModelShape, fit: Fit, chosen: dict[str, str]
 ) -> Iterator[tuple[tuple[str, str], Fit]]:
-    """Yield each allowed change beside those chosen, and how far the run is from fitting with it."""
     for key, value in _changes(config, fit):
         if key in chosen:
             continue
@@ -66,16 +82,15 @@ def _tried(
             changed = change_config(config, [f"{name}={text}" for name, text in {**chosen, key: value}.items()])
         except ConfigError:
             continue
-        yield (key, value), examine(changed)
+        yield (key, value), Fit.of(changed, shape)
 
 
 def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:
     """Yield changes as keys and values; of equally good ones the first is taken, so the cheapest come first."""
     policy, engine = config.policy, config.engine
-    has_gpus = bool(config.resources_of("train").gpus_per_rank)
     if not policy.recompute:
         yield "policy.recompute", "true"
-    if has_gpus:
+    if config.resources_of("train").gpus_per_rank:
         nearest = sorted(GPU_FRACTIONS, key=lambda value: abs(value - engine.gpu_memory_fraction))
         yield from (("engine.gpu_memory_fraction", f"{value:g}") for value in nearest)
         if not engine.sleep:
@@ -88,13 +103,9 @@ def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:
         yield "policy.tensor_parallel", str(policy.tensor_parallel * factor)
         yield "policy.expert_parallel", str(policy.expert_parallel * factor)
         yield "engine.tensor_parallel", str(engine.tensor_parallel * factor)
-    yield from _resources(config, fit)
-
-
-def _resources(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:
-    """Yield more nodes and more host memory for the stages that lack memory."""
     for budget in fit.lacking:
-        own, key = config.resources_of(budget.stage), f"stage_resources.{budget.stage}"
+        key = f"stage_resources.{budget.stage}"
         if budget.place == "host":
             yield f"{key}.memory_gib_per_rank", str(math.ceil(budget.needed_gib))
-        yield from ((f"{key}.nodes", str(own.nodes * factor)) for factor in (2, 4, 8))
+        nodes = config.resources_of(budget.stage).nodes
+        yield from ((f"{key}.nodes", str(nodes * factor)) for factor in (2, 4, 8))

@@ -16,9 +16,6 @@ BYTES = 2
 MASTER_BYTES = 28
 """What the optimizer reads and writes of a parameter: gradient, master and two moments in FP32, each but the gradient
 written too."""
-MICRO_BATCH_BYTES = 16
-"""What the two passes over a micro-batch read and write of a parameter: the weight twice, and its gradient, which is
-added to the sum in FP32."""
 REFIT_BYTES = 3 * BYTES
 """What a refit reads and writes of a parameter: the trainer's weight, and the engine's, which is then packed."""
 
@@ -61,18 +58,6 @@ def update_s(shape: ModelShape, prompts: Sequence[int], responses: Sequence[int]
     products = training_products_s(shape, sum(lengths), sum(responses), machine)
     moved = shape.parameters * MASTER_BYTES / machine.bytes_per_s
     return products + 3 * attention_s(shape, lengths, machine) + moved
-
-
-def update_bytes(shape: ModelShape, updates: int, micro_batches: int) -> float:
-    """Return what the updates of a step read and write of the parameters, in bytes.
-
-    The optimizer of a data-parallel rank touches only its share of them, but the exchange of gradients and parameters
-    moves about as much as that saves, so that it is counted as a whole.
-
-    Args:
-        micro_batches: The number of micro-batches of a rank in all updates.
-    """
-    return shape.parameters * (updates * MASTER_BYTES + micro_batches * MICRO_BATCH_BYTES)
 
 
 def training_products_s(shape: ModelShape, tokens: int, responses: int, machine: Machine) -> float:

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from specrl.report.doctor.check import Check
+from specrl.checks import Check
 
 GIB = 2**30
 LEAST_NVCC = (12, 9)

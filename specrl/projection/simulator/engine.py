@@ -8,40 +8,31 @@ in part: the time of both together is the root of the sum of their squares.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from specrl.models.shapes import ModelShape
 from specrl.projection.simulator.hardware import Efficiency, Hardware
 
 BF16 = 2
-"""The bytes of a bfloat16."""
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """An engine of one or several GPUs that decodes with k drafts for each request; an `IterationCost`."""
+    """An engine of one or several GPUs that decodes with k drafts for each request."""
 
     shape: ModelShape
     hardware: Hardware
-    efficiency: Efficiency
-    gpus: int
-    """The number of GPUs among which an engine divides weights, KV cache and products evenly."""
-    is_fp8: bool
-    """Whether linear layers and the KV cache are in FP8; the output layer and the drafter are in BF16."""
-    k: int = 0
-    """The number of drafts that are verified for each request."""
-    parallel: bool = False
-    """Whether the drafter drafts all positions in one pass, and not each in a pass of its own."""
+    gpus: int = 1  # among which weights, KV cache and products are divided evenly
+    is_fp8: bool = False  # linear layers and KV cache; the output layer and the drafter are in BF16
+    parallel: bool = False  # whether the drafter drafts all positions in one pass, and not each in a pass of its own
+    k: int = 0  # drafts that are verified for each request
     prompt_tokens: int = 512
-    """The length of a prompt in tokens."""
     draft_vocab_size: int = 32000
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
-    def at(self, running: int, generated: float, drafted: float = 0.0) -> float:
-        """Return the seconds of an iteration of `running` requests that have generated so many tokens on average.
-
-        What was drafted for them elsewhere is not looked at: `k` tokens are.
-        """
+    def at(self, running: int, generated: float) -> float:
+        """Compute the seconds of an iteration of `running` requests with so many generated tokens on average."""
         rows = running * (self.k + 1)
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
@@ -64,17 +55,14 @@ class EngineModel:
 
     @cached_property
     def _kv_bytes(self) -> float:
-        """The bytes of a token in the KV cache of all layers."""
         return 2 * self.shape.kv_size * self.shape.num_layers * self._weight_size
 
     @cached_property
     def _dense(self) -> float:
-        """The weights of all layers that every token passes."""
         shape = self.shape
         return shape.num_layers * (shape.linear_parameters_per_layer - shape.expert_parameters_per_layer)
 
     def _weight_bytes(self, rows: int) -> float:
-        """Return the bytes of the weights that an iteration of so many rows reads."""
         shape, experts = self.shape, 0.0
         if shape.num_experts:
             reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
@@ -83,7 +71,6 @@ class EngineModel:
 
     @cached_property
     def _row_s(self) -> float:
-        """The seconds of the matrix products of one row."""
         shape = self.shape
         active = self._dense + shape.num_layers * shape.experts_per_token * shape.expert_parameters
         flops = self._bf16_flops * (self.hardware.fp8_flops / self.hardware.bf16_flops if self.is_fp8 else 1.0)
@@ -91,13 +78,13 @@ class EngineModel:
 
     @cached_property
     def _drafter_parameters(self) -> float:
-        """The weights of an EAGLE-3 drafter without its embeddings: see `projection.memory.Rank.drafter_parameters`."""
+        """The weights of an EAGLE-3 drafter without its embeddings: see `memory.Rank.drafter_parameters`."""
         shape, hidden = self.shape, self.shape.hidden_size
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
     def _drafting_s(self, running: int, context: float) -> float:
-        """Return the seconds of the drafter's passes and of its products for the positions that were verified.
+        """Compute the seconds of the drafter's passes and of its products for the positions that were verified.
 
         There are k passes of one position of each request, or one of k positions. That one reads weights and cache
         once, and has as many products as k passes.

@@ -35,8 +35,6 @@ class SpotTraining:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._lr = 0.0
-        """The learning rate of the first pass through the kept features."""
         self._recent: deque[list[Features]] = deque(maxlen=STEPS_KEPT)
         """The features of each kept step, one entry per sequence."""
         self._waiting: list[list[Features]] = []
@@ -48,13 +46,8 @@ class SpotTraining:
         self._random = random.Random(drafter.ranks.rank)
         self._reset()
 
-    def remember(self, features: Sequence[Features | None], lr: float) -> None:
-        """Keep the features of a step's policy update; None stands for a micro-batch that other ranks have.
-
-        Args:
-            lr: The learning rate of the first pass through what is kept.
-        """
-        self._lr = lr
+    def remember(self, features: Sequence[Features | None]) -> None:
+        """Keep the features of a step's policy update; None stands for a micro-batch that other ranks have."""
         self._recent.append([row for item in features if item is not None for row in sequences(item)])
         self._waiting, self._passes = [], 0
 
@@ -64,8 +57,8 @@ class SpotTraining:
     def work(self, stop: Callable[[], bool]) -> bool:
         """Make one micro-step, which is never cut short, and return True; without features return False at once.
 
-        The learning rate of the n-th pass is an n-th of the first one's: a long bubble has time for dozens of passes
-        through a few responses, and at the full rate the drafter would learn those by heart and forget the others.
+        The learning rate of the n-th pass is an n-th of `drafter.online_lr`: a long bubble has time for dozens of
+        passes through a few responses, which the drafter would learn by heart at the full rate, and forget the others.
         """
         if not self._waiting:
             self._waiting, self._passes = self._micro_batches(), self._passes + 1
@@ -73,7 +66,7 @@ class SpotTraining:
             return False
         rows = self._waiting.pop()
         started = time.perf_counter()
-        loss, sums, norm = self._drafter.step_alone(padded(rows), self._lr / self._passes)
+        loss, sums, norm = self._drafter.step_alone(padded(rows), self._drafter.config.online_lr / self._passes)
         seconds = time.perf_counter() - started
         area = len(rows) * max(row.tokens.shape[1] for row in rows)
         self._area = max(1, int(area * min(2.0, MICRO_STEP_SECONDS / seconds)))

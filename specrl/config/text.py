@@ -1,0 +1,190 @@
+"""What the text of a setting may be: it becomes an option of sbatch, a word of a shell, a line of a log.
+
+`check_text` is called for every section before anything else reads it, so that no field can forget to ask.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel
+from pydantic.fields import FieldInfo
+
+SHOWN_CHARACTERS = 80
+"""How much of a wrong value its line repeats."""
+UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode's categories of what is refused: controls (NUL, ESC, line ends), bytes that are no text, U+2028, U+2029."""
+REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters by which a terminal shows a line in another order than it is read in."""
+LINE_CHARACTERS = "\n\t"
+ENVIRONMENT_FILE = "put it into a file that only you can read, as NAME=VALUE, and name that: cluster.environment_file"
+
+SECRET_NAME = re.compile(
+    r".*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)|.+_(?:KEY|PWD|PASS)|(?:.+_)?CREDENTIALS?", re.IGNORECASE
+)
+"""Names of variables and settings that hold secrets: HF_TOKEN, PGPASSWORD, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+ASSIGNMENT = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(?=[\"']?[^\s\"'$`;&|])")
+"""A variable of a shell that is given a value which stands there, and not one that another variable or program has."""
+OPTION = re.compile(r"--?(?:[\w-]*-)?(?:token|secret|password|passwd|passphrase|api-?key)[= ]+(?=[\"']?[^\s\"'$`;&|-])")
+SECRET = re.compile(
+    r"(?<![A-Za-z0-9-])(?:"
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-(?:[a-z0-9]+-)*[A-Za-z0-9_]{16,}"  # OpenAI, Anthropic
+    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}"  # AWS
+    r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"  # GitHub, GitLab
+    r"|xox[abprs]-[\w-]{10,}"  # Slack
+    r"|AIza[\w-]{30,}"  # Google
+    r"|nvapi-[\w-]{16,}"  # NVIDIA
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}"  # JSON web tokens
+    r")"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|(?i:authorization: *(?:basic|bearer|token) +)(?=[^\s\"'$`])"
+)
+"""Secrets that are known by their form, wherever they stand."""
+IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|https?://[^\s/@:$]+@")
+"""A password or token in an address: scheme://user:password@host, https://token@host."""
+
+
+@dataclass(frozen=True)
+class Multiline:
+    """Marks a field whose text may have several lines."""
+
+
+Lines = Annotated[str, Multiline()]
+"""Text of any number of lines, such as the template of a prompt. Every other text of a configuration is one line."""
+
+
+def check_text(section: type[BaseModel], data: Any) -> None:
+    """Refuse control characters and secrets in all texts of a section, as it was given, its keys included.
+
+    Raises:
+        ValueError: There are some; the message has a line for each.
+    """
+    problems = list(dict.fromkeys(_problems(data, "", section)))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _problems(value: Any, key: str, annotation: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, member in value.items():
+            wrong = list(_problems_of(str(name), f"{key or 'config'}: the key", multiline=False))
+            yield from wrong or _problems(member, f"{key}.{name}".lstrip("."), _member(annotation, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, member in enumerate(value):
+            yield from _problems(member, f"{key}.{number}", _member(annotation, ""))
+    elif isinstance(value, str | Path):
+        yield from _problems_of(str(value), f"{key} =", multiline=_has_lines(annotation))
+
+
+def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:
+    kept = LINE_CHARACTERS if multiline else ""
+    wrong = next((character for character in text if is_control(character) and character not in kept), None)
+    if wrong is not None:
+        allowed = "printable characters, tabs and line ends" if multiline else "one line of printable characters"
+        yield f"{what} {shown(text)} has the control character {wrong!r}; allowed: {allowed}"
+    elif SECRET.search(text):
+        yield f"{what} {shown(redacted(text))} looks like a secret, and the configuration is stored: {ENVIRONMENT_FILE}"
+
+
+def is_control(character: str) -> bool:
+    """Return whether a character is not shown, but changes what is shown, read or run."""
+    return unicodedata.category(character) in UNPRINTABLE or character in REORDERING
+
+
+def shown(text: str) -> str:
+    """Return a text as one short line, with what cannot be printed escaped."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
+
+
+def secret_name(line: str) -> str | None:
+    """Return the name of the secret in a line of a shell or a word of a command, or None where none is seen."""
+    if (named := next(_secret_assignments(line), None)) is not None:
+        return named[1]
+    if (option := OPTION.search(line)) is not None:
+        return option[0].rstrip("= ")
+    return "a token, a key or a password" if SECRET.search(line) or IN_ADDRESS.search(line) else None
+
+
+def redacted(text: str) -> str:
+    """Return a text up to its first secret."""
+    named = (found.end() for found in (*_secret_assignments(text), *OPTION.finditer(text)))
+    known = (found.start() for pattern in (SECRET, IN_ADDRESS) for found in pattern.finditer(text))
+    first = min((*named, *known), default=None)
+    return text if first is None else f"{text[:first]}***"
+
+
+def _secret_assignments(text: str) -> Iterator[re.Match[str]]:
+    for found in ASSIGNMENT.finditer(text):
+        if SECRET_NAME.fullmatch(found[1]):
+            yield found
+
+
+def _word(text: str) -> str:
+    wrong = "is empty" if not text else "begins with -" if text.startswith("-") else "has a backslash"
+    if not text or text.startswith("-") or "\\" in text:
+        raise ValueError(
+            f"{shown(text)} {wrong}; allowed: one line without backslashes that begins with another character"
+        )
+    return text
+
+
+Word = Annotated[str, AfterValidator(_word)]
+"""A value that Slurm or a program gets as a word. One with - could be an option, and sbatch reads a backslash between
+quotes otherwise than a shell does."""
+
+
+def _plain_path(path: Path) -> Path:
+    wrong = next((character for character in str(path) if character in ":,%\\"), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, %, and backslashes"
+        )
+    return path
+
+
+PlainPath = Annotated[Path, AfterValidator(_plain_path)]
+"""A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
+
+
+def _setup_line(line: str) -> str:
+    if line.lstrip().startswith("#SBATCH"):
+        raise ValueError(
+            f"{shown(redacted(line))} is an option of sbatch; allowed: a line of a shell, and cluster.sbatch"
+        )
+    if (name := secret_name(line)) is not None:
+        raise ValueError(
+            f"{shown(redacted(line))} looks like a secret ({name}), and the configuration is stored: {ENVIRONMENT_FILE}"
+        )
+    return line
+
+
+SetupLine = Annotated[str, AfterValidator(_setup_line)]
+"""One line of a shell, which holds no secret and no option of sbatch."""
+
+
+def plain(annotation: Any) -> Any:
+    """Return an annotation without its `Annotated[...]` and `| None`."""
+    if get_origin(annotation) is Annotated:
+        return plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return next(member for member in get_args(annotation) if member is not type(None))
+    return annotation
+
+
+def _member(annotation: Any, name: str) -> Any:
+    """Return what is declared for a key of a section, or for the members of a dict, list or tuple; None if nothing."""
+    kind = plain(annotation.annotation if isinstance(annotation, FieldInfo) else annotation)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return next((field for key, field in kind.model_fields.items() if name in (key, field.alias)), None)
+    return members[-1 if get_origin(kind) is dict else 0] if (members := get_args(kind)) else None
+
+
+def _has_lines(annotation: Any) -> bool:
+    return isinstance(annotation, FieldInfo) and any(isinstance(mark, Multiline) for mark in annotation.metadata)

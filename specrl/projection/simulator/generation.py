@@ -1,0 +1,154 @@
+"""Generation of a step on any number of engines: the tail of long responses, and what idle engines do meanwhile.
+
+Each engine decodes its responses together. An iteration takes a time that depends on how many are running, and gives
+every response some tokens, more of them where it follows stored text. Engines that have finished pre-generate for the
+next step as real ones do: they claim responses in the same pieces, those that are expected to be longest first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from specrl.config.rollout import BubbleUse
+from specrl.data.dealing import piece
+
+
+@dataclass(frozen=True)
+class DecodingSpeed:
+    """How fast an engine decodes, and how it divides its idle time."""
+
+    iteration_s: Callable[[int, float], float]
+    """The seconds of an iteration, by the number of running requests and the mean number of their tokens so far."""
+    replayed_tokens: float  # per request and iteration along stored text
+    pregeneration_share: float = 0.9  # of a bubble, with `both`: as the engine begins
+
+
+@dataclass(frozen=True)
+class SimulatedResponse:
+    """A response as it is decoded; lengths are in tokens."""
+
+    prompt: int
+    length: int
+    expected: float  # when prompts are dealt
+    pace: float  # tokens per iteration where it does not follow stored text
+    sample: int = 0  # among the responses to its prompt
+
+    def iterations(self, stored: float, replayed_tokens: float) -> float:
+        """Count its iterations with so many tokens of stored text."""
+        followed = min(stored, self.length)
+        return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
+
+
+@dataclass
+class GenerationTime:
+    """One step's generation."""
+
+    seconds: float  # until the slowest engine has finished
+    idle_s: float  # that engines wait for the slowest one, summed over engines
+    used_s: float  # of `idle_s`, put to use
+    iterations: float  # of the engine that needs most
+    stored: dict[tuple[int, int], float] = field(default_factory=dict)
+    """The number of pre-generated tokens of each of the next step's responses, by (prompt, sample)."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What one engine has decoded."""
+
+    seconds: float
+    iterations: float
+    tokens: list[float]  # of each response at the end
+
+
+def decode(
+    responses: Sequence[SimulatedResponse],
+    stored: Sequence[float],
+    speed: DecodingSpeed,
+    most_running: int,
+    limit: float = float("inf"),
+) -> Decoding:
+    """Decode responses together on one engine.
+
+    Args:
+        stored: The number of tokens of stored text that each response has to follow.
+        most_running: The largest number of responses that run at once, `engine.max_num_seqs`.
+        limit: The seconds after which decoding stops.
+    """
+    needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
+    paces = [item.length / need for item, need in zip(responses, needs, strict=True)]
+    waiting = list(range(len(responses)))[::-1]
+    running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
+    started: dict[int, float] = {}
+    now = iterations = 0.0
+    pace = missed = 0.0  # the running requests have generated pace * iterations - missed tokens
+    while (waiting or running) and now < limit:
+        while waiting and len(running) < most_running:
+            index = waiting.pop()
+            started[index] = iterations
+            pace, missed = pace + paces[index], missed + paces[index] * iterations
+            heapq.heappush(running, (iterations + needs[index], index))
+        until = running[0][0]
+        halfway = (iterations + until) / 2
+        seconds = speed.iteration_s(len(running), (pace * halfway - missed) / len(running))
+        if now + (until - iterations) * seconds >= limit:  # set the limit itself, which sums of steps may never reach
+            now, iterations = limit, iterations + (limit - now) / seconds
+            break
+        now, iterations = now + (until - iterations) * seconds, until
+        while running and running[0][0] <= iterations + 1e-9:
+            _, index = heapq.heappop(running)
+            pace, missed = pace - paces[index], missed - paces[index] * started[index]
+    done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
+    return Decoding(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
+
+
+def simulate(
+    steps: Sequence[Sequence[Sequence[SimulatedResponse]]], speed: DecodingSpeed, use: BubbleUse, most_running: int
+) -> list[GenerationTime]:
+    """Simulate the generation of consecutive steps.
+
+    Args:
+        steps: The responses of each step and engine; those to the same prompt are adjacent.
+        use: `bubbles.use`.
+        most_running: The largest number of responses that run at once on an engine, `engine.max_num_seqs`.
+    """
+    times: list[GenerationTime] = []
+    stored: dict[tuple[int, int], float] = {}
+    for number, shares in enumerate(steps):
+        texts = [[stored.get((item.prompt, item.sample), 0.0) for item in share] for share in shares]
+        works = [decode(*work, speed, most_running) for work in zip(shares, texts, strict=True)]
+        last = max(work.seconds for work in works)
+        idle = sum(last - work.seconds for work in works)
+        iterations = max(work.iterations for work in works)
+        times.append(GenerationTime(last, idle, idle if use in ("train_drafter", "both") else 0.0, iterations))
+        if use in ("pregenerate", "both"):
+            after = steps[number + 1] if number + 1 < len(steps) else []
+            following = sorted(chain(*after), key=lambda response: (-response.expected, response.prompt))
+            part = speed.pregeneration_share if use == "both" else 1.0
+            ready = [(work.seconds, work.seconds + part * (last - work.seconds)) for work in works]
+            stored, used = _pregenerate(ready, following, speed, most_running)
+            times[-1].stored, times[-1].used_s = stored, max(used, times[-1].used_s)
+    return times
+
+
+def _pregenerate(
+    times: Sequence[tuple[float, float]],
+    following: Sequence[SimulatedResponse],
+    speed: DecodingSpeed,
+    most_running: int,
+) -> tuple[dict[tuple[int, int], float], float]:
+    stored: dict[tuple[int, int], float] = {}
+    ready, first, used = [(start, end) for start, end in times if start < end], 0, 0.0
+    heapq.heapify(ready)
+    group = sum(response.prompt == following[0].prompt for response in following) if following else 0
+    while ready and first < len(following):
+        now, end = heapq.heappop(ready)
+        claimed = following[first : first + max(group, piece(len(following) - first, len(times)))]
+        work = decode(claimed, [0.0] * len(claimed), speed, most_running, end - now)
+        stored |= {(item.prompt, item.sample): tokens for item, tokens in zip(claimed, work.tokens, strict=True)}
+        first, used = first + len(claimed), used + work.seconds
+        if work.seconds < end - now:
+            heapq.heappush(ready, (now + work.seconds, end))
+    return stored, used

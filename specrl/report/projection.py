@@ -1,0 +1,150 @@
+"""The tables of `specrl run --dry-run` and of `specrl project`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from specrl.projection.budgets import Budget
+from specrl.projection.plan import Plan, PlannedJob
+from specrl.projection.simulator.choices import Choice, assumptions, choices
+from specrl.projection.simulator.hardware import Efficiency
+from specrl.projection.simulator.published import PublishedRow, mean_error
+from specrl.projection.simulator.step import StepModel
+from specrl.report.tables import print_line, print_table
+
+CHOICE_COLUMNS = (
+    "generation",
+    ">length",
+    ">generation, s",
+    ">idle",
+    ">idle time used",
+    ">update, s",
+    ">refit, s",
+    ">step, s",
+    ">generation speedup",
+    ">step speedup",
+    ">hours",
+    ">GPU-hours",
+)
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print tables of the jobs, of each kind of memory by stage, and of a step's transfers; then the notes."""
+    console = console or Console()
+    shape = plan.shape
+    active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
+    print_line(
+        console,
+        f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters{active} "
+        f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
+    )
+    print_line(console, "\n".join(plan.algorithms) + "\n")
+    columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
+    print_table(console, "Jobs", columns, [_job_row(job) for job in plan.jobs])
+    for job in plan.jobs:
+        if job.options:
+            print_line(console, f"{job.stage}: {job.options}")
+    for place in dict.fromkeys(budget.place for budget in plan.budgets):
+        _print_place(console, place, [budget for budget in plan.budgets if budget.place == place])
+    _print_traffic(console, plan)
+    checkpoint = plan.checkpoint
+    print_line(
+        console,
+        f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
+        f"in {checkpoint.write_s:.0f} s beside the next; at most {checkpoint.number} at a time",
+    )
+    print_line(console, "assumed: " + "; ".join(plan.speeds.lines))
+    for note in plan.notes:
+        print_line(console, f"note: {note}")
+
+
+def _job_row(job: PlannedJob) -> tuple[str, ...]:
+    numbers = (job.nodes, job.ranks, job.gpus, job.cpus, job.memory_gib, job.minutes)
+    return (job.stage, *("not asked for" if number is None else f"{number:g}" for number in numbers), job.partition)
+
+
+def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
+    by_stage = [{item.name: item for item in budget.items} for budget in budgets]
+    rows = []
+    for name in dict.fromkeys(name for items in by_stage for name in items):
+        largest = max((items[name] for items in by_stage if name in items), key=lambda item: item.gib)
+        cells = [f"{items[name].gib:.2f}" if name in items else "" for items in by_stage]
+        phase = f" (only in the {largest.phase} phase)" if largest.phase else ""
+        rows.append((name, *cells, largest.how + phase))
+    needed = [f"{budget.needed_gib:.2f}" for budget in budgets]
+    rows.append(("needed", *needed, "items of the whole stage and of the largest phase"))
+    rows.append(("a rank has", *(f"{budget.available_gib:.2f}" for budget in budgets), ""))
+    columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
+    print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)
+
+
+def _print_traffic(console: Console, plan: Plan) -> None:
+    rows: list[tuple[str, ...]] = []
+    for item in plan.traffic:
+        numbers = (item.inside_gib, item.network_gib, item.seconds(plan.speeds))
+        rows.append((item.name, *(f"{number:.2f}" for number in numbers), item.how))
+    sums = (
+        sum(item.inside_gib for item in plan.traffic),
+        sum(item.network_gib for item in plan.traffic),
+        sum(item.seconds(plan.speeds) for item in plan.traffic),
+    )
+    rows.append(("all", *(f"{number:.2f}" for number in sums), "for one rank"))
+    columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
+    print_table(console, "Received by one rank in a step of training", columns, rows)
+
+
+def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:
+    """Print what each number of drafts and each use of idle time would take and gain, and what is assumed.
+
+    Args:
+        rates: The share of drafts accepted at positions 1, 2, ...
+        num_steps: The steps of the whole run.
+    """
+    console = Console()
+    title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
+    print_table(console, title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
+    for line in assumptions(model, rates):
+        print_line(console, f"assumed: {line}")
+
+
+def _cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
+    time, hours = choice.time, choice.time.total * num_steps / 3600
+    return (
+        choice.name,
+        f"{choice.speculation.acceptance_length:.2f}",
+        f"{time.generation:.1f}",
+        f"{time.idle_share:.0%}",
+        f"{time.used_share:.0%}",
+        f"{time.logprob + time.update:.1f}",
+        f"{time.refit:.2f}",
+        f"{time.total:.1f}",
+        f"{choice.generation_speedup:.2f}",
+        f"{choice.step_speedup:.2f}",
+        f"{hours:.1f}",
+        f"{hours * gpus:,.0f}",
+    )
+
+
+def print_published(rows: Sequence[PublishedRow]) -> None:
+    """Print published figures beside the simulated ones, and how far those are off that were not chosen on."""
+    console = Console()
+    columns = ("setting", "quantity", ">published", ">simulated", ">ratio", "constants chosen on it")
+    cells = [
+        (
+            row.setting,
+            row.quantity,
+            f"{row.published:.2f}",
+            "" if row.predicted is None else f"{row.predicted:.2f}",
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            "yes" if row.chosen_on else "no",
+        )
+        for row in rows
+    ]
+    print_table(console, "Published results (arXiv:2604.26779) and the simulator", columns, cells)
+    by_k = f"k = 3: {mean_error(rows, (3,)):.0%}; k = 5 and 7: {mean_error(rows, (5, 7)):.0%}"
+    print_line(console, f"mean absolute error of the rows that are predicted: {mean_error(rows):.0%} ({by_k})")
+    print_line(console, "empty: too little of the setting is known to simulate it")
+    for line in Efficiency().lines():
+        print_line(console, f"assumed: {line}")
