@@ -17,8 +17,8 @@ import psutil
 
 from slurm.backend import Backend, StageRequest
 from slurm.environment_file import read_environment_file
+from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.config import Config, Resources
-from specrl.keys import files_digest
 from specrl.lineage.record import CODE_DIR
 
 CACHES = {
@@ -45,13 +45,13 @@ LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET
 
 def present_code() -> str:
     """Return the digest of the sources that this process imports, by which a snapshot of them is called."""
-    return files_digest(_files(ROOT))
+    return sources_digest(ROOT, _files(ROOT))
 
 
 def snapshot_code(run_dir: Path) -> Path:
     """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
     target = run_dir / CODE_DIR / present_code()
-    if target.is_dir():
+    if _is_whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".copying-", dir=target.parent))
@@ -61,20 +61,29 @@ def snapshot_code(run_dir: Path) -> Path:
             shutil.copytree(ROOT / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
         for path in temporary.rglob("*"):  # a copy has the mode of its source, which a group may be able to write
             path.chmod(path.stat().st_mode & ~0o022)
+        shutil.rmtree(target, ignore_errors=True)  # what is there has been changed, or is cut short
         temporary.rename(target)
     except OSError:
-        if not target.is_dir():  # else another flow was faster
+        if not _is_whole(target):  # else another flow was faster
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _files(root: Path) -> Iterator[tuple[Path, str]]:
+def _is_whole(code: Path) -> bool:
+    try:
+        check_code(code, code.name)
+    except DistrustError:
+        return False
+    return True
+
+
+def _files(root: Path) -> Iterator[str]:
     for package in PACKAGES:
         for path in (root / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                yield path, str(path.relative_to(root))
+                yield str(path.relative_to(root))
 
 
 def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
@@ -93,6 +102,7 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
         "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy: its digest is checked
         "PYTHONFAULTHANDLER": "1",
         "DO_NOT_TRACK": "true",
     }

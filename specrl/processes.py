@@ -16,8 +16,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 32_000)
 """The ports to choose from. Linux gives those from 32,768 on to outgoing connections, one of which could take a port
@@ -117,27 +115,26 @@ def cpu_seconds(session: int) -> float:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds a lock file, on this host or on another one that shares the file system.
 
+    It is opened for reading alone: the run may be somebody else's, who may have put a link there, or lie on a file
+    system that cannot be written.
+
     Raises:
         PermissionError: This user may not read the file.
     """
-    if not path.exists():
-        return False
     try:
-        with FileLock(path, timeout=0):
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
             return False
-    except Timeout:
+        raise
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    except PermissionError:  # a member of the group reads the run's folder, and may not write there
-        return _is_locked_for_reading(path)
-
-
-def _is_locked_for_reading(path: Path) -> bool:
-    """Return whether a process holds a lock file that this user may only read."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    finally:
+        os.close(file)
     return False
 
 

@@ -227,7 +227,8 @@ def _fork_server(request: StageRequest, environment: dict[str, str]) -> ForkServ
         if _servers and not _servers[0].serves(setup, environment):
             _servers.pop().close()
         if not _servers:
-            _servers.append(ForkServer(setup, environment, request.key.folder / CONTROLLER_LOG))
+            log = request.key.folder / CONTROLLER_LOG
+            _servers.append(ForkServer(setup, environment, log, request.checked_python))
         return _servers[0]
 
 

@@ -58,19 +58,22 @@ class Order:
 class ForkServer:
     """The flow's side: starts the process, and has it fork controllers."""
 
-    def __init__(self, setup: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, setup: Sequence[str], environment: Mapping[str, str], log: Path, options: Sequence[str] = ("-u",)
+    ) -> None:
         """Start the process, in a session of its own.
 
         Args:
             setup: Lines of a shell that come first.
             environment: All its variables before the set-up lines; those of threads are set after them.
             log: The file to which the set-up lines and the imports print.
+            options: The options of Python, such as those with which it checks the code before it imports any.
         """
         self._setup, self._environment = tuple(setup), dict(environment)
         threads = (f"export {name}=1" for name in THREAD_VARIABLES)
         script = "\n".join(["set -e", *setup, *threads, 'exec "$@"'])
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-m", "slurm.local.fork_server", str(theirs.fileno())]
+        command = [sys.executable, *options, "-m", "slurm.local.fork_server", str(theirs.fileno())]
         with theirs, log.open("ab") as file:
             self._process = subprocess.Popen(
                 ["bash", "-c", script, "bash", *command],

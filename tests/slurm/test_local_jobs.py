@@ -18,6 +18,7 @@ from flows.change import ChangeRequest, change_run
 from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm.backend import Failure, JobError, JobKey, State
+from slurm.environment import snapshot_code
 from slurm.local.backend import LocalJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
@@ -38,7 +39,7 @@ ENTRY = "tests.slurm.dummy_stage:main"
 def submit(config: Config) -> tuple[StageContext, LocalJob]:
     key = run_keys(config, code_digest(ROOT / "specrl"))["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
-    job = attach_or_submit(context, ENTRY, ROOT)
+    job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert isinstance(job, LocalJob)
     return context, job
 
@@ -127,13 +128,13 @@ def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context, job = submit(make_run("local"))
-    again = attach_or_submit(context, ENTRY, ROOT)
+    again = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
     ranks_of(context.run_dir)
     release(context.run_dir, "prepare")
     wait(again, context, nothing)
-    assert attach_or_submit(context, ENTRY, ROOT) is None
+    assert attach_or_submit(context, ENTRY, snapshot_code(context.run_dir)) is None
 
 
 def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
@@ -154,7 +155,7 @@ def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monke
     config = change_config(make_run("local"), able)
     key = begin(config).stage_keys["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
-    job = attach_or_submit(context, ENTRY, ROOT)
+    job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert job is not None
     ranks_of(context.run_dir)
     change_run(
