@@ -104,8 +104,7 @@ class ClusterConfig(Section):
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run before Python starts, such as module loads and exports: on Slurm in each job, and on this
-    machine once for all jobs, which are forked from one process."""
+    """Shell lines that run before Python starts, in each job, such as module loads and exports."""
     python: str | None = None
     """The Python interpreter of a Slurm job's ranks; that of the flow if it is not given, and `python3` in a
     container."""

@@ -50,11 +50,6 @@ ATTENTION_SCORES = 2**26
 """The number of attention scores that a pass without a gradient holds at once (`megatron/attention/local.py`)."""
 MOST_SHARING = 8
 """The most responses that share one copy of a prompt in a micro-batch (`training/batches.py`)."""
-KEPT = "activations, kept"
-KEPT_GIB = 1.5
-"""The most GiB of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)."""
-WINDOW_BYTES = 2**24
-"""The memory that the ranks of a group on one node map to exchange large tensors (`distributed/tensors.py`)."""
 CALIBRATION_POSITIONS = 640
 """The number of tokens of each of two sets on which the calibration compares (`training/calibration/data.py`)."""
 DRAFTER_SCORES = 2**26
@@ -199,7 +194,6 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         items += [
             _item("gradients", count * FP32, "float32"),
             _item("masters and Adam moments", rank.optimizer_parameters * optimizer, _optimizer_name(rank, optimizer)),
-            *_windows(rank, 2 if shape.num_experts else 1),
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
@@ -207,12 +201,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
-    passes = activations(rank, trainable=trainable)
-    if trainable and not rank.gpu:
-        stays = min(passes.gib, KEPT_GIB)
-        items.append(replace(passes, name=KEPT, gib=stays, phase=None))
-        passes = replace(passes, gib=passes.gib - stays)
-    return [*items, passes, logits(rank)]
+    return [*items, activations(rank, trainable=trainable), logits(rank)]
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
@@ -327,7 +316,6 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
-        *_windows(rank, 1, of="drafter's "),
         drafter_activations(rank, tokens),
         *_feature_items(rank, min(max(budget, tokens), longest), features, targets, pretraining=pretraining),
     ]
@@ -520,18 +508,6 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
         items += [_item("last good drafter", size, how), _item("best drafter", size, how)]
         items += [_item("checkpoint copy of the drafter", 2 * size, f"{how}, present and best state")]
     return items
-
-
-def _windows(rank: Rank, groups: int, of: str = "") -> list[MemoryItem]:
-    """Return what ranks on CPUs map to exchange gradients; on GPUs nothing, nor where one rank is alone.
-
-    Args:
-        groups: The number of groups whose ranks exchange.
-    """
-    policy = rank.config.policy
-    if rank.gpu or rank.data_parallel * policy.tensor_parallel * policy.pipeline_parallel == 1:
-        return []
-    return [_item(f"{of}gradients on their way", groups * WINDOW_BYTES, "memory that the ranks of a node map")]
 
 
 def _shard_name(rank: Rank) -> str:

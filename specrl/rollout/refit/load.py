@@ -21,7 +21,6 @@ from specrl.rollout.refit.drafter_guard import DrafterCheck, DrafterGuard, Guard
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_policy_is
-from specrl.training import heap
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -102,9 +101,8 @@ class Refit:
         if not self._num_loads:
             self._guard.renew()  # the drafter may have been restored from a checkpoint since the guard was made
         self._engine.wake()
-        with heap.kept(left=heap.KEPT):  # what is packed anew takes the memory of the update
-            held = self._on_all_ranks(lambda: self._send(version, kv_scales))
-            parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
+        held = self._on_all_ranks(lambda: self._send(version, kv_scales))
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
         guard = self._guard.check(version, how if self._num_loads else DrafterCheck.PROBE)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1

@@ -8,13 +8,11 @@ update learned from (`is_as_good_as_before`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from specrl.training import heap
 from specrl.training.checkpoint.host_copy import HostTensors
 from specrl.training.drafter.online.rate import OnlineRate, PairedCounts
 from specrl.training.drafter.online.spot import SpotTraining
@@ -72,9 +70,8 @@ class OnlineTraining:
             are ahead of the best ones.
         """
         merged = self._spot.merge() if self._spot is not None else {}
-        with heap.kept(left=math.inf):  # it takes the memory of the policy's update, and a refit follows
-            compared = self._compare(features) if self._drafter.config.online_lr else {}
-            metrics = merged or self._drafter.update(list(features), lr=self.lr)
+        compared = self._compare(features) if self._drafter.config.online_lr else {}
+        metrics = merged or self._drafter.update(list(features), lr=self.lr)
         self._usual_before = self._usual
         if metrics["num_tokens"]:
             rates = acceptance_of(metrics)
