@@ -209,8 +209,9 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
     tensor-parallel rank. The following are divided by the tensor-parallel size: 2 (Q + KV) numbers for query, key,
-    value and attention output (with a QK norm 4, and 3 on a CPU), 3 F for the SwiGLU and, in training on a CPU, which
-    has no fused backward pass of attention, heads x longest sequence for the softmax. On a GPU a prompt's keys and
+    value and attention output (with a QK norm 4), 3 F for the SwiGLU and, in training on a CPU, which has no fused
+    backward pass of attention, heads x longest sequence for the softmax. PyTorch's norms on a CPU keep what they have
+    normalised, and what they normalise, in float32. On a GPU a prompt's keys and
     values, 2 KV numbers, are kept once for each of the responses that share it, at most `MOST_SHARING` times. H is the
     hidden size, Q and KV are the channels of all query and key heads, and F is the width of the MLP.
 
@@ -223,7 +224,7 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     layer exists at a time.
     """
     shape, config = rank.shape, rank.config
-    layer = _layer_numbers(rank, trainable=trainable) * rank.dtype_bytes
+    layer = _layer_bytes(rank, trainable=trainable)
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         scores = 0.0 if rank.gpu else attention_scores(rank)
@@ -237,20 +238,25 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
 
 
-def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
-    """Return how many numbers one layer keeps for each token of a micro-batch; see `activations`."""
+def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
+    """Return how many bytes one layer keeps for each token of a micro-batch; see `activations`."""
     shape, config = rank.shape, rank.config
-    with_qk_norm = 4 if rank.gpu else 3  # on a CPU not the whole product that queries and keys are parts of
-    sharded = (with_qk_norm if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
-    sharded += 3 * shape.active_mlp_size
+    heads, with_norm = shape.query_size + shape.kv_size, 2 if shape.family.qk_norm else 0
+    sharded = (2 + (with_norm if rank.gpu else 0)) * heads + 3 * shape.active_mlp_size
+    norms = 0.0
+    if not rank.gpu:  # in float32 the input is there anyway
+        inputs_and_outputs = 2 if rank.dtype_bytes < FP32 else 1
+        norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads / config.policy.tensor_parallel)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
     elif trainable:
         sharded += shape.num_heads * config.model.max_length
     whole = 4 * shape.hidden_size
     if shape.num_experts:
-        return (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
-    return whole + sharded / config.policy.tensor_parallel
+        numbers = (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
+    else:
+        numbers = whole + sharded / config.policy.tensor_parallel
+    return numbers * rank.dtype_bytes + norms
 
 
 def attention_scores(rank: Rank) -> float:
