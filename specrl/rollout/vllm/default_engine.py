@@ -63,7 +63,7 @@ class DefaultEngine:
 
         Args:
             policy_dir: The policy's Hugging Face directory. FP8 recipes in it are not read: the engine computes in
-                `model.dtype`, or in float32 on a CPU that has no products of BF16.
+                `model.dtype`.
             config: The configuration, of which the model's type and length, the seed, the size of the engine's group
                 and of its KV cache are read. On a CPU the engine is compiled only if `engine.compile` says so.
             log: The file that gets what the engine prints.
