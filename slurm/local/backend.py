@@ -23,7 +23,7 @@ from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.lifetime.segments import Reason, Segment
-from specrl.processes import end_with_parent, is_locked, start_ticks
+from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
 
 RECORD_SECONDS = 60
 """The longest time that a controller may take to write its record, once it holds its lock."""
@@ -143,7 +143,7 @@ class LocalBackend:
             executor.update_parameters(**_parameters(request.resources))
         except ValueError as error:  # fewer GPUs are visible than asked for
             raise JobError(str(error)) from error
-        with submitit.helpers.clean_env():
+        with interrupts_held(), submitit.helpers.clean_env():
             controller = executor.start(environment)
         known = False
         try:
