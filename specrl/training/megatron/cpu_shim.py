@@ -1,4 +1,4 @@
-"""Megatron-core on machines without CUDA: this package imports it before anything from `megatron`.
+"""Megatron-core on machines without CUDA: import this module before anything from `megatron`.
 
 Megatron-core places tensors on `torch.cuda.current_device()` and checks for `torch.cuda.FloatTensor`. Without a CUDA
 device, each megatron module sees, once it is imported, a `torch` whose `cuda` and tensor factories mean the CPU; the
@@ -9,6 +9,7 @@ methods, which cannot be replaced per module, change everywhere: `Tensor.cuda`, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -20,7 +21,19 @@ from typing import Any
 
 import torch
 
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "empty_like",
+    "ones_like",
+)
 
 
 class _Proxy(types.ModuleType):
@@ -35,9 +48,47 @@ class _Proxy(types.ModuleType):
         return getattr(self._real, name)
 
 
-class _Stream(torch.cpu.Stream):
-    def record_event(self) -> torch.cpu.Event:
-        return torch.cpu.Event()  # which PyTorch's own does not return, and Megatron waits for
+class _Event:
+    """CPU work is done when the call returns: events have always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    """A CUDA stream on the CPU, where everything is in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
 
 
 class _TypeName(str):
@@ -64,25 +115,35 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.set_rng_state(state)
-
-
 def _torch_for_megatron() -> _Proxy:
+    cpu = torch.device("cpu")
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    def stream(*args: Any, **kwargs: Any) -> _Stream:
+        return _Stream()
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
     cuda = _Proxy(
         torch.cuda,
-        current_device=lambda: torch.device("cpu"),
-        synchronize=torch.cpu.synchronize,
-        current_stream=torch.cpu.current_stream,
-        stream=torch.cpu.stream,
-        Stream=_Stream,
+        current_device=lambda: cpu,
+        synchronize=nothing,
+        empty_cache=nothing,
+        set_device=nothing,
+        get_rng_state=get_rng_state,
+        set_rng_state=set_rng_state,
         manual_seed=torch.manual_seed,
-        get_rng_state=_get_rng_state,
-        set_rng_state=_set_rng_state,
+        current_stream=stream,
+        default_stream=stream,
+        Stream=_Stream,
+        Event=_Event,
+        stream=lambda stream=None: contextlib.nullcontext(),
     )
     return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
@@ -100,7 +161,10 @@ def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
             tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
         )
     if module.__name__ == "megatron.core.tensor_parallel.random":
-        module.__dict__.update(_set_cuda_rng_state=_set_rng_state, _get_cuda_rng_state=_get_rng_state)
+        module.__dict__["_set_cuda_rng_state"] = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        module.__dict__["_get_cuda_rng_state"] = lambda device="cpu", clone=False, graph_safe=False: (
+            torch.get_rng_state()
+        )
 
 
 class _Finder:
@@ -140,7 +204,7 @@ def install() -> None:
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before specrl.training.megatron: import that first")
+        raise RuntimeError("megatron.core was imported before specrl.training.megatron.cpu_shim: import that first")
     # Megatron tells each time that neither Apex nor Transformer Engine is here: that is what this module is for.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor`")

@@ -58,6 +58,10 @@ class PolicyOptimizer:
         self._planned_updates = num_updates
         self.num_updates = 0
         """The number of updates made so far."""
+        self._is_fused = not torch.cuda.is_available()
+        if self._is_fused:
+            for group in self._megatron.param_groups:
+                group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, before the first backward pass of an update."""
@@ -81,9 +85,21 @@ class PolicyOptimizer:
         """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective)."""
         for group in self._megatron.param_groups:
             group["lr"] = lr
-        _, norm, _ = self._megatron.step()
+        norm = self._fused_step() if self._is_fused else self._megatron.step()[1]
         self.num_updates += 1
         return float(norm)
+
+    @torch.no_grad()
+    def _fused_step(self) -> float:
+        """Do what Megatron's `step` does, but let Adam scale the gradients while it reads them (collective)."""
+        self._megatron.prepare_grads()
+        norm = float(self._megatron.get_grad_norm())
+        factor = (norm + 1e-6) / self._config.clip_grad
+        for part in self._parts:
+            # What PyTorch's fused Adam divides gradients by.
+            part.optimizer.grad_scale = torch.tensor(factor) if factor > 1.0 else None
+        self._megatron.step_with_ready_grads()
+        return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
         """Return which elements of a parameter this rank updates, and their state; None if it updates none of them.
@@ -103,7 +119,7 @@ class PolicyOptimizer:
         if not state:  # before the first update; Adam would begin with the same
             state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
             if self._counts_per_parameter:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), device=main.device if self._is_fused else "cpu")
         moments = {name: state[name].detach() for name in KINDS if name != MASTER}
         return (elements.start, elements.end), {MASTER: main.detach().view(-1), **moments}
 
