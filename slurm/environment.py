@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,8 +128,6 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
     for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
-    if "torch" in sys.modules:  # this rank is a fork: torch has read the number of threads of the process before it
-        sys.modules["torch"].set_num_threads(resources.cpus_per_rank)
 
 
 def device_variables(resources: Resources, visible: str | None) -> dict[str, str]:

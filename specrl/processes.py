@@ -12,9 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 32_000)
@@ -110,6 +113,31 @@ def cpu_seconds(session: int) -> float:
             if int(fields[3]) == session:
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.
+
+    It has an effect in the main thread only, since no other thread is ever interrupted. The signal is not blocked:
+    processes that are started in the block would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def is_locked(path: Path) -> bool:
