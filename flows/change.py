@@ -51,14 +51,15 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
     Raises:
         ConfigError: The change is refused; nothing has been written.
     """
-    restrict(read_run_config(run_dir).cluster)
+    cluster = read_run_config(run_dir).cluster
+    restrict(cluster)
     if dry_run:
         revision = _plan(run_dir, request)
         _print(run_dir, revision, console)
         for job in _in_the_way(run_dir, revision).values():
             print_line(console, _say_in_the_way(run_dir, job))
         return
-    with only_flow(run_dir):
+    with only_flow(run_dir, cluster):
         revision = _plan(run_dir, request)
         _print(run_dir, revision, console)
         if _end_jobs(run_dir, revision, console, cancel=request.cancel):

@@ -28,6 +28,7 @@ from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
+from specrl.report.tables import printable
 
 app = typer.Typer(
     name="specrl",
@@ -54,6 +55,8 @@ devcluster.register(app)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user whose share of it is."""
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""The errors of what this user may not read or write, such as a part of somebody else's run."""
 RESUMABLE = ("run", "resume")
 """The commands whose work `specrl resume` goes on with."""
 EXIT_FAILED = 1
@@ -84,11 +87,9 @@ def invoke(arguments: list[str]) -> int:
         _complain(str(error))
         return EXIT_FAILED
     except OSError as error:
-        if error.errno not in FULL_DISK:
+        if error.errno not in (*FULL_DISK, *CLOSED):
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
-        _complain(f"{where}{error.strerror}; make room{then}")
+        _complain(_said(error, arguments))
         return EXIT_FAILED
     except StoppedError as error:
         print(error)
@@ -99,9 +100,17 @@ def invoke(arguments: list[str]) -> int:
     return EXIT_USAGE
 
 
+def _said(error: OSError, arguments: list[str]) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in CLOSED:
+        return f"{where}{error.strerror}"
+    then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
+    return f"{where}{error.strerror}; make room{then}"
+
+
 def _complain(message: str) -> None:
-    for line in message.splitlines():
-        print(f"specrl: {line}", file=sys.stderr)
+    for line in message.split("\n"):
+        print(f"specrl: {printable(line)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

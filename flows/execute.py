@@ -11,7 +11,7 @@ from flows.folder import only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
-from slurm.access import restrict
+from slurm.access import check_access, restrict
 from slurm.backend import StoppedError
 from slurm.registry import backends_of
 from specrl.config import Config, ConfigError
@@ -20,6 +20,7 @@ from specrl.lifetime.segments import SEGMENTS_FILE
 from specrl.lineage.record import read_record
 from specrl.report.description import describe, headline
 from specrl.report.summary import SUMMARY_FILE, render_summary
+from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.run import begin
@@ -43,13 +44,15 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         StoppedError: `specrl stop` asked the run to stop.
     """
     restrict(config.cluster)
+    console = Console(soft_wrap=True)
+    for line in check_access(config.run_dir, config.cluster):
+        print_line(console, line)
     for backend in backends_of(config):
         backend.connect()
     check(config)
-    console = Console(soft_wrap=True)
     if origin is not None:
         config = own_source(config)
-    with only_flow(config.run_dir), PrefectServer(config.runs_dir) as server:
+    with only_flow(config.run_dir, config.cluster), PrefectServer(config.runs_dir) as server:
         if resumed:
             note_edited_files(config, console)
         else:

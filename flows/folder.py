@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from slurm.access import check_access
-from specrl.artifacts import write_text
-from specrl.config import Config, ConfigError, dump_config, parse_config
+from slurm.access import check_access, restrict
+from specrl.artifacts import read_file, read_json, write_text
+from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.processes import is_locked
-from specrl.report.results import CONFIG_FILE
+from specrl.report.results import CONFIG_FILE, is_run, readable_config
 
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1
 """How long a flow tries to take the lock, which `specrl watch` and `specrl ls` hold for an instant when they look."""
+HOLDER = re.compile(r"process (\d+) on (\S+)")
 HOLDER_FILE = ".flow.holder"
 """A file that names the process that holds the lock, for the error message of another process."""
 
@@ -69,26 +72,55 @@ def anchor(config: Config) -> Config:
     return anchored
 
 
-def find_run(name: str, runs_dir: Path) -> Path:
-    """Return the folder of a run.
+def find_own_run(name: str, runs_dir: Path) -> Path:
+    """Return the folder of a run that is the user's alone, so that its code may run and its files may change.
+
+    Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
+    as the run.
 
     Args:
         name: The run's name in `runs_dir`, or the path of its folder.
 
     Raises:
+        ConfigError: There is no such run, or somebody else owns it, can write to it or could replace it.
+    """
+    run_dir = _find_run(name, runs_dir)
+    cluster = readable_config(run_dir).cluster
+    check_access(run_dir, cluster)
+    restrict(cluster)
+    return run_dir
+
+
+def find_run_to_read(name: str, runs_dir: Path) -> Path:
+    """Return the folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written.
+
+    Raises:
         ConfigError: There is no such run; the message lists the existing ones.
     """
+    return _find_run(name, runs_dir)
+
+
+def is_trusted(run_dir: Path) -> bool:
+    """Return whether a run is the user's alone, as `find_own_run` wants it."""
+    try:
+        check_access(run_dir, readable_config(run_dir).cluster)
+    except ConfigError:
+        return False
+    return True
+
+
+def _find_run(name: str, runs_dir: Path) -> Path:
     for folder in (runs_dir / name, Path(name)):
-        if (folder / CONFIG_FILE).is_file():
+        if is_run(folder):
             return folder.absolute()
     known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
     raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the folders of all runs; the run whose configuration was written last comes first."""
-    configs = runs_dir.glob(f"*/{CONFIG_FILE}")
-    return [path.parent for path in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True)]
+    """Return the folders of all runs, whosever they are, the one whose configuration was written last first."""
+    runs = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if is_run(path.parent)]
+    return sorted(runs, key=lambda run_dir: (run_dir / CONFIG_FILE).stat().st_mtime, reverse=True)
 
 
 def write_config(config: Config) -> None:
@@ -97,14 +129,14 @@ def write_config(config: Config) -> None:
 
 
 @contextmanager
-def only_flow(run_dir: Path) -> Iterator[None]:
+def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
     """Hold the run, so that one flow works on it at a time. The kernel releases it when this process ends in any way.
 
     Raises:
         ConfigError: Another process holds it, or somebody else could change what its jobs run.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    check_access(run_dir)
+    check_access(run_dir, cluster or ClusterConfig())
     holder = run_dir / HOLDER_FILE
     try:
         lock = FileLock(run_dir / LOCK_FILE).acquire(timeout=LOCK_SECONDS)
@@ -118,11 +150,11 @@ def only_flow(run_dir: Path) -> Iterator[None]:
 
 def holder_of(run_dir: Path) -> tuple[int, str] | None:
     """Return the process id and the host of the flow that holds, or last held, the run; None if there was none."""
-    path = run_dir / HOLDER_FILE
-    if not path.exists():
+    try:
+        found = HOLDER.fullmatch(read_file(run_dir / HOLDER_FILE).decode())
+    except (OSError, ValueError):
         return None
-    _, process, _, host = path.read_text().split()
-    return int(process), host
+    return (int(found[1]), found[2]) if found else None
 
 
 def is_worked_on(run_dir: Path) -> bool:
@@ -142,11 +174,14 @@ def size_of(path: Path) -> int:
     seen: dict[tuple[int, int], int] = {}
     for folder, _, names in os.walk(path):
         for name in names:
-            state = Path(folder, name).lstat()
-            seen[state.st_dev, state.st_ino] = state.st_size
+            with contextlib.suppress(FileNotFoundError):  # a job has just replaced it
+                state = Path(folder, name).lstat()
+                seen[state.st_dev, state.st_ino] = state.st_size
     return sum(seen.values())
 
 
 def model_of(run_dir: Path) -> str:
-    """Return the value of `model.source` in a run's configuration."""
-    return str(json.loads((run_dir / CONFIG_FILE).read_text())["model"]["source"])
+    """Return the value of `model.source` in a run's configuration, or `?` where it cannot be read."""
+    data = read_json(run_dir / CONFIG_FILE)
+    model = data.get("model") if isinstance(data, dict) else None
+    return str(model.get("source", "?")) if isinstance(model, dict) else "?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.folder import find_run
+from flows.folder import find_own_run
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.lineage.history import link
@@ -80,7 +80,7 @@ def find_origin(place: str, config: Config) -> Origin:
         ConfigError: There is no such run or checkpoint.
     """
     name, _, step = place.partition("@")
-    run_dir = find_run(name, config.runs_dir)
+    run_dir = find_own_run(name, config.runs_dir)
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir.name}: the run has not started")

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurm.access import check_access, check_code
 from slurm.backend import JobError
 from slurm.environment import ROOT, job_environment, present_code
-from specrl.config import Config, ConfigError
+from specrl.config import ConfigError
 from specrl.lineage.record import CODE_DIR, code_of
-from tasks.run import read_run_config
+from specrl.report.results import readable_config
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
@@ -25,19 +26,17 @@ def command_with_own_code(run_dir: Path, arguments: Sequence[str]) -> tuple[list
         None where this process already has that code, and for a run that has none yet.
 
     Raises:
-        ConfigError: The copy of the run's code is gone, or Python does not import it.
+        ConfigError: The copy of the run's code is gone or is not what was copied, Python does not import it, or
+            somebody else could change it.
     """
+    check_access(run_dir, readable_config(run_dir).cluster)
     code = code_of(run_dir)
     if code is None:
         return None
     folder = run_dir / CODE_DIR / code
     if folder.resolve() == ROOT.resolve() or code == present_code():
         return None
-    if not folder.is_dir():
-        raise ConfigError(
-            f"run {run_dir.name}: {folder}, the code that it was started with, is gone; continue it with the present "
-            f"code: specrl resume {run_dir.name} --new-code"
-        )
+    check_code(folder)
     if os.environ.get(GUARD) == code:
         raise ConfigError(f"run {run_dir.name}: Python imports {ROOT} in place of {folder}; look at PYTHONPATH")
     return [sys.executable, "-m", "flows.cli", *arguments], {**os.environ, **job_environment(folder), GUARD: code}
@@ -55,22 +54,6 @@ def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(command[0], command, environment)
-
-
-def config_or_own_code(run_dir: Path, arguments: Sequence[str]) -> Config:
-    """Return the configuration of a run; where that is of another version of specrl, go on with the run's own code.
-
-    Args:
-        arguments: The words after `specrl` with which the run's own code goes on.
-
-    Raises:
-        ConfigError: Neither this version nor the run's own code understands the configuration.
-    """
-    try:
-        return read_run_config(run_dir)
-    except ConfigError:
-        continue_with_own_code(run_dir, arguments)
-        raise
 
 
 def resume_with_own_code(run_dir: Path) -> None:

@@ -10,21 +10,27 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.folder import size_of
+from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
+from flows.origin import ORIGIN
+from slurm.access import check_access
 from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.disk import disk_bytes
 from specrl.projection.plan import plan
+from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
 
 GIB = 2**30
+BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
+"""What a run that was interrupted while it began has in its folder, beside the configuration."""
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4
 """The range of `drafter.online_lr` in which nobody is warned: benchmarks/2026-11-23-drafter-online.md."""
 
@@ -54,6 +60,26 @@ def doubts(config: Config) -> list[str]:
     return [
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
+    ]
+
+
+def check_folder(config: Config) -> list[str]:
+    """Check that the run's folder is absent, empty or this run's, and that nobody else can change or replace it."""
+    run_dir = config.run_dir
+    try:
+        check_access(run_dir, config.cluster)
+    except ConfigError as error:
+        return [str(error)]
+    if not os.path.lexists(run_dir) or (run_dir / RUN_FILE).is_file():
+        return []
+    own = {*BEGUN, CONFIG_FILE} if is_run(run_dir) else set(BEGUN)
+    others = [path for path in run_dir.iterdir() if path.name not in own] if run_dir.is_dir() else [run_dir]
+    left = [path.name for path in others if not (path.name.startswith(".") and path.suffix == ".tmp")]
+    if not left:
+        return []
+    return [
+        f"{run_dir} is not this run's: it has {min(left)}; a run begins in a folder that is absent or empty: choose "
+        "another name (--set name=NAME) or another runs_dir"
     ]
 
 
@@ -199,6 +225,7 @@ def check_cluster(config: Config) -> list[str]:
 
 
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+    check_folder,
     check_model,
     check_draft_model,
     check_drafter,

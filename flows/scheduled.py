@@ -20,6 +20,7 @@ from prefect.types.entrypoint import EntrypointType
 from flows.execute import execute
 from flows.own_code import resume_with_own_code
 from flows.server import ServerError
+from slurm.access import check_access
 from specrl.config import Config, ConfigError, dump_config, parse_config
 from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
@@ -28,9 +29,10 @@ from tasks.run import cancel_jobs
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancel the run's jobs when the flow is cancelled in Prefect, which passes the arguments by these names."""
     assert flow_run.expected_start_time is not None
-    run_dir = config_at(flow_run.parameters["config"], flow_run.expected_start_time).run_dir
-    if run_dir.is_dir():
-        cancel_jobs(run_dir)
+    config = config_at(flow_run.parameters["config"], flow_run.expected_start_time)
+    if config.run_dir.is_dir():
+        check_access(config.run_dir, config.cluster)
+        cancel_jobs(config.run_dir)
 
 
 @flow(name="specrl-scheduled", on_cancellation=[cancel], validate_parameters=False)

@@ -1,15 +1,16 @@
 """Who may read and write a run's folder.
 
 A job imports the code snapshot in it, so that whoever can write there can run commands as its owner. New folders are
-therefore private, and a folder that somebody else can write to is refused.
+therefore private, and a folder that somebody else can write to is refused: `slurm.trust` has the rule.
 """
 
 from __future__ import annotations
 
+import grp
 import os
-import stat
 from pathlib import Path
 
+from slurm import trust
 from specrl.config import ClusterConfig, ConfigError
 
 PRIVATE = 0o077
@@ -23,20 +24,51 @@ def restrict(cluster: ClusterConfig) -> None:
     os.umask(UMASKS[cluster.access])
 
 
-def check_access(folder: Path) -> None:
-    """Refuse a folder to which somebody other than its user can write.
+def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
+    """Refuse a folder that somebody other than its user can write to or replace, whether or not it exists.
+
+    Returns:
+        A line for each folder above it that members of a group can write to which `cluster.trusted_groups` lacks.
 
     Raises:
-        ConfigError: The folder belongs to somebody else, or its group or everybody may write to it.
+        ConfigError: Something of the folder belongs to somebody else, or its group or everybody may write to it.
     """
-    status = folder.stat()
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{folder} belongs to user {status.st_uid} and not to user {os.geteuid()}, who runs this; jobs run code "
-            "from it: choose another runs_dir or name"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}), and jobs run code from it: "
-            f"run `chmod go-w {folder}`, or choose another runs_dir or name"
-        )
+    try:
+        if run_dir.is_dir():
+            trust.check_run(run_dir)
+        return trust.check_place(run_dir, trusted_groups(cluster))
+    except (trust.DistrustError, PermissionError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_code(code: Path) -> None:
+    """Refuse a copy of the code that is not what its name says.
+
+    Raises:
+        ConfigError: It is gone, or something in it is not what was copied there.
+    """
+    try:
+        trust.check_code(code, code.name)
+    except trust.DistrustError as error:
+        raise ConfigError(str(error)) from error
+
+
+def trusted_groups(cluster: ClusterConfig) -> list[int]:
+    """Return the ids of the groups in `cluster.trusted_groups`.
+
+    Raises:
+        ConfigError: This machine does not know one of them.
+    """
+    found = []
+    for name in cluster.trusted_groups:
+        try:
+            found.append(int(name) if name.isdigit() else grp.getgrnam(name).gr_gid)
+        except KeyError as error:
+            raise ConfigError(f"cluster.trusted_groups = {name!r}: this machine knows no such group") from error
+    return found
+
+
+def checked_python(code: Path, cluster: ClusterConfig) -> list[str]:
+    """Return the options with which Python checks a copy of the code, before it becomes Python with what follows."""
+    program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a line of a script
+    return ["-I", "-c", program, str(code), code.name, ",".join(map(str, trusted_groups(cluster))) or "-"]

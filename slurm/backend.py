@@ -7,14 +7,16 @@ configuration names by its import path or by the name that it has there.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from specrl.artifacts import RESULT_FILE, digest, write_json
+from pydantic import TypeAdapter
+
+from slurm.access import checked_python
+from specrl.artifacts import RESULT_FILE, digest, read_file, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment
@@ -139,9 +141,12 @@ class Record:
     def read(cls, path: Path) -> Record | None:
         """Return the record, or None when no job has been submitted for the stage."""
         try:
-            return cls(**json.loads(path.read_text()))
+            return _RECORD.validate_json(read_file(path))
         except FileNotFoundError:
             return None
+
+
+_RECORD = TypeAdapter(Record)
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,8 @@ class StageRequest:
     context: StageContext
     entry: str
     """The function that every rank calls with the context, as `module:function`."""
+    code: Path | None = None
+    """The copy of the sources that the job imports; None in a rank, which has imported it."""
 
     @property
     def key(self) -> JobKey:
@@ -180,9 +187,15 @@ class StageRequest:
         getattr(stage, function)(self.context)
 
     @property
+    def checked_python(self) -> list[str]:
+        """The options of Python with which it checks the copy of the sources, and then does what follows them."""
+        assert self.code is not None
+        return checked_python(self.code, self.key.cluster)
+
+    @property
     def arguments(self) -> list[str]:
         """The words after `python` that start one rank of the job."""
-        return ["-u", "-m", "slurm.entry", str(self.key.context_path), self.entry]
+        return [*self.checked_python, "-m", "slurm.entry", str(self.key.context_path), self.entry]
 
 
 class Job(Protocol):

@@ -1,7 +1,8 @@
 """The program that every rank of a job runs: `python -m slurm.entry CONTEXT.json MODULE:FUNCTION`.
 
 A job needs nothing from the flow that submitted it, which may be killed at once. A job that is queued again (after its
-time limit, preemption or the loss of a node) runs this program anew, and the stage resumes from its files.
+time limit, preemption or the loss of a node) runs this program anew, and the stage resumes from its files. Before it,
+`slurm.trust` has checked whose these files are, and that the code is what was copied.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
-from slurm.access import check_access, restrict
+from slurm.access import restrict
 from slurm.backend import StageRequest
 from slurm.environment import prepare_rank
 from slurm.ranks.supervisor import Supervisor, end_process
@@ -26,8 +27,8 @@ def main(arguments: list[str]) -> None:
         arguments: The file with the stage's context, and the function as `module:function`.
     """
     context = StageContext.load(Path(arguments[0]))
+    context.check()
     restrict(context.config.cluster)
-    check_access(context.run_dir)
     request = StageRequest(context, entry=arguments[1])
     backend = backend_of(request.key.cluster)
     prepare_rank(request, backend)

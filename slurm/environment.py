@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,8 @@ import psutil
 
 from slurm.backend import Backend, StageRequest
 from slurm.environment_file import read_environment_file
+from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.config import Config, Resources
-from specrl.keys import files_digest
 from specrl.lineage.record import CODE_DIR
 
 CACHES = {
@@ -45,13 +44,13 @@ LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET
 
 def present_code() -> str:
     """Return the digest of the sources that this process imports, by which a snapshot of them is called."""
-    return files_digest(_files(ROOT))
+    return sources_digest(ROOT, _files(ROOT))
 
 
 def snapshot_code(run_dir: Path) -> Path:
     """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
     target = run_dir / CODE_DIR / present_code()
-    if target.is_dir():
+    if _is_whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".copying-", dir=target.parent))
@@ -61,20 +60,29 @@ def snapshot_code(run_dir: Path) -> Path:
             shutil.copytree(ROOT / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
         for path in temporary.rglob("*"):  # a copy has the mode of its source, which a group may be able to write
             path.chmod(path.stat().st_mode & ~0o022)
+        shutil.rmtree(target, ignore_errors=True)  # what is there has been changed, or is cut short
         temporary.rename(target)
     except OSError:
-        if not target.is_dir():  # else another flow was faster
+        if not _is_whole(target):  # else another flow was faster
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _files(root: Path) -> Iterator[tuple[Path, str]]:
+def _is_whole(code: Path) -> bool:
+    try:
+        check_code(code, code.name)
+    except DistrustError:
+        return False
+    return True
+
+
+def _files(root: Path) -> Iterator[str]:
     for package in PACKAGES:
         for path in (root / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                yield path, str(path.relative_to(root))
+                yield str(path.relative_to(root))
 
 
 def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
@@ -93,6 +101,7 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
         "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy: its digest is checked
         "PYTHONFAULTHANDLER": "1",
         "DO_NOT_TRACK": "true",
     }
@@ -119,8 +128,6 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
     for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
-    if "torch" in sys.modules:  # this rank is a fork: torch has read the number of threads of the process before it
-        sys.modules["torch"].set_num_threads(resources.cpus_per_rank)
 
 
 def device_variables(resources: Resources, visible: str | None) -> dict[str, str]:

@@ -8,7 +8,6 @@ the lock exist from the moment the job does, so there is no instant at which kil
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import TypeVar
 from slurm.backend import Backend, Job, JobKey, SilentSchedulerError, StageRequest
 from slurm.environment import job_environment
 from slurm.registry import backend_of
-from specrl.config import Config
+from specrl.artifacts import read_json
+from specrl.config import Config, understood_config
 from specrl.context import StageContext
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
         ConfigError: `cluster.backend` is unknown.
         JobError: The job cannot be submitted; the reason is one line.
     """
-    request = StageRequest(context, entry)
+    request = StageRequest(context, entry, code)
     if (job := find(request.key)) is not None:
         return job
     if request.result_path.exists():  # the job ended while it was looked for
@@ -80,9 +80,10 @@ def find_now(key: JobKey) -> Job | None:
 def _backends(key: JobKey) -> list[Backend]:
     """Return the backend with the stage's last job, where that is another one, and the configuration's."""
     backends = [backend_of(key.cluster)]
-    if key.context_path.exists():  # it is written before a job is submitted
-        config = json.loads(key.context_path.read_text())["config"]
-        name = config["stage_resources"].get(key.stage, {}).get("backend") or config["cluster"]["backend"]
+    context = read_json(key.context_path)  # it is written before a job is submitted
+    config = context.get("config") if isinstance(context, dict) else None
+    if isinstance(config, dict):
+        name = understood_config(config, key.config.run_dir).cluster_of(key.stage).backend
         if name != key.cluster.backend:
             backends.insert(0, backend_of(key.cluster.model_copy(update={"backend": name})))
             backends[0].connect()

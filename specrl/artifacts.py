@@ -7,10 +7,12 @@ when its `result.json` exists; it is always written last.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 RESULT_FILE = "result.json"
+MOST_BYTES = 64 * 2**20
+"""The most bytes that are read of a file of text or JSON: a run's own are far smaller."""
 CURVE_FOLDER = "validation"
 """The folder of the scores of policy versions, one file for each, in that of the train stage."""
 
@@ -398,11 +402,43 @@ def append_line(path: Path, line: str) -> None:
         os.fsync(file.fileno())
 
 
+def read_file(path: Path) -> bytes:
+    """Return the contents of a file of a run, which may be somebody else's.
+
+    Raises:
+        ValueError: It is a link, no file (such as a pipe, from which one would read for ever), or too large.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+            raise ValueError(f"{path} is not a file") from error
+        raise
+    state = os.fstat(file)
+    if not stat.S_ISREG(state.st_mode) or state.st_size > MOST_BYTES:
+        os.close(file)
+        raise ValueError(f"{path} is not a file of at most {MOST_BYTES} bytes")
+    with os.fdopen(file, "rb") as opened:
+        return opened.read(MOST_BYTES)
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in a file of a run, which may be somebody else's; None where nothing can be read."""
+    try:
+        return json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def read_lines(path: Path) -> list[Any]:
-    """Return the values of a file with one JSON value per line; without the file, none."""
+    """Return the values of a file with one JSON value per line; without such a file, none."""
+    try:
+        lines = read_file(path).splitlines()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return []
     values = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # a line that a kill cut short
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut short
             values.append(json.loads(line))
     return values
 
@@ -424,10 +460,11 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
     path = stage_dir / RESULT_FILE
     if not path.exists():
         raise ValueError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
+    found = read_json(path)
+    values = found if isinstance(found, dict) else {}
     try:
-        found = json.loads(path.read_text())
         # A run that goes on with other code keeps its finished stages; what only their code knew is left out.
-        return kind.model_validate({name: value for name, value in found.items() if name in kind.model_fields})
+        return kind.model_validate({name: value for name, value in values.items() if name in kind.model_fields})
     except ValidationError as error:
         raise ValueError(
             f"{path} is not a {kind.__name__} of this version; remove the folder to run the stage again"
@@ -450,8 +487,11 @@ def write_scores(train_dir: Path, step: int, scores: Sequence[SetScore]) -> None
 
 def read_curve(train_dir: Path) -> list[SetScore]:
     """Return the scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
-    paths = sorted((train_dir / CURVE_FOLDER).glob("step=*.json"))
-    return [score for path in paths for score in _SCORES.validate_json(path.read_text())]
+    scores: list[SetScore] = []
+    for path in sorted((train_dir / CURVE_FOLDER).glob("step=*.json")):
+        with contextlib.suppress(ValidationError):  # of another version of specrl
+            scores += _SCORES.validate_python(read_json(path))
+    return scores
 
 
 def digest(value: Any) -> str:

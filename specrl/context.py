@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import ResultType, read_result, write_json
+from specrl.artifacts import ResultType, read_file, read_result, write_json
 from specrl.config import Config, StageName, dump_config, parse_config
 from specrl.lineage.record import Continuation
 
@@ -46,6 +47,17 @@ class StageContext:
         """
         return read_result(self.inputs[stage], kind)
 
+    def check(self) -> None:
+        """Check that a job of the run reads and writes in the run's folder alone.
+
+        Raises:
+            ValueError: It would not.
+        """
+        start = [self.continues.stage_dir] if self.continues is not None else []
+        for folder in (self.stage_dir, *self.inputs.values(), *start):
+            if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(self.run_dir)):
+                raise ValueError(f"the context of {self.key} leads out of {self.run_dir}: {folder}")
+
     def save(self, path: Path) -> None:
         """Write the context as JSON."""
         write_json(
@@ -65,7 +77,7 @@ class StageContext:
     @classmethod
     def load(cls, path: Path) -> StageContext:
         """Read a context that `save` wrote."""
-        data = json.loads(path.read_text())
+        data = json.loads(read_file(path))
         return cls(
             config=parse_config(data["config"]),
             stage=data["stage"],

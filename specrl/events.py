@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from specrl.artifacts import append_line, read_lines, write_text
 
@@ -27,6 +30,9 @@ class Event:
     """What happened, in one line for people."""
 
 
+_EVENT = TypeAdapter(Event)
+
+
 def record_event(stage_dir: Path, kind: str, text: str, step: int | None = None) -> None:
     """Append an event to the events of a stage; `Event` describes the arguments."""
     append_line(stage_dir / EVENTS_FILE, json.dumps(asdict(Event(time.time(), step, kind, text))))
@@ -34,7 +40,11 @@ def record_event(stage_dir: Path, kind: str, text: str, step: int | None = None)
 
 def read_events(stage_dir: Path) -> list[Event]:
     """Return the events of a stage in their order."""
-    return [Event(**data) for data in read_lines(stage_dir / EVENTS_FILE)]
+    events = []
+    for data in read_lines(stage_dir / EVENTS_FILE):
+        with contextlib.suppress(ValidationError):  # of another version of specrl
+            events.append(_EVENT.validate_python(data))
+    return events
 
 
 def drop_events(stage_dir: Path, kinds: Collection[str], first_step: int) -> None:

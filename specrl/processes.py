@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from types import FrameType
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 32_000)
@@ -120,30 +120,54 @@ def cpu_seconds(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.
+
+    It has an effect in the main thread only, since no other thread is ever interrupted. The signal is not blocked:
+    processes that are started in the block would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 def is_locked(path: Path) -> bool:
     """Return whether a process holds a lock file, on this host or on another one that shares the file system.
+
+    It is opened for reading alone: the run may be somebody else's, who may have put a link there, or lie on a file
+    system that cannot be written.
 
     Raises:
         PermissionError: This user may not read the file.
     """
-    if not path.exists():
-        return False
     try:
-        with FileLock(path, timeout=0):
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
             return False
-    except Timeout:
+        raise
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    except PermissionError:  # a member of the group reads the run's folder, and may not write there
-        return _is_locked_for_reading(path)
-
-
-def _is_locked_for_reading(path: Path) -> bool:
-    """Return whether a process holds a lock file that this user may only read."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    finally:
+        os.close(file)
     return False
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from specrl.artifacts import write_json
+from pydantic import TypeAdapter, ValidationError
+
+from specrl.artifacts import read_json, write_json
 
 PROGRESS_FILE = "progress.json"
 
@@ -34,6 +36,9 @@ class ProgressState:
         """The seconds left at the pace so far; None before something has been done."""
         done = self.done - self.started_done
         return (self.updated_at - self.started_at) * (self.total - self.done) / done if done > 0 else None
+
+
+_STATE = TypeAdapter(ProgressState)
 
 
 class Progress:
@@ -93,8 +98,8 @@ class Progress:
 def read_progress(stage_dir: Path) -> ProgressState | None:
     """Return what the stage last reported, or None if it has not reported anything that this version can read."""
     try:
-        return ProgressState(**json.loads((stage_dir / PROGRESS_FILE).read_text()))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError):  # not yet there, or of another version of the code
+        return _STATE.validate_python(read_json(stage_dir / PROGRESS_FILE))
+    except ValidationError:  # not yet there, or of another version of the code
         return None
 
 
@@ -111,6 +116,8 @@ def words(progress: ProgressState) -> str:
 
 def clock(seconds: float) -> str:
     """Return a duration as `M:SS`, or as `H:MM:SS` from an hour on."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

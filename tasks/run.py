@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from slurm.access import check_code
 from slurm.backend import STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
-from specrl.artifacts import RESULT_FILE, point_to, write_text
+from specrl.artifacts import RESULT_FILE, point_to, read_json, write_text
 from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
@@ -21,7 +22,7 @@ from specrl.lifetime.segments import end_segment, last_recorded_step, read_segme
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.progress import ProgressState
 from specrl.projection.plan import device_bytes
-from specrl.report.results import CONFIG_FILE
+from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.tracking import RUN_ID_FILE
 
 
@@ -79,10 +80,11 @@ def read_run_config(run_dir: Path) -> Config:
 
     Raises:
         ConfigError: This version of specrl does not understand the configuration.
-        FileNotFoundError: The folder is not a run's.
     """
     record = read_record(run_dir)
-    data = record.settings if record is not None else json.loads((run_dir / CONFIG_FILE).read_text())
+    data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
     return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
 
 
@@ -90,15 +92,11 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     """Read a run's folder; a run that has no record begins with the present code.
 
     Raises:
-        ConfigError: The copy of the run's code is gone.
+        ConfigError: The copy of the run's code is gone, or is not what was copied.
     """
     config = read_run_config(run_dir)
     record = read_record(run_dir) or begin(config)
-    if not record.code_dir(run_dir).is_dir():
-        raise ConfigError(
-            f"run {run_dir.name}: {record.code_dir(run_dir)}, the code that it was started with, is gone; continue it "
-            f"with the present code: specrl resume {run_dir.name} --new-code"
-        )
+    check_code(record.code_dir(run_dir))
     run_id = run_dir / RUN_ID_FILE
     for key, job in live_jobs(config).items():
         if key not in record.stage_keys.values():
@@ -230,7 +228,7 @@ def ask_to_stop(run_dir: Path) -> list[str]:
     """
     write_text(run_dir / STOP_FILE, "")
     lines = []
-    for job in live_jobs(read_run_config(run_dir)).values():
+    for job in live_jobs(readable_config(run_dir)).values():
         try:
             if job.state().phase == "pending":
                 job.cancel()
@@ -271,6 +269,6 @@ def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
     Args:
         say: Called with a line about what became of each job.
     """
-    config = read_run_config(run_dir)
+    config = readable_config(run_dir)
     for key, job in live_jobs(config).items():
         say(_cancel(job, run_dir / "stages" / key, config))

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from specrl.processes import free_port
+from specrl.rollout.vllm.engine.lifecycle import set_environment
 
 ROOT = Path(__file__).parents[1]
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -29,6 +31,13 @@ def run_module(module: str, *arguments: object, seconds: float = 1200) -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def import_engine() -> None:
+    """Import what an engine on CPUs needs, for the processes that are forked from this one."""
+    set_environment()
+    for module in ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
+        import_module(module)
 
 
 def fork(size: int, run: Callable[[int], object]) -> list[int]:

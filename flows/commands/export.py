@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from flows.origin import find_origin
 from slurm.access import restrict
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
@@ -77,14 +77,7 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or its policy has a layer of its own that drafts.
     """
-    import torch
-
-    from specrl.distributed import Ranks
-    from specrl.training.checkpoint.manifest import CheckpointError
-    from specrl.training.checkpoint.policy_folder import write_policy_folder
-
-    config = read_config(find_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
-    restrict(config.cluster)
+    config = read_config(find_own_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
     method = config.speculation.method
     if config.speculation.draft_method.is_policy_layer:
         raise ConfigError(
@@ -92,6 +85,12 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
             "apart; specrl stop, then specrl resume --steps with the steps it has, writes both to export/policy"
         )
     origin = find_origin(place, config)
+    import torch
+
+    from specrl.distributed import Ranks
+    from specrl.training.checkpoint.manifest import CheckpointError
+    from specrl.training.checkpoint.policy_folder import write_policy_folder
+
     try:
         alone = Ranks(0, 1, 0, torch.device("cpu"))
         write_policy_folder(origin.checkpoint_dir, origin.policy_dir, to, getattr(torch, config.model.dtype), alone)
@@ -106,12 +105,13 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     Raises:
         ConfigError: The run has not finished or has no drafter, or the format cannot hold it.
     """
+    run_dir = find_own_run(name, runs_dir)
     from specrl.export.card import CARD_FILE, model_card
     from specrl.export.exported import ExportedDrafter
     from specrl.export.formats import find_format
     from specrl.export.quantised import find_scheme, quantisation_paragraph, write_quantised
 
-    chosen, run_dir = find_format(form), find_run(name, runs_dir)
+    chosen = find_format(form)
     scheme = None if quantize is None else find_scheme(quantize)
     if scheme is not None and form != "eagle3":
         raise ConfigError(f"--quantize {quantize}: only --format eagle3 can be quantized, not {form}")

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run, finished_stages, is_worked_on, list_runs, model_of
+from flows.folder import find_run_to_read, finished_stages, is_worked_on, list_runs, model_of
 from flows.mlflow_ui import TOKEN
 from specrl.config import STAGES, Config
 from specrl.report.results import CONFIG_FILE
@@ -45,7 +45,7 @@ def show(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     """
     from specrl.report.summary import render_summary
 
-    render_summary(find_run(name, runs_dir), Console(soft_wrap=True))
+    render_summary(find_run_to_read(name, runs_dir), Console(soft_wrap=True))
 
 
 def ui(
@@ -91,6 +91,9 @@ def _row(run_dir: Path) -> tuple[str, ...]:
     """Return a run's row in the table of `specrl ls`."""
     finished = finished_stages(run_dir)
     ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
-    state = "running" if is_worked_on(run_dir) else ended
+    try:
+        state = "running" if is_worked_on(run_dir) else ended
+    except PermissionError:  # somebody else's run
+        state = "?"
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime((run_dir / CONFIG_FILE).stat().st_mtime))
     return (run_dir.name, state, f"{len(finished)}/{len(STAGES)}", model_of(run_dir), started)

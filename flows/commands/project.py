@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, load_config
 from specrl.report.results import find_stages, read_config
@@ -85,7 +85,7 @@ def project(
 def _read(name: str, runs_dir: Path) -> tuple[Config, MeasuredRun]:
     from specrl.projection.simulator.workload import MeasuredRun
 
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_own_run(name, runs_dir)
     stages = find_stages(run_dir)
     if "train" not in stages:
         raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")

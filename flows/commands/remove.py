@@ -14,14 +14,13 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import LOCK_FILE, find_run, only_flow, size_of
-from flows.own_code import config_or_own_code
+from flows.folder import LOCK_FILE, find_own_run, only_flow, size_of
 from slurm.registry import backends_of
 from slurm.submit import live_jobs
 from specrl.artifacts import RESULT_FILE
 from specrl.config import Config, ConfigError
 from specrl.lineage.record import Continuation, read_record
-from specrl.report.results import CONFIG_FILE
+from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.report.tables import print_line, print_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -45,14 +44,13 @@ def rm(
     What will be removed is printed with its size first. Links are removed, and nothing that they point to. MLflow keeps
     what the run has logged there.
     """
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
     console = Console(soft_wrap=True, highlight=False)
     parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
-    words = [f"--{word}" for word in (*parts, *(["yes"] if yes else []))]
-    config = config_or_own_code(run_dir, ["rm", str(run_dir), *words])
-    with only_flow(run_dir):
+    config = readable_config(run_dir)
+    with only_flow(run_dir, config.cluster):
         _check_jobs(config)
         targets = _parts(run_dir, parts) if parts else _everything(run_dir)
         if not targets:
@@ -92,19 +90,23 @@ def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
 
     Of checkpoints, the one from which training has yet to go on is left out.
     """
-    stages = sorted(path for path in (run_dir / "stages").glob("train-*") if path.is_dir() and not path.is_symlink())
-    found = [stage / part for part in parts for stage in stages]
+    root = run_dir / "stages"
+    found = root.glob("train-*") if not root.is_symlink() else ()
+    stages = sorted(path for path in found if path.is_dir() and not path.is_symlink())
+    targets = [stage / part for part in parts for stage in stages]
     start = _start(run_dir) if "checkpoints" in parts else None
     if start is not None:
         needed = start.in_run(run_dir).checkpoint_dir
-        found = [path for folder in found for path in _without(needed, folder)]
-    return [path for path in found if os.path.lexists(path)]
+        targets = [path for folder in targets for path in _without(needed, folder)]
+    return [path for path in targets if os.path.lexists(path)]
 
 
 def _without(needed: Path, folder: Path) -> list[Path]:
-    """Return the folder or, where `needed` lies in it, everything else in it."""
+    """Return the folder or, where `needed` lies in it, everything else in it; nothing of a link's target."""
     if folder != needed.parent or not needed.is_dir():
         return [folder]
+    if folder.is_symlink():
+        return []
     return sorted(path for path in folder.iterdir() if path != needed)
 
 

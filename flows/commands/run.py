@@ -11,13 +11,14 @@ from rich.console import Console
 from flows.change import ChangeRequest, change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
 from flows.execute import execute
-from flows.folder import find_run
+from flows.folder import find_own_run
 from flows.origin import start_from
-from flows.own_code import config_or_own_code, continue_with_own_code
+from flows.own_code import continue_with_own_code
 from flows.preflight import check
 from slurm.registry import backend_of, backends_of
 from specrl.config import STAGES, Config
 from specrl.lineage.changes import adjustable_keys
+from specrl.report.results import readable_config
 from tasks.run import ask_to_stop, read_run_config
 
 CHANGEABLE = (
@@ -117,7 +118,7 @@ def resume(
     the run, what that means for each stage is printed first. Training then goes on from its newest checkpoint, and
     nothing that was made before is removed.
     """
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_own_run(name, runs_dir)
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
     changed = (*(overrides or []), *chosen)
@@ -139,8 +140,8 @@ def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if that is
     interrupted. `specrl resume` continues the run.
     """
-    run_dir = find_run(name, runs_dir)
-    for backend in backends_of(config_or_own_code(run_dir, ["stop", str(run_dir)])):
+    run_dir = find_own_run(name, runs_dir)
+    for backend in backends_of(readable_config(run_dir)):
         backend.connect()
     for line in ask_to_stop(run_dir):
         print(line)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run
+from flows.folder import find_run_to_read
 from specrl.config import ConfigError
 
 Count = Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of them to show.")]
@@ -42,7 +42,7 @@ def samples(
     """
     from specrl.report.samples import SampleReader, print_samples
 
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_run_to_read(name, runs_dir)
     reader, console = SampleReader(run_dir), Console(soft_wrap=True)
     steps = reader.steps
     if not steps:

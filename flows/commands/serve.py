@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from flows.commands.options import Cluster, ConfigPath, Overrides, load
-from flows.folder import holder_of, is_worked_on, list_runs
+from flows.folder import holder_of, is_trusted, is_worked_on, list_runs
 from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
@@ -180,7 +180,7 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal
     SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
     """
     own = {process.pid for process in _flows_of(runner)}
-    held = [run_dir for run_dir in list_runs(runs_dir) if _is_held_by(run_dir, own)]
+    held = [run_dir for run_dir in list_runs(runs_dir) if _is_held_by(run_dir, own) and is_trusted(run_dir)]
     if not held:
         yield "no run was at work"
     for run_dir in held:

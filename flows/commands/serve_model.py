@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.artifacts import ExportResult
 from specrl.config import Config, ConfigError
@@ -51,7 +51,7 @@ def serve_model(
     interface alone. The server ends with this command, even if that is killed. If VLLM_API_KEY is set, the server asks
     its clients for that key.
     """
-    run_dir = find_run(name, runs_dir)
+    run_dir = find_own_run(name, runs_dir)
     config, exported = read_config(run_dir), _exported(run_dir)
     assert exported.drafter_dir is not None
     chosen = _checked(port) if port is not None else free_port()

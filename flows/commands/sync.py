@@ -7,8 +7,7 @@ from pathlib import Path
 import typer
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run
-from slurm.access import restrict
+from flows.folder import find_own_run
 from specrl.config import ConfigError
 
 
@@ -24,8 +23,7 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     from specrl.tracking import sync_run
     from tasks.run import read_run_config
 
-    config = read_run_config(find_run(name, runs_dir))
-    restrict(config.cluster)
+    config = read_run_config(find_own_run(name, runs_dir))
     unsent = sync_run(config)
     if unsent:
         folders = ", ".join(folder.name for folder in unsent)

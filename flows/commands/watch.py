@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run, is_worked_on
-from flows.own_code import config_or_own_code
-from slurm.backend import JobError, JobKey, SilentSchedulerError
+from flows.folder import find_run_to_read, is_trusted, is_worked_on
+from slurm.backend import JobError, JobKey, Record, SilentSchedulerError
+from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
-from specrl.artifacts import RESULT_FILE
+from specrl.artifacts import RESULT_FILE, read_json
 from specrl.config import STAGES, Config, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
-from specrl.lineage.record import read_record
+from specrl.lineage.record import readable_keys
 from specrl.progress import clock, read_progress, words
+from specrl.report.results import StageRecord, readable_config, seconds_of
 from specrl.report.tables import drawn_table, print_line, print_table
 
 LOOK_SECONDS = 2.0
@@ -35,6 +35,10 @@ LINE_SECONDS = 10.0
 """The least number of seconds between two plain lines about the same stage while its state stays."""
 RECENT_STEPS = 10
 """How many of the last steps say how long a step takes."""
+SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/generation_tokens_per_s")
+"""The metrics of a step that are shown."""
+LAST_TIME = 2**32
+"""The Unix time after which no event happened."""
 NUM_EVENTS = 5
 """How many of the last events are shown."""
 
@@ -83,16 +87,14 @@ class Watcher:
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self.run_dir, self.config = run_dir, config
+        self._ask = _ask if is_trusted(run_dir) else _ask_about_recorded
         self._asked: dict[str, tuple[float, tuple[str, bool]]] = {}
 
     def look(self) -> RunView:
         """Return what the files and the scheduler say now."""
         has_flow = is_worked_on(self.run_dir)
-        record = read_record(self.run_dir)
-        folders = {
-            stage: self.run_dir / "stages" / key
-            for stage, key in (record.stage_keys if record is not None else {}).items()
-        }
+        keys = readable_keys(self.run_dir) or {}
+        folders = {stage: self.run_dir / "stages" / key for stage, key in keys.items()}
         views, is_next = [], True
         for stage in STAGES:
             views.append(self._stage(stage, folders.get(stage), is_next=is_next))
@@ -110,8 +112,8 @@ class Watcher:
             return StageView(stage, "waits", "")
         before = earlier_jobs(folder)
         if (folder / RESULT_FILE).exists():
-            seconds = json.loads((folder / RESULT_FILE).read_text())["seconds"]
-            return StageView(stage, "finished", f"{clock(seconds)}{before}")
+            seconds = seconds_of(StageRecord(folder.name, folder))
+            return StageView(stage, "finished", f"{'' if seconds is None else clock(seconds)}{before}")
         state, is_live = self._job(folder.name)
         progress = read_progress(folder)
         if progress is None:
@@ -123,7 +125,7 @@ class Watcher:
         """Return the state of a stage's job in words, and whether there is such a job."""
         asked_at, answer = self._asked.get(key, (float("-inf"), ("", False)))
         if time.monotonic() - asked_at >= ASK_SECONDS:
-            answer = _ask(JobKey(self.config, key))
+            answer = self._ask(JobKey(self.config, key))
             self._asked[key] = time.monotonic(), answer
         return answer
 
@@ -144,6 +146,24 @@ def _ask(key: JobKey) -> tuple[str, bool]:
     return f"{'runs' if state.phase == 'running' else 'ended'}, {where}", state.phase == "running"
 
 
+def _ask_about_recorded(key: JobKey) -> tuple[str, bool]:
+    """Say what is known of a job of somebody else: what names a scheduler of the user's own is not imported for it."""
+    try:
+        record = Record.read(key.record_path)
+    except ValueError:
+        record = None
+    if record is None or not record.job_id.isdecimal():
+        return "no job", False
+    where = f"{record.backend} job {record.job_id}"
+    if record.backend != SlurmJob.backend:
+        return where, False
+    try:
+        state = SlurmJob(record.job_id, key.folder, attached=True).state()
+    except (JobError, SilentSchedulerError):
+        return where, False
+    return f"{state.detail}, {where}", state.phase != "ended"
+
+
 def earlier_jobs(stage_dir: Path) -> str:
     """Return in words how the jobs before the last one ended; nothing for a stage of one job."""
     reasons = [segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1]]
@@ -153,11 +173,11 @@ def earlier_jobs(stage_dir: Path) -> str:
 
 def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
     """Return what the records of the last steps say, in words by name; nothing before the first step."""
-    paths = sorted((stage_dir / "steps").glob("step=*.json"))
-    if not paths:
+    paths = [path for path in (stage_dir / "steps").glob("step=*.json") if path.stem.partition("=")[2].isdecimal()]
+    last = [metrics for path in sorted(paths)[-RECENT_STEPS:] if (metrics := _metrics(path)) is not None]
+    if not last:
         return []
-    last = [_metrics(path) for path in paths[-RECENT_STEPS:]]
-    now, done = last[-1], int(paths[-1].stem.partition("=")[2]) + 1
+    now, done = last[-1], int(max(paths).stem.partition("=")[2]) + 1
     step_s = median(metrics["timing/step_s"] for metrics in last)
     rewards = [metrics["reward/mean"] for metrics in last]
     left = (config.train.num_steps - done) * step_s
@@ -171,14 +191,17 @@ def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
     return [*rows, ("ETA of training", clock(left))] if left > 0 else rows
 
 
-def _metrics(path: Path) -> Mapping[str, float]:
-    metrics: Mapping[str, float] = json.loads(path.read_text())["metrics"]
-    return metrics
+def _metrics(path: Path) -> Mapping[str, float] | None:
+    """Return the metrics of a step's record; None where they are not those of this version."""
+    record = read_json(path)
+    metrics = record.get("metrics") if isinstance(record, dict) else None
+    known = isinstance(metrics, dict) and all(isinstance(metrics.get(name), int | float) for name in SHOWN)
+    return metrics if known else None
 
 
 def event_line(event: Event, stage: StageName) -> str:
     """Return an event in one line."""
-    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time if 0 <= event.time < LAST_TIME else 0))
     step = "" if event.step is None else f" step {event.step}"
     return f"{when}  {stage}{step}  {event.kind}: {event.text}"
 
@@ -197,9 +220,8 @@ def watch(
     It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
     the run's folder can watch it as well.
     """
-    run_dir = find_run(name, runs_dir)
-    config = config_or_own_code(run_dir, ["watch", str(run_dir), *(["--once"] if once else [])])
-    watcher, console = Watcher(run_dir, config), Console(soft_wrap=True, highlight=False)
+    run_dir = find_run_to_read(name, runs_dir)
+    watcher, console = Watcher(run_dir, readable_config(run_dir)), Console(soft_wrap=True, highlight=False)
     view = watcher.look()
     if once or view.is_over:
         for title, columns, rows in _tables(view):

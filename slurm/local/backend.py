@@ -7,8 +7,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequ
 from slurm.environment import LOOPBACK, inherited
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
-from slurm.local.fork_server import ForkServer, Order, ServerKilledError
-from slurm.ranks.preflight import STAGES_PACKAGE
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.lifetime.segments import Reason, Segment
-from specrl.processes import end_with_parent, is_locked, start_ticks
+from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
 
 RECORD_SECONDS = 60
-"""The longest time that a controller may take to write its record."""
+"""The longest time that a controller may take to write its record, once it holds its lock."""
+START_SECONDS = 300
+"""The longest time that the user's set-up lines and the start of a controller may take."""
 CONTROLLER_LOG = "controller.log"
 """The file in a job's folder to which its controller prints."""
 CANCEL_SECONDS = 8
@@ -138,21 +138,21 @@ class LocalBackend:
         Raises:
             JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
         """
+        executor = _Executor(request)
         try:
-            executor = _Executor(request)
             executor.update_parameters(**_parameters(request.resources))
         except ValueError as error:  # fewer GPUs are visible than asked for
             raise JobError(str(error)) from error
-        known, pid = False, None
+        with interrupts_held(), submitit.helpers.clean_env():
+            controller = executor.start(environment)
+        known = False
         try:
-            with submitit.helpers.clean_env():
-                pid = _forked(request, {**inherited(), **environment}, executor.order())
-            job = self._wait_for(pid, request)
+            job = self._wait_for(controller, request)
             known = True
         finally:
-            if pid is not None and not known:  # without a record, nobody who cancels the run would find it
+            if not known:  # without a record, nobody who cancels the run would find it
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                    os.killpg(controller.pid, signal.SIGKILL)
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -176,59 +176,31 @@ class LocalBackend:
     def why_ended(self, segment: Segment) -> Reason:
         return "killed"  # with its controller, which would have said anything else
 
-    def _wait_for(self, pid: int, request: StageRequest) -> LocalJob | None:
+    def _wait_for(self, controller: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
         """Return the job of the controller that was just started, or of one that another flow started before it.
 
         Returns:
             The job, or None when the stage turned out to be finished.
 
         Raises:
-            JobError: The controller ended at once, or did not write its record within `RECORD_SECONDS`.
+            JobError: The controller ended at once, or did not start within `START_SECONDS`.
         """
         key = request.key
         log = key.folder / CONTROLLER_LOG
-        deadline = time.monotonic() + RECORD_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if (job := self.find(key)) is not None:
-                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(pid))
-            if start_ticks(pid) is None:
+                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(controller.pid))
+            if controller.poll() is not None:
                 # The job was so short that its lock was not seen; its record tells.
                 record = Record.read(key.record_path)
-                if record is not None and record.job_id == str(pid):
+                if record is not None and record.job_id == str(controller.pid):
                     return LocalJob(record, key.folder, attached=False)
                 if request.result_path.exists():
                     return None
                 raise JobError(f"the job's controller ended at once; see {log}")
             time.sleep(0.05)
-        raise JobError(f"the job's controller did not start within {RECORD_SECONDS} s; see {log}")
-
-
-_servers: list[ForkServer] = []
-"""The process from which this flow's jobs are forked, if there is one."""
-_servers_lock = threading.Lock()
-
-
-def _forked(request: StageRequest, environment: dict[str, str], order: Order) -> int:
-    """Have a controller forked and return its process id; a server that was killed is replaced once.
-
-    Raises:
-        JobError: The server has ended, or takes too long.
-    """
-    try:
-        return _fork_server(request, environment).fork(order)
-    except ServerKilledError:
-        return _fork_server(request, environment).fork(order)
-
-
-def _fork_server(request: StageRequest, environment: dict[str, str]) -> ForkServer:
-    """Return the process for jobs with this environment and these set-up lines; one that has others ends."""
-    setup = request.context.config.cluster.setup
-    with _servers_lock:
-        if _servers and not _servers[0].serves(setup, environment):
-            _servers.pop().close()
-        if not _servers:
-            _servers.append(ForkServer(setup, environment, request.key.folder / CONTROLLER_LOG))
-        return _servers[0]
+        raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
 
 
 def _parameters(resources: Resources) -> dict[str, Any]:
@@ -246,22 +218,28 @@ def _parameters(resources: Resources) -> dict[str, Any]:
 
 
 class _Executor(LocalExecutor):
-    """Says what submitit's controller is to start."""
+    """Starts `slurm.local.controller` in place of submitit's controller, in a session of its own, which Ctrl-C, a
+    hang-up and the end of the flow do not reach."""
 
     def __init__(self, request: StageRequest) -> None:
         super().__init__(request.key.folder)
         self.request = request
 
-    def order(self) -> Order:
-        """Return what the fork server is told, in place of the pickle that submitit would write."""
+    def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start the controller behind the user's set-up lines, without the pickle that submitit would write."""
         request = self.request
-        forked = request.entry.startswith(STAGES_PACKAGE) and not request.resources.gpus_per_rank
-        return Order(
-            arguments=[str(self.folder), str(request.key.record_path), str(request.result_path)],
-            environment=self._controller_environment(),
-            log=str(self.folder / CONTROLLER_LOG),
-            stage=request.context.stage if forked else None,
-        )
+        arguments = [str(self.folder), str(request.key.record_path), str(request.result_path)]
+        controller = [sys.executable, *request.checked_python, "-m", "slurm.local.controller", *arguments]
+        script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
+        with (self.folder / CONTROLLER_LOG).open("ab") as log:
+            return subprocess.Popen(
+                ["bash", "-c", script, "bash", *controller],
+                env={**inherited(), **environment, **self._controller_environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _controller_environment(self) -> dict[str, str]:
         """Return the variables that tell submitit's controller what to start."""

@@ -3,9 +3,6 @@
 `python -m slurm.local.controller FOLDER RECORD RESULT` outlives the flow that started it. While it lives, it holds a
 lock beside its record; the kernel releases the lock however the process dies. On one machine, a stage's job is running
 if and only if that lock is held, since process ids repeat.
-
-It is a fork of `slurm.local.fork_server`, and ranks without GPUs are forks of it, so that they have the modules that
-`slurm.local.fork_server` has imported.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from submitit.local.local import Controller
 
-from slurm import submitit_jobs
 from slurm.backend import CONTEXT_FILE, Record
-from slurm.local.forks import INHERITED, Command
 from slurm.ranks.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL
 from specrl.artifacts import write_json
 from specrl.context import StageContext
@@ -70,22 +64,6 @@ class LocalController(Controller):
                 self.kill_tasks()
             if attempt + 1 == max_retry or not self._goes_on(begun):
                 return
-
-    def start_tasks(self) -> None:
-        """Start the ranks, as forks of this process unless they have GPUs.
-
-        A fork keeps no other file of this process: the lock would stay locked for as long as a rank has it.
-        """
-        if self.context.config.resources_of(self.context.stage).gpus_per_rank:
-            super().start_tasks()
-            return
-        keep = frozenset(int(number) for number in os.environ[INHERITED].split())
-        for rank in range(self.ntasks):
-            names = ("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_GLOBALID")
-            environment = {**dict.fromkeys(names, str(rank)), "SUBMITIT_LOCAL_JOB_ID": self.pid}
-            log = submitit_jobs.log_path(self.folder, self.pid, rank)
-            fork: Any = Command.of(self.command, environment, log).fork(keep)
-            self.tasks.append(fork)
 
     def _goes_on(self, begun: int) -> bool:
         """Say how the segment ended if its ranks could not, and return whether the stage goes on in another one.

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, Algorithm, Registry
 from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
@@ -61,14 +61,29 @@ __all__ = [
     "dump_config",
     "load_config",
     "parse_config",
+    "understood_config",
 ]
+
+
+RESERVED = ("mlflow.db", "mlartifacts")
+"""What MLflow has in the folder of the runs, beside files whose names begin like its database's."""
+LONGEST_NAME = 128
+"""The most characters of a run's name, to which jobs, schedules, models and temporary files add theirs."""
+
+
+def _unreserved(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"the name has {len(name)} characters; allowed: at most {LONGEST_NAME}")
+    if name.lower().startswith(RESERVED):
+        raise ValueError(f"{name!r} is MLflow's in the folder of the runs; choose a name that begins differently")
+    return name
 
 
 class Config(Section):
     """The whole configuration of a run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """The run's name: letters, digits, `.`, `_` and `-`. Its results lie in `runs_dir/NAME`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(_unreserved)]
+    """The run's name: letters, digits, `.`, `_` and `-`, at most 128. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
     runs_dir: PlainPath = Path("runs")
@@ -357,6 +372,34 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
         return Config.model_validate(data, context={IMPORT_OWN: import_own})
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from error
+
+
+def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
+    """Return the configuration of a run that may be somebody else's, without what this version does not understand.
+
+    Nothing is imported.
+    """
+    known = {name: dict(value) if isinstance(value, dict) else value for name, value in data.items()}
+    while True:
+        known |= {"name": "unknown"}
+        try:
+            config = Config.model_validate(known)
+        except ValidationError as error:
+            lines = error.errors(include_url=False, include_context=False, include_input=False)
+            if not any(_left_out(known, line["loc"]) for line in lines):
+                known = {}
+        else:
+            return config.model_copy(update={"name": run_dir.name, "runs_dir": run_dir.parent})
+
+
+def _left_out(data: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+    """Remove the key of a section, or the section, in which something is wrong; return whether there was one."""
+    name, key = (*map(str, place[:2]), "", "")[:2]
+    section = data.get(name)
+    if isinstance(section, dict) and key in section:
+        del section[key]
+        return True
+    return data.pop(name, None) is not None
 
 
 def dump_config(config: Config) -> str:

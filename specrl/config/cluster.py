@@ -136,6 +136,10 @@ class ClusterConfig(Section):
     access: Literal["owner", "group"] = "owner"
     """Who may read what the run writes: its owner alone, or the members of the files' group as well. Nobody else may
     ever write to it."""
+    trusted_groups: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")], ...] = ()
+    """Groups whose members may write to folders above the run's, as they can to a project's folder: names, or numbers.
+    They could put a folder of theirs in its place. A run says so once, when it starts, of groups that are not named
+    here; a folder above that belongs to another user is refused unless its group is."""
     queue_minutes: PositiveInt = 24 * 60
     """How many minutes a job may wait in the queue before the flow gives up."""
     max_segments: PositiveInt | None = None

@@ -62,7 +62,8 @@ class ModelConfig(Section):
     Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The type in which policy and engine compute; master weights are always float32."""
+    """The type in which policy and engine compute; master weights are always float32. On CPUs `float32` is the right
+    one: many compute bfloat16 slowly."""
     max_length: PositiveInt = 512
     """The longest prompt plus response, in tokens."""
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from specrl import cpu_products
 from specrl.processes import free_port
 
 T = TypeVar("T")
@@ -87,8 +86,6 @@ def join() -> Ranks:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        if not cpu_products.has_bf16():
-            cpu_products.multiply_in_float32()
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)

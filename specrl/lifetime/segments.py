@@ -7,12 +7,15 @@ known first stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from specrl.artifacts import append_line, digest, read_lines
 from specrl.config import ClusterConfig
@@ -58,12 +61,20 @@ class Segment:
     """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
 
 
+_SEGMENT = TypeAdapter(Segment)
+
+
 def read_segments(stage_dir: Path) -> list[Segment]:
     """Return the segments of a stage in their order."""
     known: dict[int, dict[str, Any]] = {}
     for line in read_lines(stage_dir / SEGMENTS_FILE):
-        known[line["number"]] = {**line, **known.get(line["number"], {})}
-    return [Segment(**known[number]) for number in sorted(known) if "started" in known[number]]
+        if isinstance(line, dict) and isinstance(line.get("number"), int):
+            known[line["number"]] = {**line, **known.get(line["number"], {})}
+    segments = []
+    for number in sorted(known):
+        with contextlib.suppress(ValidationError):  # a segment that has not begun, or of another version of specrl
+            segments.append(_SEGMENT.validate_python(known[number]))
+    return segments
 
 
 def segment_counts(stage_dir: Path) -> dict[str, Any]:

@@ -7,19 +7,23 @@ when someone asks for it, with `specrl resume --set`, `--steps` or `--new-code`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, field_validator
 
-from specrl.artifacts import Artifact, write_text
-from specrl.config import ConfigError, StageName
+from specrl.artifacts import Artifact, read_file, read_json, write_text
+from specrl.config import STAGES, ConfigError, StageName
 
 RUN_FILE = "run.json"
 MANIFEST, BEST_FILE = "manifest.json", "best.json"
 """The last file of a complete checkpoint, and the file beside all checkpoints that names the best one's step."""
 CODE_DIR = "code"
 """The folder of a run that holds the copies of the sources, each named by its digest."""
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
+"""The names of files and folders that a record may name: none leads out of its folder."""
+PlainName = Annotated[str, Field(pattern=f"^{PLAIN_NAME.pattern}$")]
 
 
 class Continuation(Artifact):
@@ -27,7 +31,7 @@ class Continuation(Artifact):
 
     run: str
     """The name of the run that wrote the checkpoint."""
-    key: str
+    key: PlainName
     """The key of the stage that wrote it."""
     step: int
     """The number of RL steps that the checkpoint has behind it."""
@@ -71,19 +75,26 @@ class Continuation(Artifact):
 class RunRecord(Artifact):
     """The contents of `run.json`."""
 
-    code: str
+    code: PlainName
     """The digest of the sources that new jobs of the run import, which names their copy below `code/`."""
     settings: dict[str, Any]
     """The resolved configuration, of which `config.json` is a copy for readers: both files cannot change at once."""
     files: dict[str, str]
     """The digests of the user's own files that the configuration names, by its keys; see `keys.named_files`."""
-    stage_keys: dict[StageName, str]
+    stage_keys: dict[StageName, PlainName]
     """The key of each stage. Stages that stayed when something was changed have keys of the earlier settings."""
     origin: Continuation | None = None
     """The checkpoint of another run whose policy and drafter this run starts with; None where `model.source` is its
     policy."""
     continues: Continuation | None = None
     """What the train stage starts from; None where it starts from the results of the stages before it."""
+
+    @field_validator("origin", "continues")
+    @classmethod
+    def _lies_in_the_run(cls, start: Continuation | None) -> Continuation | None:
+        if start is not None and (start.stage_dir.is_absolute() or ".." in start.stage_dir.parts):
+            raise ValueError(f"{start.stage_dir} does not lie in the run's folder")
+        return start
 
     def start_of(self, stage: StageName) -> Continuation | None:
         """Return the checkpoint that a stage reads, besides its inputs."""
@@ -111,17 +122,36 @@ def read_record(run_dir: Path) -> RunRecord | None:
     if not path.exists():
         return None
     try:
-        return RunRecord.model_validate_json(path.read_text())
-    except ValidationError as error:
+        return RunRecord.model_validate_json(read_file(path))
+    except ValueError as error:
         raise ConfigError(
             f"{path} is not of this version of specrl; continue the run with its own code: specrl resume {run_dir.name}"
         ) from error
 
 
 def code_of(run_dir: Path) -> str | None:
-    """Return the digest of the sources of a run, whichever version of specrl wrote its record; None without one."""
+    """Return the digest of the sources of a run, whichever version of specrl wrote its record; None without one.
+
+    Raises:
+        ConfigError: The record is damaged.
+    """
     path = run_dir / RUN_FILE
-    return str(json.loads(path.read_text())["code"]) if path.exists() else None
+    if not path.exists():
+        return None
+    found = read_json(path)
+    code = found.get("code") if isinstance(found, dict) else None
+    if not isinstance(code, str) or not PLAIN_NAME.fullmatch(code):
+        raise ConfigError(f"{path} is damaged: it names no copy of the code; specrl rm {run_dir.name} removes the run")
+    return code
+
+
+def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
+    """Return the keys of the stages of a run, which may be somebody else's or of another version; None without any."""
+    found = read_json(run_dir / RUN_FILE)
+    keys = found.get("stage_keys") if isinstance(found, dict) else None
+    if not isinstance(keys, dict):
+        return None
+    return {stage: keys[stage] for stage in STAGES if PLAIN_NAME.fullmatch(str(keys.get(stage, "")))}
 
 
 def newest_step(stage_dir: Path) -> int | None:

@@ -33,9 +33,6 @@ PREGENERATED = 0.5  # the assumed share of the next step's tokens that idle engi
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)
 ATTENTION_SCORES = 2**26  # held at once by a pass without a gradient (`megatron/attention/local.py`)
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
-KEPT = "activations, kept"
-KEPT_GIB = 1.5  # the most of an update's memory that its process keeps for the next one, on a CPU (`training/heap.py`)
-WINDOW_BYTES = 2**24  # that the ranks of a group on one node map to exchange tensors (`distributed/tensors.py`)
 CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/kinds/layers.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
@@ -170,7 +167,6 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         items += [
             _item("gradients", count * FP32, "float32"),
             _item("masters and Adam moments", rank.optimizer_parameters * optimizer, how),
-            *_windows(rank, 2 if shape.num_experts else 1),
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
@@ -178,12 +174,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
-    passes = activations(rank, trainable=trainable)
-    if trainable and not rank.gpu:
-        stays = min(passes.gib, KEPT_GIB)
-        items.append(replace(passes, name=KEPT, gib=stays, phase=None))
-        passes = replace(passes, gib=passes.gib - stays)
-    return [*items, passes, logits(rank)]
+    return [*items, activations(rank, trainable=trainable), logits(rank)]
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
@@ -191,9 +182,10 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
     tensor-parallel rank. Divided by their number are 2 (Q + KV) numbers for query, key, value and attention output
-    (with a QK norm 4, and 3 on a CPU), 3 F for the SwiGLU and, in training on a CPU, which has no fused backward pass
-    of attention, heads x longest sequence for the softmax. On a GPU a prompt's keys and values, 2 KV numbers, are kept
-    once for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
+    (with a QK norm 4), 3 F for the SwiGLU and, in training on a CPU, which has no fused backward pass
+    of attention, heads x longest sequence for the softmax. PyTorch's norms on a CPU keep what they have
+    normalised, and what they normalise, in float32. On a GPU a prompt's keys and values, 2 KV numbers, are kept once
+    for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
     heads, F the width of the MLP, or of all experts of a token, each of which adds 2 H numbers; tensor-parallel ranks
     then share the sequence, so that everything is divided.
 
@@ -201,7 +193,7 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     holds as many micro-batches as there are stages, so that the pipeline size cancels.
     """
     shape, config = rank.shape, rank.config
-    layer = _layer_numbers(rank, trainable=trainable) * rank.dtype_bytes
+    layer = _layer_bytes(rank, trainable=trainable)
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         scores = 0.0 if rank.gpu else attention_scores(rank)
@@ -215,19 +207,24 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
 
 
-def _layer_numbers(rank: Rank, *, trainable: bool) -> float:
+def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
     shape, config = rank.shape, rank.config
-    with_qk_norm = 4 if rank.gpu else 3  # on a CPU not the whole product that queries and keys are parts of
-    sharded = (with_qk_norm if shape.family.qk_norm else 2) * (shape.query_size + shape.kv_size)
-    sharded += 3 * shape.active_mlp_size
+    heads, with_norm = shape.query_size + shape.kv_size, 2 if shape.family.qk_norm else 0
+    sharded = (2 + (with_norm if rank.gpu else 0)) * heads + 3 * shape.active_mlp_size
+    norms = 0.0
+    if not rank.gpu:  # in float32 the input is there anyway
+        inputs_and_outputs = 2 if rank.dtype_bytes < FP32 else 1
+        norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads / config.policy.tensor_parallel)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
     elif trainable:
         sharded += shape.num_heads * config.model.max_length
     whole = 4 * shape.hidden_size
     if shape.num_experts:
-        return (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
-    return whole + sharded / config.policy.tensor_parallel
+        numbers = (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
+    else:
+        numbers = whole + sharded / config.policy.tensor_parallel
+    return numbers * rank.dtype_bytes + norms
 
 
 def attention_scores(rank: Rank) -> float:
@@ -285,7 +282,6 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     return [
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
-        *_windows(rank, 1, of="drafter's "),
         drafter_activations(rank, tokens),
         *_feature_items(rank, min(max(budget, tokens), longest), features, targets, pretraining=pretraining),
     ]
@@ -454,13 +450,6 @@ def copy_items(rank: Rank) -> list[MemoryItem]:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
         items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]
     return items
-
-
-def _windows(rank: Rank, groups: int, of: str = "") -> list[MemoryItem]:
-    policy = rank.config.policy
-    if rank.gpu or rank.data_parallel * policy.tensor_parallel * policy.pipeline_parallel == 1:
-        return []
-    return [_item(f"{of}gradients on their way", groups * WINDOW_BYTES, "memory that the ranks of a node map")]
 
 
 def _item(name: str, size: float, how: str, phase: str | None = None) -> MemoryItem:

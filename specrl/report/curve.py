@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 
 from specrl.artifacts import SetScore, read_curve
 from specrl.report.plots import band_charts
@@ -28,7 +29,7 @@ def curve_rows(curve: Sequence[SetScore]) -> list[tuple[str, str]]:
     for name, scores in by_set(curve).items():
         first, last = scores[0], scores[-1]
         best = max(scores, key=lambda score: score.accuracy)
-        low, high = last.ci["accuracy"]
+        low, high = last.ci.get("accuracy", (nan, nan))
         extent = f"{low:.1%} to {high:.1%}; best {best.accuracy:.1%} at step {best.step}"
         text = f"{first.accuracy:.1%} -> {last.accuracy:.1%} at step {last.step} ({extent})"
         if last.k > 1:

@@ -19,12 +19,12 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def bf16_support(flags: frozenset[str]) -> str:
-    """Return in words how a processor with these flags computes in bfloat16; AMX tiles are fastest."""
+    """Return in words which of the instructions for matrix products a processor with these flags has."""
     if "amx_bf16" in flags:
         return "AMX BF16"
     if "avx512f" not in flags:
-        return "no AVX-512, products of bfloat16 in float32"
-    return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "no AMX, bfloat16 emulated"
+        return "no AVX-512"
+    return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "AVX-512, no BF16"
 
 
 def _field(name: str, cpuinfo: Path) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import RESULT_FILE, ResultType, read_result
-from specrl.config import STAGES, Config, parse_config
-from specrl.lineage.record import read_record
+from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
+from specrl.config import STAGES, Config, parse_config, understood_config
+from specrl.lineage.record import RUN_FILE, readable_keys
 
 CONFIG_FILE = "config.json"
 
@@ -29,16 +30,18 @@ class StageRecord:
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
     """Return the folder of each stage that has one, for a reader that is not the run's flow.
 
-    It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record.
+    It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record. A link is
+    none: the run may be somebody else's.
     """
-    record = read_record(run_dir)
-    if record is not None:
-        places = ((stage, run_dir / "stages" / key) for stage, key in record.stage_keys.items())
-        return {stage: StageRecord(folder.name, folder) for stage, folder in places if folder.is_dir()}
+    stages = run_dir / "stages"
+    if stages.is_symlink():
+        return {}
+    keys = readable_keys(run_dir)
     found: dict[str, StageRecord] = {}
     for stage in STAGES:
-        folders = sorted((run_dir / "stages").glob(f"{stage}-*"), key=lambda folder: folder.stat().st_mtime)
-        if folders:
+        folders = sorted(stages.glob(f"{stage}-*"), key=lambda folder: folder.lstat().st_mtime)
+        folders = folders if keys is None else [stages / keys[stage]] if stage in keys else []
+        if folders and folders[-1].is_dir() and not folders[-1].is_symlink():
             found[stage] = StageRecord(folders[-1].name, folders[-1])
     return found
 
@@ -55,6 +58,35 @@ def read_config(run_dir: Path) -> Config:
     return parse_config(json.loads(path.read_text()))
 
 
+def readable_config(run_dir: Path) -> Config:
+    """Return the configuration of a run that may be somebody else's or of another version, as far as it is understood.
+
+    What is not understood has its default.
+    """
+    record = read_json(run_dir / RUN_FILE)
+    settings = record.get("settings") if isinstance(record, dict) else None
+    data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
+    return understood_config(data if isinstance(data, dict) else {}, run_dir)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's. A model's folder has a file of the name `config.json`, too."""
+    if not (folder / CONFIG_FILE).is_file():
+        return False
+    if (folder / RUN_FILE).is_file():
+        return True
+    data = read_json(folder / CONFIG_FILE)
+    return isinstance(data, dict) and {"name", "runs_dir"} <= data.keys()
+
+
+def readable(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
+    """Return the stage's result, or None if it has not finished or is of another version of specrl."""
+    try:
+        return finished(stages, stage, kind)
+    except ValueError:
+        return None
+
+
 def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
     """Return the stage's result, or None if it has not finished."""
     record = stages.get(stage)
@@ -65,18 +97,19 @@ def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultTyp
 
 def seconds_of(record: StageRecord) -> float | None:
     """Return the wall-clock time of a stage, or None if it has not finished."""
-    path = record.stage_dir / RESULT_FILE
-    if record.seconds is not None or not path.exists():
+    if record.seconds is not None:
         return record.seconds
-    return float(json.loads(path.read_text())["seconds"])
+    found = read_json(record.stage_dir / RESULT_FILE)
+    seconds = found.get("seconds") if isinstance(found, dict) else None
+    return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None
 
 
 def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
     """Return the Slurm job or the local process of a stage, or None if it is not known."""
-    path = run_dir / "jobs" / f"{record.key}.json"
-    if record.job_id is not None or not path.is_file():
+    if record.job_id is not None:
         return record.job_id
-    job_id = json.loads(path.read_text()).get("job_id")
+    found = read_json(run_dir / "jobs" / f"{record.key}.json")
+    job_id = found.get("job_id") if isinstance(found, dict) else None
     return None if job_id is None else str(job_id)
 
 

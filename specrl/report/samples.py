@@ -13,9 +13,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from specrl.artifacts import PrepareResult
-from specrl.report.results import find_stages, finished
+from specrl.artifacts import PrepareResult, read_file
+from specrl.config import ConfigError
+from specrl.report.results import find_stages, readable
 from specrl.report.tables import print_line
+from specrl.schemas import ROLLOUT_SCHEMA
 
 COLUMNS = (
     "step",
@@ -77,8 +79,8 @@ class SampleReader:
     def steps(self) -> list[int]:
         """The steps that have rollouts, in their order."""
         folders = self._folder.glob("step=*") if self._folder is not None else ()
-        found = (int(folder.name.partition("=")[2]) for folder in folders if any(folder.glob("*.arrow")))
-        return sorted(found)
+        names = (folder.name.partition("=")[2] for folder in folders if any(folder.glob("*.arrow")))
+        return sorted(int(name) for name in names if name.isdecimal() and len(name) == len("000000"))
 
     def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
         """Return the best, the worst and the longest responses of a step, as many as are asked for of each."""
@@ -104,8 +106,7 @@ class SampleReader:
     def _read(self, step: int) -> pa.Table:
         assert self._folder is not None
         paths = sorted((self._folder / f"step={step:06d}").glob("*.arrow"))
-        tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(COLUMNS) for path in paths]
-        return pa.concat_tables(tables)
+        return pa.concat_tables([_read_rollouts(path) for path in paths])
 
     def _sample(self, table: pa.Table, row: int) -> Sample:
         values = {name: table[name][row].as_py() for name in COLUMNS}
@@ -127,9 +128,30 @@ class SampleReader:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        prepared = finished(self._stages, "prepare", PrepareResult)
-        path = prepared.policy_dir / "tokenizer.json" if prepared else None
-        return Tokenizer.from_file(str(path)) if path is not None and path.is_file() else None
+        prepared = readable(self._stages, "prepare", PrepareResult)
+        folder = None if prepared is None else prepared.policy_dir.resolve()
+        if folder is None or not folder.is_relative_to(self._stages["prepare"].stage_dir.resolve()):
+            return None
+        try:
+            return Tokenizer.from_str(read_file(folder / "tokenizer.json").decode())
+        except Exception:  # the library raises no other for what is no tokenizer
+            return None
+
+
+def _read_rollouts(path: Path) -> pa.Table:
+    """Return what is shown of a file of rollouts, which may be somebody else's.
+
+    Raises:
+        ConfigError: It is no such file.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise ConfigError(f"{path} is not a file")
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(COLUMNS)
+        table.validate(full=True)  # wrong offsets would read other memory
+        return table.cast(pa.schema([ROLLOUT_SCHEMA.field(name) for name in COLUMNS]))
+    except (pa.ArrowException, ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"{path} holds no rollouts: {str(error).partition(chr(10))[0]}") from error
 
 
 def page_samples(run_dir: Path) -> list[StepSamples]:
@@ -150,14 +172,6 @@ def clipped(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-def printable(text: str) -> str:
-    """Return a text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
 def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> None:
     """Print a title, and below it each sample with its texts indented."""
     print_line(console, title)
@@ -168,6 +182,6 @@ def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> No
             f"{sample.num_tokens} tokens, {sample.finish_reason}",
         )
         for name in ("prompt", "response", "answer"):
-            text = printable(getattr(sample, name))
-            print_line(console, f"  {name}:\n{indent(text, '    ', lambda line: True)}")
+            text = indent(getattr(sample, name), "    ", lambda line: True)
+            print_line(console, f"  {name}:\n{text}")
     print_line(console, "")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -27,13 +26,12 @@ from specrl.lifetime.segments import segment_counts
 from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
-    CONFIG_FILE,
     StageRecord,
     find_stages,
-    finished,
     finished_steps,
     job_id_of,
-    read_config,
+    readable,
+    readable_config,
     seconds_of,
 )
 from specrl.report.tables import print_line, print_table
@@ -65,11 +63,11 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
     `speedup_estimate` has the medians over the steps of what the controller's own trials of plain decoding say.
     """
-    config = read_config(run_dir)
-    prepare = finished(stages, "prepare", PrepareResult)
-    train = finished(stages, "train", TrainResult)
-    validation = finished(stages, "validate", ValidateResult)
-    export = finished(stages, "export", ExportResult)
+    config = readable_config(run_dir)
+    prepare = readable(stages, "prepare", PrepareResult)
+    train = readable(stages, "train", TrainResult)
+    validation = readable(stages, "validate", ValidateResult)
+    export = readable(stages, "export", ExportResult)
     return {
         "run": config.name,
         "mlflow_run_id": mlflow_run_id,
@@ -146,44 +144,34 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
-    """Print the results of a run, from `summary.json` or, until that is written, from the finished stages.
+    """Print the results of a run, which may be somebody else's, from those stages that have finished.
 
     Args:
         console: Where to print; standard output by default.
     """
     console = console or Console()
-    config, summary, stages = _read_summary(run_dir)
+    stages = find_stages(run_dir)
+    config, summary = readable_config(run_dir), build_summary(run_dir, stages, None)
     print_table(console, f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages))
     print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
     if summary["train"]:
         shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
         rows = [(name, f"{share:.1%}") for name, share in shares]
         print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
-    export = finished(stages, "export", ExportResult)
-    if export and export.drafter_dir:
+    export = readable(stages, "export", ExportResult)
+    if export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir))):
         print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
         print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config))
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
     """Return what a run has reached, as pairs of a name and a result."""
-    return _results(*_read_summary(run_dir))
+    stages = find_stages(run_dir)
+    return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
 
 
-def _read_summary(run_dir: Path) -> tuple[Config, dict[str, Any], dict[str, StageRecord]]:
-    """Return the configuration, the summary and the stages: from `summary.json`, or from the finished stages."""
-    path = run_dir / SUMMARY_FILE
-    # A run that goes on with another configuration leaves its old summary until it ends.
-    if path.is_file() and path.stat().st_mtime >= (run_dir / CONFIG_FILE).stat().st_mtime:
-        summary = json.loads(path.read_text())
-        stages = {
-            stage: StageRecord(entry["key"], run_dir / "stages" / entry["key"], entry["seconds"], entry["job_id"])
-            for stage, entry in summary["stages"].items()
-        }
-    else:
-        stages = find_stages(run_dir)
-        summary = build_summary(run_dir, stages, None)
-    return read_config(run_dir), summary, stages
+def _lies_in(run_dir: Path) -> Callable[[Path], bool]:
+    return lambda path: path.resolve().is_relative_to(run_dir.resolve())
 
 
 def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
@@ -193,12 +181,12 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
         rows = [("training", f"{steps} of {config.train.num_steps} steps")]
     rows = [
         *_accuracy_rows(summary),
-        *_set_rows(finished(stages, "validate", ValidateResult)),
+        *_set_rows(readable(stages, "validate", ValidateResult)),
         *curve_rows(curve_of(stages)),
-        *_best_rows(finished(stages, "train", TrainResult)),
+        *_best_rows(readable(stages, "train", TrainResult)),
         *rows,
         *_change_rows(summary),
-        *_speculation_rows(summary, finished(stages, "validate", ValidateResult)),
+        *_speculation_rows(summary, readable(stages, "validate", ValidateResult)),
     ]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
         rows.append(("acceptance length, exported drafter", f"{summary['export']['vllm_acceptance_length']:.2f}"))
@@ -226,7 +214,7 @@ def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
     """Return the accuracy on each of the held-out sets after the first, before and after training."""
     if validation is None:
         return []
-    pairs = zip(validation.before[1:], validation.after[1:], strict=True)
+    pairs = zip(validation.before[1:], validation.after[1:], strict=False)  # of another version, perhaps
     return [
         (
             f"accuracy, {after.set}",
@@ -273,7 +261,7 @@ def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
     text = f"{_count(counts['num_differences'], 'difference')} in {_count(counts['num_tokens'], 'token')}"
     if not counts["num_differences"]:
         return text
-    if counts.get("limit") is None:  # a result of an earlier version
+    if counts.get("limit") is None or counts.get("largest_distance") is None:  # a result of an earlier version
         return f"{text}, all near-ties"
     distance = f"largest distance {counts['largest_distance']:.2g} {unit}, limit {counts['limit']:.2g}"
     return f"{text}, all near-ties: {distance}"

@@ -22,12 +22,12 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows
 
 def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """Return the rows as a table for a terminal."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
         # Text, so that square brackets in a path are not read as markup.
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return table
 
 
@@ -47,5 +47,16 @@ def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line as it is, without wrapping, markup or colours, so that a command can be copied from it."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    """Print a line without wrapping, markup or colours, so that a command can be copied from it.
+
+    Whoever has written it, it does nothing to the terminal.
+    """
+    console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+
+
+def printable(text: str) -> str:
+    """Return a text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )

@@ -207,8 +207,9 @@ class Engine:
         responses: dict[int, Response] = {}
         with self._generation(recall, learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
-            queue = list(enumerate(zip(requests, params, strict=True)))
-            queue = self._add(queue, running, waits=len(requests) <= self.config.engine.max_num_seqs)
+            for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
+                name, internal = self._vllm.add(asked.prompt_tokens, parameters)
+                running[name] = (index, internal)
             while running:
                 finished = self._vllm.step()
                 for request in finished:
@@ -216,14 +217,13 @@ class Engine:
                     responses[index] = self._response(internal, request.tokens, request.finish_reason, routes=routes)
                     if on_response is not None:
                         on_response(index, responses[index])
-                queue = self._add(queue, running, waits=True)
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
                 if running and on_iteration is not None:
                     on_iteration()
                 if running and stop is not None and self.agreed(stop())[0]:
                     break
-            responses |= self._cut_off(running, queue)
+            responses |= self._cut_off(running)
             stats = self._sampler.stats  # each iteration has replaced it by a sum
         ordered = [responses[index] for index in range(len(requests))]
         num_tokens = sum(len(response.tokens) for response in ordered)
@@ -526,40 +526,14 @@ class Engine:
             yield running
         finally:
             self._abort(internal for _, internal in running.values())
-            self._vllm.forget_prompts()
             self._sampler.stats = stats
 
-    def _add(
-        self, queue: list[tuple[int, tuple[Request, Any]]], running: dict[str, tuple[int, str]], *, waits: bool
-    ) -> list[tuple[int, tuple[Request, Any]]]:
-        """Hand requests to vLLM; add the place and vLLM's internal name of each to `running`, by its name.
-
-        Args:
-            queue: The place of each request, with vLLM's parameters for it.
-            waits: Whether requests may wait for another one to read their prompt. Where there are more requests than
-                can run, they need not: those that begin later find the prompt read.
-
-        Returns:
-            The requests that wait, some of which another call is to hand over after an iteration.
-        """
-        later = []
-        for index, (asked, params) in queue:
-            if waits and self._vllm.must_wait(asked.prompt_tokens):
-                later.append((index, (asked, params)))
-            else:
-                name, internal = self._vllm.add(asked.prompt_tokens, params)
-                running[name] = (index, internal)
-        return later
-
-    def _cut_off(
-        self, running: Mapping[str, tuple[int, str]], queue: list[tuple[int, tuple[Request, Any]]]
-    ) -> dict[int, Response]:
+    def _cut_off(self, running: Mapping[str, tuple[int, str]]) -> dict[int, Response]:
         """Return what there is of the responses that are not finished, by their requests' places."""
-        begun = {
+        return {
             index: self._response(internal, self._vllm.tokens_so_far(internal), "abort")
             for index, internal in running.values()
         }
-        return begun | {index: self._response("", [], "abort") for index, _ in queue}
 
     def _abort(self, internal: Iterable[str]) -> None:
         names = list(internal)

@@ -119,8 +119,9 @@ def sync_run(config: Config) -> list[Path]:
 
 
 def stage_folders(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's stages."""
-    return sorted((run_dir / "stages").glob("*"))
+    """Return the folders of a run's stages. A link is none."""
+    stages = run_dir / "stages"
+    return sorted(path for path in stages.glob("*") if not path.is_symlink()) if not stages.is_symlink() else []
 
 
 def unended(run_dir: Path) -> list[Spool]:

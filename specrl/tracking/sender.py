@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import write_json, write_text
+from specrl.artifacts import read_json, write_json, write_text
 from specrl.config import Config
 from specrl.keys import files_digest
 from specrl.tracking.spool import Entry, Spool
@@ -176,9 +176,7 @@ class Sender:
         self._upload(self._run_id(entry), entry.values["path"], entry.values["folder"])
 
     def _upload(self, run_id: str, path: str, folder: str | None) -> None:
-        kept = self._spool.folder / path
-        if not kept.exists():
-            raise FileNotFoundError(f"{kept} has been removed")
+        kept = self._spool.kept(path)
         log = self._client.log_artifacts if kept.is_dir() else self._client.log_artifact
         log(run_id, str(kept), folder)
 
@@ -189,6 +187,9 @@ class Sender:
         from mlflow.entities import DatasetInput, InputTag
 
         path = Path(entry.values["source"])
+        data = (self._config.data.path, self._config.data.validation_path)
+        if path not in data and not path.resolve().is_relative_to(self._config.run_dir.resolve()):
+            raise FileNotFoundError(f"{path} is neither the run's nor named in its configuration")
         files = (
             [(file, str(file.relative_to(path))) for file in path.rglob("*.arrow")] if path.is_dir() else [(path, "")]
         )
@@ -257,5 +258,5 @@ def registered_version(folder: Path, name: str) -> str | None:
     Args:
         folder: The stage's folder.
     """
-    path = Spool(folder).folder / VERSIONS_FILE
-    return json.loads(path.read_text()).get(name) if path.exists() else None
+    found = read_json(Spool(folder).folder / VERSIONS_FILE)
+    return found.get(name) if isinstance(found, dict) else None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from specrl.artifacts import write_text
@@ -24,6 +25,8 @@ FOLDER = "tracking"
 APPENDED = (".jsonl", ".log", ".out")
 """How the names of files end that lines are appended to."""
 ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "spool.jsonl", "sent", "files"
+KEPT = re.compile(FILES_FOLDER + r"/[0-9a-f]{12}/[^/\0]+")
+"""What `Spool.keep` and `Spool.new_file` name what they keep."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,29 @@ class Spool:
         """Return a path below the folder of the spool as entries name it."""
         return str(path.relative_to(self.folder))
 
+    def kept(self, path: str) -> Path:
+        """Return where what an entry names is kept.
+
+        Raises:
+            FileNotFoundError: The entry names nothing that `keep` or `new_file` has made, or it has been removed.
+        """
+        name = PurePosixPath(path)
+        target = self.folder / name
+        if not KEPT.fullmatch(path) or ".." in name.parts:
+            raise FileNotFoundError(f"{path} is nothing that this spool keeps")
+        links = [place for place in (*target.parents[: len(name.parts)], target) if place.is_symlink()]
+        if links or (target.is_dir() and any(place.is_symlink() for place in target.rglob("*"))):
+            raise FileNotFoundError(f"{target} leads elsewhere: there are no links in a spool")
+        if not target.exists():
+            raise FileNotFoundError(f"{target} has been removed")
+        return target
+
+    def _remove(self, path: str) -> None:
+        """Remove what an entry that has arrived had kept, and nothing else."""
+        with contextlib.suppress(FileNotFoundError):
+            self.kept(path)
+            shutil.rmtree(self.folder / FILES_FOLDER / PurePosixPath(path).parts[1], ignore_errors=True)
+
     def sync(self) -> None:
         """Flush the entries to disk: what is sent must be on disk, or the position would be beyond the end."""
         if self.path.exists():
@@ -148,9 +174,8 @@ class Spool:
             return
         arrived, self._arrived = self._arrived, []
         for entry in arrived:
-            path = str(entry.values.get("path", ""))
-            if path.startswith(f"{FILES_FOLDER}/"):
-                shutil.rmtree(self.folder / Path(path).parent, ignore_errors=True)
+            if "path" in entry.values:
+                self._remove(str(entry.values["path"]))
 
     def waiting(self) -> Iterator[Entry]:
         """Yield the complete entries after the position; a line that is no entry is skipped."""

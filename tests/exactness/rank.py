@@ -9,17 +9,16 @@ import json
 import sys
 from pathlib import Path
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+import specrl.training.megatron  # noqa: F401  (must precede megatron.core)
 
 # isort: split
 from megatron.core import parallel_state
 
 from specrl.distributed import join, leave
 from specrl.rollout.engine import Engine
-from specrl.rollout.vllm.engine.lifecycle import import_engine
 from tests.exactness.engines import mixed_requests
 from tests.exactness.toy import toy_config
-from tests.forks import fork, wait
+from tests.forks import fork, import_engine, wait
 
 
 def work(policy_dir: Path, drafter_dir: Path, output_dir: Path) -> None:

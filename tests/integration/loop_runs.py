@@ -23,9 +23,6 @@ from typing import Any
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")  # compiling one small kernel takes longer than a run
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 from torch.distributed import PrefixStore
 
@@ -43,7 +40,6 @@ from specrl.precision.recipe import KvScales, Recipe, write_recipe
 from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import StepRollouts
-from specrl.rollout.vllm.engine.lifecycle import import_engine
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
@@ -52,6 +48,7 @@ from specrl.tracking import RUN_ID_FILE, Silent, stage_run, start_parent_run
 from specrl.training.drafter.trainer import Drafter
 from specrl.validation.next_step import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
+from tests.forks import import_engine
 from tests.integration.loop_plan import LoopRun
 
 END_LOGIT = -0.5

@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small kernel takes longer than a stage
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 from specrl.config import STAGES, Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS
-from specrl.rollout.vllm.engine.lifecycle import import_engine
 from specrl.tracking import start_parent_run
-from tests.forks import fork, wait
+from tests.forks import fork, import_engine, wait
 
 Sections = Mapping[str, Mapping[str, Any]]
 SECTIONS: Sections = {

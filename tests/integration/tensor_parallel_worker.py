@@ -24,7 +24,6 @@ from specrl.distributed import Ranks, join, leave
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard
-from specrl.rollout.vllm.engine.lifecycle import import_engine
 from tests.exactness.engines import logprobs_of, mixed_requests, verify_policy
 from tests.exactness.toy import (
     ToyTrainer,
@@ -35,7 +34,7 @@ from tests.exactness.toy import (
     write_drafter,
     write_policy,
 )
-from tests.forks import fork, wait
+from tests.forks import fork, import_engine, wait
 
 SIZES = {"alone": 1, "both": 2}
 """The number of ranks of each engine."""

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding  # noqa: F401  (as other tests of a worker import it)
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import specrl.training.megatron.cpu.kernels  # noqa: F401  (imports llvmlite, as other tests of a worker do)
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
 from specrl.export.exported import ExportedDrafter

@@ -252,7 +252,7 @@ def submitted(config: Config, programs: Path) -> str:
     """The script with which Slurm is asked to run a stage."""
     stage_dir = config.run_dir / "stages" / "train-0"
     context = StageContext(config, "train", "train-0", stage_dir, {}, "")
-    request = StageRequest(context, "specrl.stages.train:main")
+    request = StageRequest(context, "specrl.stages.train:main", config.run_dir / "code" / "0123")
     request.key.folder.mkdir(parents=True)
     SlurmBackend().submit(request, job_environment(ROOT, config))
     return (programs / "script").read_text()

@@ -18,6 +18,7 @@ from flows.change import ChangeRequest, change_run
 from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm.backend import Failure, JobError, JobKey, State
+from slurm.environment import snapshot_code
 from slurm.local.backend import LocalJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
@@ -38,7 +39,7 @@ ENTRY = "tests.slurm.dummy_stage:main"
 def submit(config: Config) -> tuple[StageContext, LocalJob]:
     key = run_keys(config, code_digest(ROOT / "specrl"))["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
-    job = attach_or_submit(context, ENTRY, ROOT)
+    job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert isinstance(job, LocalJob)
     return context, job
 
@@ -127,13 +128,13 @@ def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context, job = submit(make_run("local"))
-    again = attach_or_submit(context, ENTRY, ROOT)
+    again = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
     ranks_of(context.run_dir)
     release(context.run_dir, "prepare")
     wait(again, context, nothing)
-    assert attach_or_submit(context, ENTRY, ROOT) is None
+    assert attach_or_submit(context, ENTRY, snapshot_code(context.run_dir)) is None
 
 
 def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
@@ -154,7 +155,7 @@ def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monke
     config = change_config(make_run("local"), able)
     key = begin(config).stage_keys["prepare"]
     context = StageContext(config, "prepare", key, config.run_dir / "stages" / key, {}, "")
-    job = attach_or_submit(context, ENTRY, ROOT)
+    job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert job is not None
     ranks_of(context.run_dir)
     change_run(
@@ -188,35 +189,17 @@ def test_ranks_end_with_their_controller_and_the_stage_can_run_again(
     wait(job, context, nothing)
 
 
-def test_jobs_are_forks_of_one_process_and_keep_no_file_of_it(
+def test_ranks_are_children_of_the_controller_and_do_not_hold_its_lock(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork has the memory layout of its parent; a new program would get another one."""
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
-    config = make_run("local")
-    layouts = set()
-    for _ in range(2):
-        context, job = submit(config)
-        for pid in (ranks := ranks_of(context.run_dir)):
-            assert psutil.Process(pid).cmdline()[2:4] == ["-m", "slurm.entry"]
-            assert psutil.Process(pid).ppid() == int(job.job_id)
-            open_paths = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
-            assert not [path for path in open_paths if path.endswith(".lock")]
-        layouts |= {Path(f"/proc/{pid}/maps").read_text().split("-")[0] for pid in [*ranks, int(job.job_id)]}
-        job.cancel()
-        for path in context.stage_dir.glob(".starts-*"):
-            path.unlink()
-    assert len(layouts) == 1
-
-
-def test_a_job_starts_though_the_process_that_is_to_fork_it_is_killed(make_run: MakeRun) -> None:
-    config = make_run("local")
-    once = config.run_dir / "killed"
-    setup = (f"test -e {once} || {{ touch {once}; kill -KILL $$; }}",)
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"setup": setup})})
-    context, job = submit(config)
-    wait(job, context, nothing)
-    assert once.exists()
+    context, job = submit(make_run("local"))
+    for pid in ranks_of(context.run_dir):
+        assert psutil.Process(pid).cmdline()[2:4] == ["-m", "slurm.entry"]
+        assert psutil.Process(pid).ppid() == int(job.job_id)
+        open_paths = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        assert not [path for path in open_paths if path.endswith(".lock")]
+    job.cancel()
 
 
 def test_a_job_told_of_its_time_limit_starts_anew_and_goes_on(

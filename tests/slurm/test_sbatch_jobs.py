@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from slurm.backend import JobKey
+from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit
 from slurm.watch import wait
 from specrl.artifacts import Artifact, write_result
 from specrl.config import Config
 from specrl.context import StageContext
-from tests.slurm.conftest import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]
 
@@ -62,7 +62,7 @@ def test_a_job_has_the_options_the_container_and_the_gpus_that_were_asked_for(
     }
     config = Config.model_validate({**config.model_dump(by_alias=True), "cluster": cluster})
     context = StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
-    job = attach_or_submit(context, "tests.slurm.test_sbatch_jobs:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.test_sbatch_jobs:main", snapshot_code(context.run_dir))
     assert job is not None
     told = subprocess.run(["scontrol", "show", "job", job.job_id], capture_output=True, text=True, check=True).stdout
     assert "Comment=a word" in told

@@ -14,6 +14,7 @@ import pytest
 
 from slurm.backend import JobError, JobKey
 from slurm.devcluster import DevCluster
+from slurm.environment import snapshot_code
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
@@ -56,7 +57,7 @@ def context_of(config: Config) -> StageContext:
 
 def submit(config: Config) -> tuple[StageContext, SlurmJob]:
     context = context_of(config)
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir))
     assert isinstance(job, SlurmJob)
     return context, job
 
@@ -120,11 +121,11 @@ def test_a_job_is_found_and_completes_though_the_flow_died_right_after_submittin
     context, job = submit(config)
     job_key = JobKey(config, context.key)
     job_key.record_path.unlink()
-    again = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    again = attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir))
     assert again is not None
     assert (again.job_id, again.attached) == (job.job_id, True)
     wait(again, context, lambda state, progress: None)
-    assert attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT) is None
+    assert attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir)) is None
 
 
 def test_a_job_told_of_its_time_limit_is_queued_again_and_goes_on(

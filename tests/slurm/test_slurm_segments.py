@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from flows.folder import write_config
+from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit
 from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.events import read_events
 from tests.integration.disturbances import Disturbed, held, slurm
-from tests.slurm.conftest import ROOT
 from tests.slurm.test_local_jobs import nothing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]
@@ -39,7 +39,7 @@ def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: p
     monkeypatch.setenv("DUMMY_DISTURBED", "5")
     config = make_run("slurm")
     context = context_of(config, "spot", 0.1, held(config.run_dir, "prepare"))
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir))
     assert job is not None
     outcome: list[bool] = []
     flow = threading.Thread(target=lambda: outcome.append(wait(job, context, nothing)))
@@ -62,7 +62,7 @@ def test_a_preemption_with_grace_lets_the_step_finish(make_run: MakeRun, monkeyp
     monkeypatch.setenv("DUMMY_PREPARE", "steps")
     monkeypatch.setenv("DUMMY_STEPS", "300")
     context = context_of(make_run("slurm", nodes=1), "low", 10)
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir))
     assert job is not None
     disturbed = Disturbed(context.run_dir, "prepare")
     disturbed.running(1)

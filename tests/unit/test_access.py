@@ -69,10 +69,10 @@ def test_what_a_change_writes_is_as_private_as_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_run_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    check_access(tmp_path)
+    check_access(tmp_path, ClusterConfig())
     tmp_path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"others can write to .*mode {mode:o}.*chmod go-w"):
-        check_access(tmp_path)
+    with pytest.raises(ConfigError, match=f"others can write to .*mode {mode:o}.*chmod -R go-w"):
+        check_access(tmp_path, ClusterConfig())
     with pytest.raises(ConfigError, match="others can write"), only_flow(tmp_path):
         pass
 
@@ -81,7 +81,7 @@ def test_a_run_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) ->
 def test_a_run_of_somebody_else_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
-        check_access(tmp_path)
+        check_access(tmp_path, ClusterConfig())
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:

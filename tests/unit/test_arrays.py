@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from specrl.distributed import Ragged, Ranks, Route, arrays, deliver, gather_columns, join, leave, sum_arrays, tensors
+from specrl.distributed import Ragged, Ranks, Route, arrays, deliver, gather_columns, join, leave, sum_arrays
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.schemas import Rollout
 from specrl.training.rollouts import RolloutBatch
@@ -100,39 +100,6 @@ def check_texts(ranks: Ranks) -> None:
     assert found == [PregeneratedText(p, 2**62 + rank, [p] * rank) for p in prompt for rank in range(3)]
 
 
-def values_of(rank: int, size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
-
-
-def check_tensors(rank: int) -> None:
-    """Sums are the same bits on one node and on several, whatever the parts are that travel at a time."""
-    tensors.WINDOW_BYTES = 2 * 3 * 256  # 64 numbers of each rank at a time
-    same, other = dist.new_group(), dist.new_group()
-    tensors.MESSAGE_BYTES = 100
-    assert tensors.window_of(same) is not None
-    tensors._node = lambda: str(rank)
-    assert tensors.window_of(other) is None
-    for group in (same, other):
-        every = [values_of(each, 3 * 201) for each in range(3)]
-        own, (first, second) = slice(201 * rank, 201 * (rank + 1)), (every[rank - 1], every[rank - 2])
-        buffer = every[rank].clone()
-        tensors.reduce_scatter(buffer[own], buffer, group)
-        assert torch.equal(buffer[own], (every[rank] + first + second)[own])
-        others = torch.ones(3 * 201, dtype=torch.bool).index_fill_(0, torch.arange(own.start, own.stop), False)
-        assert torch.equal(buffer[others], every[rank][others]), "what the other ranks sum up stays"
-        gathered = torch.zeros(3 * 201, dtype=torch.bfloat16)
-        gathered[own] = every[rank][own]
-        tensors.all_gather(gathered, gathered[own], group)
-        expected = torch.cat([part[201 * each : 201 * (each + 1)] for each, part in enumerate(every)])
-        assert torch.equal(gathered, expected.bfloat16())
-        total = every[rank].view(3, 201).clone()
-        tensors.all_reduce(total, group)
-        torch.testing.assert_close(total.flatten(), every[0] + every[1] + every[2])
-    count = torch.tensor(rank, dtype=torch.float64)
-    tensors.all_reduce(count, same)
-    assert count.item() == 3
-
-
 def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=3)
     ranks = join()
@@ -147,7 +114,6 @@ def run_rank(rank: int, folder: Path) -> None:
     assert sum_arrays(ranks, np.array([0.5, float(rank)])).tolist() == [1.5, 3.0]
     check_rollouts(ranks)
     check_texts(ranks)
-    check_tensors(rank)
     (folder / f"{rank}.done").touch()
     leave()
 

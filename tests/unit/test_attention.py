@@ -14,8 +14,7 @@ from specrl.training.gather import rows_of
 from specrl.training.megatron.attention import local
 from specrl.training.megatron.attention.kernel import PackedAttention
 from specrl.training.megatron.attention.layout import RowLayout
-from specrl.training.megatron.attention.local import RotaryAttention
-from specrl.training.megatron.cpu_layers import Rotary
+from specrl.training.megatron.attention.local import Rotary, RotaryAttention
 from tests.peak_memory import peak_bytes
 
 WIDTH = 8

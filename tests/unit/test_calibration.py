@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+import specrl.training.megatron  # noqa: F401  (must precede megatron.core)
 
 # isort: split
 import torch

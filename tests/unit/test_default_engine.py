@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specrl import cpu_products
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import KERNELS
 from specrl.rollout.vllm.default_engine import (
@@ -38,15 +37,6 @@ def test_its_processes_find_no_llvmlite_when_they_start() -> None:
     """vLLM looks through all modules for its kernels then, and fails at llvmlite's library."""
     script = "import specrl.rollout.vllm.default_engine, sys; assert not {'llvmlite', 'numba'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_it_computes_in_float32_on_a_cpu_without_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(name="default")
-    monkeypatch.setattr(cpu_products, "has_bf16", lambda: False)
-    assert default_arguments(Path("policy"), config, None)["dtype"] == "float32"
-    assert default_arguments(Path("policy"), config, GpuShare("0", 0.4))["dtype"] == "bfloat16"
-    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
-    assert default_arguments(Path("policy"), config, None)["dtype"] == "bfloat16"
 
 
 def test_its_environment_is_the_users() -> None:

@@ -74,20 +74,6 @@ def test_an_environment_that_compiles_all_modules_in_every_process_is_told(
     assert packages.check_bytecode(tmp_path).status == "ok"
 
 
-def test_cpu_flags_decide_on_bfloat16(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512_bf16 sse\n")
-    assert machine.check_bf16(cpuinfo).status == "ok"
-    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512f\n")
-    slow = machine.check_bf16(cpuinfo)
-    assert slow.status == "warn"
-    assert "model.dtype=float32" in slow.fix
-    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx2\n")
-    widened = machine.check_bf16(cpuinfo)
-    assert widened.status == "warn"
-    assert "products are computed in float32" in widened.fix
-
-
 def test_a_machine_without_slurm_is_told_which_packages_bring_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from flows.cli import invoke
 from flows.folder import anchor
 from flows.preflight import check_cluster
 from slurm.backend import Job, JobError, State
+from slurm.environment import snapshot_code
 from slurm.registry import BACKENDS, backend_of
 from slurm.submit import attach_or_submit, live_jobs
 from slurm.watch import wait
@@ -31,6 +32,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the recipe where a user would write it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the dummy stage
     write_files("A scheduler", tmp_path)
     yield
     sys.modules.pop("my_scheduler", None)
@@ -47,7 +49,7 @@ def context(tmp_path: Path) -> Iterator[StageContext]:
 
 
 def submit(context: StageContext) -> Job:
-    job = attach_or_submit(context, ENTRY, ROOT)
+    job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert job is not None
     return job
 
@@ -61,8 +63,8 @@ def test_a_job_is_submitted_and_waited_for_until_its_result_is_there(context: St
     assert (job.backend, job.attached) == ("my_scheduler", False)
     wait(job, context, ignore)
     result = json.loads((context.stage_dir / "result.json").read_text())
-    assert (result["ranks"], result["threads"], result["code"]) == ([0], "2", str(ROOT))
-    assert attach_or_submit(context, ENTRY, ROOT) is None
+    assert (result["ranks"], result["threads"], result["code"]) == ([0], "2", str(snapshot_code(context.run_dir)))
+    assert attach_or_submit(context, ENTRY, snapshot_code(context.run_dir)) is None
 
 
 def test_a_running_job_is_attached_to_and_cancelled(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:

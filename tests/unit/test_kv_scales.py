@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
+import specrl.training.megatron  # noqa: F401  (must precede megatron.core)
 
 # isort: split
 import torch

@@ -88,7 +88,7 @@ def test_a_run_that_is_worked_on_stays(
     context = StageContext(
         config, "prepare", record.stage_keys["prepare"], config.run_dir / "stages" / "prepare", {}, ""
     )
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
     assert job is not None
     try:
         assert rm(config, "--yes") == 2

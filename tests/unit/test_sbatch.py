@@ -42,7 +42,8 @@ def configured(tmp_path: Path, **sections: Any) -> Config:
 
 def script(config: Config, stage: StageName = "train") -> tuple[set[str], list[str]]:
     """The options of the batch script, and the words of the command in it."""
-    request = StageRequest(StageContext(config, stage, f"{stage}-0", config.run_dir / "stages", {}, ""), "a.b:main")
+    context = StageContext(config, stage, f"{stage}-0", config.run_dir / "stages", {}, "")
+    request = StageRequest(context, "a.b:main", config.run_dir / "code" / "0123")
     text = _make_sbatch_string(
         shlex.join([*python_command(config, stage), *request.arguments]),
         request.key.folder,
@@ -141,12 +142,12 @@ def test_ranks_run_in_a_container(tmp_path: Path) -> None:
     pyxis = configured(tmp_path, cluster={"container": {"kind": "pyxis", **container}})
     _, command = script(pyxis)
     assert {"--container-image=specrl.sif", f"--container-mounts={mounts}"} <= set(command)
-    assert command[-6:-3] == ["python3", "-u", "-m"]
+    assert command[-11:-8] == ["python3", "-I", "-c"]
     apptainer = {"container": {"kind": "apptainer", **container}, "python": "/opt/venv/bin/python"}
     _, command = script(configured(tmp_path, cluster=apptainer, resources=GPUS))
     start = command.index("apptainer")
     assert command[start : start + 5] == ["apptainer", "exec", "--nv", "--bind", mounts]
-    assert command[start + 7 : start + 10] == ["specrl.sif", "/opt/venv/bin/python", "-u"]
+    assert command[start + 7 : start + 10] == ["specrl.sif", "/opt/venv/bin/python", "-I"]
     _, command = script(configured(tmp_path))
     assert sys.executable in command
     local = configured(tmp_path, cluster={"backend": "local", "container": {"kind": "pyxis", "image": "x"}})

@@ -357,7 +357,7 @@ def test_a_run_in_progress_is_shown_as_far_as_it_got(tmp_path: Path, count: int)
 
 def test_a_folder_that_is_no_run_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not the folder of a run"):
-        render_summary(tmp_path)
+        describe(tmp_path)
 
 
 def test_the_newest_folder_of_a_stage_counts(tmp_path: Path) -> None:

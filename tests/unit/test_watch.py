@@ -93,7 +93,7 @@ def test_it_follows_a_job_and_ends_with_it(
     config, record = run
     monkeypatch.setenv("DUMMY_PREPARE", "3")
     context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
     assert job is not None
     assert invoke(["watch", "demo", "--runs-dir", str(config.runs_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], mon
     config, record = run
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
     context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
-    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", ROOT)
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
     assert job is not None
     try:
         watching = subprocess.Popen(

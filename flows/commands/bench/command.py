@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from flows.commands.bench.jobs import BenchRequest, clear, submit
 from flows.commands.options import RunsDir
-from flows.folder import find_run
+from flows.folder import find_own_run
 from slurm.bench import bench_environment, run_bench
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import default_page
@@ -268,7 +268,7 @@ def subject_of(
             the folder of a benchmark without a run is that of a run.
     """
     if run is not None:
-        run_dir = find_run(run, runs_dir)
+        run_dir = find_own_run(run, runs_dir)
         config = find_subject(run_dir, changes).config
         settings.check(config)  # a mistake shows before anything starts
         check_taken(config, changes, settings.trainings(config) if changes else [])

@@ -108,7 +108,7 @@ def measure_all(cells: list[Cell], measured: Measured, request: BenchRequest) ->
     if problems := backend.problems(config):
         raise ConfigError("\n".join(problems))
     tracked = benchmark_config(measured.config)
-    with only_flow(measured.folder), PrefectServer(measured.config.runs_dir) as server:
+    with only_flow(measured.folder, config.cluster), PrefectServer(measured.config.runs_dir) as server:
         forget_stop(measured.folder)
         write_config(config)
         code = snapshot_code(measured.folder)

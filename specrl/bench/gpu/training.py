@@ -8,9 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 from torch import Tensor
 

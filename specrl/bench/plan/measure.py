@@ -14,7 +14,7 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,7 @@ def measure(size: Size, folder: Path) -> MeasuredSize:
     config = write_policy(size, policy_dir)
     rank = Rank(model_shape(config.model), config, gpu=0, data_parallel=1)
     (budget,) = budgets.stage_budgets("train", rank)
-    items = tuple(
-        replace(item, phase="policy") if item.name == memory.KEPT else item  # later there are no tensors in it
-        for item in budget.items
-        if item.name != budgets.LIBRARIES
-    )
+    items = tuple(item for item in budget.items if item.name != budgets.LIBRARIES)
     new_drafter(config, policy_dir).save(folder / "drafter", policy_version=0)
     taken = taken_by_engine(config, policy_dir, folder / "drafter")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from specrl import cpu_products
 from specrl.bench.arithmetic import Machine
 from specrl.models.shapes import ModelShape
 
@@ -39,8 +38,6 @@ def measure(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.de
 
 def measure_machine(shape: ModelShape, threads: int) -> Machine:
     """Return this machine's rates with so many threads, its matrix rate on products of this shape as in a rank."""
-    if not cpu_products.has_bf16():
-        cpu_products.multiply_in_float32()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     found = measure(shape.hidden_size, shape.intermediate_size, torch.bfloat16, torch.device("cpu"))

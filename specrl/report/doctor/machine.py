@@ -13,7 +13,6 @@ import psutil
 from specrl.checks import Check
 from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.data.rewards import sandbox
-from specrl.report.processor import CPUINFO, cpu_flags
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16
@@ -26,15 +25,7 @@ PROBE_SECONDS = 10
 
 def checks(runs_dir: Path) -> list[Check]:
     """Return the findings about this machine."""
-    return [
-        check_python(),
-        check_cores(),
-        check_memory(),
-        check_disk(runs_dir),
-        check_bf16(),
-        check_sandbox(),
-        check_gpu(),
-    ]
+    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_sandbox(), check_gpu()]
 
 
 def check_python() -> Check:
@@ -76,19 +67,6 @@ def check_disk(runs_dir: Path) -> Check:
         return Check("disk", "ok", f"{free:.0f} GiB free in {folder}")
     fix = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
     return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", fix)
-
-
-def check_bf16(cpuinfo: Path = CPUINFO) -> Check:
-    """Check for AVX-512 BF16, which makes bfloat16 fast on a CPU, and for AMX tiles, which are faster still."""
-    flags = cpu_flags(cpuinfo)
-    fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
-    if fast:
-        return Check("CPU bfloat16", "ok", ", ".join(fast))
-    if "avx512f" in flags:
-        fix = "bfloat16 is emulated on this CPU and slow: --set model.dtype=float32 may be faster, at twice the memory"
-    else:
-        fix = "products are computed in float32 on this CPU: --set model.dtype=float32 is as fast, at twice the memory"
-    return Check("CPU bfloat16", "warn", "no avx512_bf16 or amx_bf16 flag", fix)
 
 
 def check_sandbox() -> Check:

@@ -217,17 +217,8 @@ def _block_sums(
 
 def _sums(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:
     """Return the sums of each block's `_exponentials`, FP32 [rows, blocks]."""
-    # Not above: vLLM's own processes import this module before they start, and must not find llvmlite then.
-    from specrl.training.megatron.cpu import kernels
-
-    assert kernels.BLOCK == BLOCK
     rows, vocab = logits.shape
     sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    # vLLM pads the vocabulary, so that its logits may lie apart from each other.
-    if shift is None and kernels.take(logits) and logits.stride(1) == 1:
-        factors = torch.full((rows, 1), scales) if isinstance(scales, float) else scales
-        kernels.exponential_sums(rows, vocab, logits.stride(0), sums.shape[1], logits, factors / LOG2_E, sums)
-        return sums
     for part, found in _by_chunks(logits, scales, shift):
         torch.sum(blocks(found), -1, out=sums[part])
     return sums

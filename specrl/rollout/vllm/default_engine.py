@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from specrl import cpu_products
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION
 from specrl.distributed.ranks import KERNELS
@@ -64,7 +63,7 @@ class DefaultEngine:
 
         Args:
             policy_dir: The policy's Hugging Face directory. FP8 recipes in it are not read: the engine computes in
-                `model.dtype`, or in float32 on a CPU that has no products of BF16.
+                `model.dtype`.
             config: The configuration, of which the model's type and length, the seed, the size of the engine's group
                 and of its KV cache are read. On a CPU the engine is compiled only if `engine.compile` says so.
             log: The file that gets what the engine prints.
@@ -255,15 +254,10 @@ def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself.
-
-    A CPU without products of BF16 gets float32, in which its KV cache holds half as many tokens: vLLM as it comes takes
-    many times as long in BF16 there.
-    """
-    widened = gpu is None and not cpu_products.has_bf16()
+    """Return the arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
-        "dtype": "float32" if widened else config.model.dtype,
+        "dtype": config.model.dtype,
         "seed": config.seed,
         "max_model_len": config.model.max_length,
         "tensor_parallel_size": config.engine.tensor_parallel,

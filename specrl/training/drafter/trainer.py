@@ -22,7 +22,6 @@ from specrl.algorithms.draft_positions import PositionWeights, unrolled_position
 from specrl.config import DrafterConfig
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
-from specrl.distributed.tensors import all_reduce
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import LOSS_KEY, POSITIONS_KEY
 from specrl.models.families import family_of_model
@@ -437,7 +436,7 @@ class Drafter:
     def _all_reduce(self, tensor: Tensor) -> None:
         if self.ranks.world_size > 1:
             assert dist.group.WORLD is not None
-            all_reduce(tensor, dist.group.WORLD)
+            dist.all_reduce(tensor)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the drafter's tensors by their names on disk, in the policy's compute type, as a refit loads them.

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -17,7 +14,6 @@ from torch import Tensor
 
 from specrl.training.batches import MicroBatch
 from specrl.training.features import Features, FeatureSpec, Window
-from specrl.training.megatron.cpu.last_layer import LastLayer
 from specrl.training.megatron.model import HeadOutput, PolicyModel
 from specrl.training.megatron.parallel import from_stage
 
@@ -93,10 +89,6 @@ class LayerInputs:
         self._current: dict[int, Tensor] | None = None
         self._kept: KeptRows | None = None
         self._sequence_parallel: bool = model.config.sequence_parallel
-        last = model.decoder.layers[-1]
-        self._last = last if model.config.num_layers in layers and isinstance(last, LastLayer) else None
-        if self._last is not None:
-            self._last.keeps_whole = True
         readers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         if model.post_process:
             readers[model.config.num_layers] = model.decoder.final_layernorm
@@ -109,8 +101,6 @@ class LayerInputs:
     def _record(self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._current is not None and self._kept is not None:
             hidden: Tensor = (args[0] if args else kwargs["hidden_states"]).detach()  # [tokens, 1, hidden]
-            if self._last is not None and self._last.whole is not None:  # has run, so it is its output
-                hidden = self._last.whole
             if self._sequence_parallel:  # a part of the row on each tensor-parallel rank
                 hidden = gather_from_sequence_parallel_region(hidden)
             self._current[index] = self._kept.cut(hidden[:, 0])
@@ -131,8 +121,6 @@ class LayerInputs:
         """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
-        if self._last is not None:
-            self._last.keeps_whole = False
 
 
 @torch.no_grad()

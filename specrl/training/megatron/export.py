@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

@@ -1,18 +1,15 @@
 """The policy network: a Megatron-core GPTModel built from a Hugging Face configuration and its family's row.
 
-On GPUs the layers are Transformer Engine's, on CPUs they are Megatron's local ones with `cpu_layers` between the matrix
-products. The choice is made once, by the device.
+On GPUs the layers are Transformer Engine's, on CPUs they are Megatron's local ones. Both have an attention over flat
+rows. The choice is made once, by the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -31,10 +28,7 @@ from specrl.models.families import ExpertShape, Family, expert_shape_of_model, f
 from specrl.training.gather import rows_of
 from specrl.training.megatron.attention.kernel import PackedAttention
 from specrl.training.megatron.attention.layout import row_layout
-from specrl.training.megatron.attention.local import RotaryAttention
-from specrl.training.megatron.cpu.last_layer import LastLayer
-from specrl.training.megatron.cpu.weights import add_weight_gradients
-from specrl.training.megatron.cpu_layers import RMSNorm, Rotary, SwiGLU
+from specrl.training.megatron.attention.local import Rotary, RotaryAttention
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -106,11 +100,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             hidden: Tensor = super().forward(*inputs)
             return hidden
-        if not isinstance(last := self.decoder.layers[-1], LastLayer):
-            return self._score(super().forward(*inputs), head)
-        rows, places = head.places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        with last.only(rows):
-            return self._score(super().forward(*inputs), replace(head, places=places))
+        return self._score(super().forward(*inputs), head)
 
     def _preprocess(self, *, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
         first, rotary, *others = super()._preprocess(position_ids=position_ids, **inputs)
@@ -288,8 +278,7 @@ def transformer_config(
         perform_initialization=False,  # every parameter is loaded
         use_cpu_initialization=not cuda,
         persist_layer_norm=cuda,
-        bias_activation_fusion=cuda,
-        use_te_activation_func=not cuda,  # which means: take the activation from the layer specification
+        bias_activation_fusion=True,  # saves the activation's input alone
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         masked_softmax_fusion=False,
@@ -330,7 +319,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         "rope_scaling_factor": scaling or 1.0,
     }
     tensor = config.tensor_model_parallel_size
-    model = PolicyModel(
+    return PolicyModel(
         config,
         _cuda_layers(config) if cuda else _cpu_layers(config, rope),
         family=family_of_model(hf),
@@ -343,9 +332,6 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
         **rope,
     )
-    if not cuda:
-        add_weight_gradients(model)
-    return model
 
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
@@ -360,20 +346,24 @@ def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
 
 
 def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
-    """Return Megatron's local layers, with its tensor parallelism, and `cpu_layers` between the linear ones."""
+    """Return Megatron's local layers, with its tensor parallelism, and an attention over flat rows."""
     frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    mlp = layer.mlp.submodules if config.num_moe_experts is None else layer.mlp.submodules.experts.submodules
-    mlp.activation_func = SwiGLU
     attention = layer.self_attention.submodules
     attention.core_attention = partial(RotaryAttention, rotary=Rotary(frequencies))
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)
-    if parallel_state.is_pipeline_last_stage() and config.num_moe_experts is None and not config.recompute_granularity:
-        layers[-1] = replace(spec, module=LastLayer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """PyTorch's norm with Megatron's arguments; Megatron's own wrapper of it refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # sums its gradients

@@ -6,23 +6,14 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    param_and_grad_buffer,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
-from specrl.training import heap
 from specrl.training.checkpoint.manifest import KINDS, MASTER
-from specrl.training.megatron.cpu import exchange
 from specrl.training.schedules import lr_factor
 
 
@@ -31,9 +22,6 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    if not torch.cuda.is_available():
-        param_and_grad_buffer.dist_reduce_scatter_func = exchange.reduce_scatter
-        param_and_grad_buffer.dist_all_gather_func = exchange.all_gather
     return DistributedDataParallel(config, ddp, model)
 
 
@@ -129,7 +117,7 @@ class PolicyOptimizer:
         main = owner.optimizer.param_groups[group]["params"][position]
         state = owner.optimizer.state[main]
         if not state:  # before the first update; Adam would begin with the same
-            state.update(exp_avg=_zeros_like(main), exp_avg_sq=_zeros_like(main))
+            state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
             if self._counts_per_parameter:
                 state["step"] = torch.zeros((), device=main.device if self._is_fused else "cpu")
         moments = {name: state[name].detach() for name in KINDS if name != MASTER}
@@ -171,8 +159,3 @@ class PolicyOptimizer:
             found = {int(group["step"]) for group in groups if group["params"] and "step" in group}
         assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
         return found.pop() if found else 0
-
-
-def _zeros_like(master: Tensor) -> Tensor:
-    """Return a moment before the first update, which is the first to need its memory."""
-    return torch.zeros_like(master) if master.is_cuda else heap.untouched_zeros(master.shape, master.dtype)

@@ -15,9 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -33,7 +30,6 @@ from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader, write_model
 from specrl.precision.kv_scales import KvObserver
-from specrl.training import heap
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.checkpoint.pieces import Shard
 from specrl.training.features import Features, FeatureSpec, Window
@@ -405,8 +401,7 @@ class Policy:
             return output, partial(_outcome, batch, loss)
 
         try:
-            left = math.inf if self._optimizer is not None else 0  # for what follows an update, such as a refit
-            with torch.set_grad_enabled(loss is not None), heap.kept(left=left):
+            with torch.set_grad_enabled(loss is not None):
                 outcomes = get_forward_backward_func()(
                     forward_step_func=forward_step,
                     data_iterator=iter(items),

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specrl.training.megatron.cpu import kernels
-
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 """The number of logits that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
 
@@ -81,12 +79,6 @@ def _local_sums(
     peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
     mine = (targets >= 0) & (targets < vocabulary)
     columns = targets.clamp(0, vocabulary - 1)
-    if kernels.take(logits) and logits.stride(1) == 1:
-        chosen = torch.where(mine, logits.gather(1, columns[:, None])[:, 0].float() * scale, 0.0)
-        sums = logits.new_empty(3, rows, dtype=torch.float32)
-        kernels.score(rows, vocabulary, logits.stride(0), scale, keep_weights, logits, sums)
-        peak, total, weighted = sums.unbind()
-        return peak, total, weighted, chosen
     for part in _chunks(logits):
         z = logits[part].to(torch.float32, copy=True)
         if scale != 1.0:

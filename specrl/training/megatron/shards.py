@@ -6,9 +6,6 @@ of fused matrices that tensor parallelism has split. The rectangles say which el
 
 from __future__ import annotations
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 
 from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut

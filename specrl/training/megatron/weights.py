@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import specrl.training.megatron.cpu_shim  # noqa: F401  (must precede megatron)
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

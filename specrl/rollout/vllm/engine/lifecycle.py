@@ -19,13 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from specrl.models.light_transformers import skip_unused_parts
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
-from specrl.rollout.vllm.engine.cpu_layers import use_kernels
 from specrl.rollout.vllm.engine.parallel_drafting import ParallelDrafting
 from specrl.rollout.vllm.engine.patches import patch
-from specrl.rollout.vllm.engine.shared_prompts import SharedPrompts, can_share
 from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
 from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_drafter, refit_policy
 
@@ -33,11 +30,6 @@ VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
 """The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
 brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
-CPU_MODULES = (
-    *("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"),
-    "vllm.model_executor.layers.quantization.online.base",
-)
-"""The modules by which the others come that an engine on CPUs needs."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
@@ -77,17 +69,7 @@ class VllmEngine:
         with captured_from_the_start() if keeps_routes else nullcontext():
             self.llm = start(arguments)
         self.runner = model_runner(self.llm)
-        if self.llm.model_config.enforce_eager:
-            use_kernels(self.policy)
-            if self.drafter is not None:
-                use_kernels(self.drafter)
         self._parallel = ParallelDrafting.install(self.runner)
-        self.shared_prompts: SharedPrompts | None = None
-        """Lets requests with one prompt share what was read of it; None where blocks are small or routes are kept."""
-        scheduler = self.llm.engine_core.engine_core.scheduler
-        if not keeps_routes and can_share(scheduler):
-            self.shared_prompts = SharedPrompts(scheduler)
-            self.shared_prompts.install()
         self._num_requests = 0
 
     @property
@@ -111,18 +93,7 @@ class VllmEngine:
         name = str(self._num_requests)
         self._num_requests += 1
         internal = self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
-        if self.shared_prompts is not None:
-            self.shared_prompts.note(prompt_tokens, internal)
         return name, internal
-
-    def must_wait(self, prompt_tokens: list[int]) -> bool:
-        """Return whether a request had better be queued later, because another one is about to read its prompt."""
-        return self.shared_prompts is not None and self.shared_prompts.must_wait(prompt_tokens)
-
-    def forget_prompts(self) -> None:
-        """Let no later request share what was read of a prompt."""
-        if self.shared_prompts is not None:
-            self.shared_prompts.forget()
 
     def step(self) -> list[FinishedRequest]:
         """Run one iteration and return the requests that it finished."""
@@ -143,17 +114,13 @@ class VllmEngine:
             self.llm.abort_request(names, internal=True)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Requests use the first blocks again, whose memory the engine has already.
+        """Forget all cached prefixes.
 
         Raises:
             RefitError: A block is still in use, and could be read later with the keys of another policy.
         """
-        from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
-
         if not self.llm.reset_prefix_cache():
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
-        pool = self.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-        pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `weights.load.refit_policy`."""
@@ -209,28 +176,11 @@ class VllmEngine:
 def set_environment() -> None:
     """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported."""
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    importlib.import_module("numba.core.config").reload_config()  # the trainer may have imported Numba without them
-
-
-def import_engine() -> None:
-    """Import what an engine on CPUs needs, for the processes that are forked from this one."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    set_environment()
-    for module in CPU_MODULES:
-        importlib.import_module(module)
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
-
-    # It takes a second, as each of hundreds of loggers clears the caches of all; an engine finds it done.
-    configure_logging_if_needed(LoggingConfig())
-    for name, value in before.items():  # not every stage has an engine
-        if value is None:
-            del os.environ[name]
+    importlib.import_module("numba.core.config").reload_config()  # Numba may have been imported before
 
 
 def require_version() -> None:
     """Raise RuntimeError if the installed vLLM is not the one that this package was written against."""
-    skip_unused_parts()
     import vllm
 
     if vllm.__version__.split("+")[0] != VLLM_VERSION:

@@ -3,9 +3,8 @@
 It is run as `python -m specrl.rollout.vllm.serving.process PARENT serve ...`.
 
 On CPUs vLLM 0.32.0 verifies drafts with temperatures, top-k and top-p from uninitialised memory, so that above
-temperature 0 it accepts next to nothing and samples from the wrong distribution. That is mended here, and so is the
-slowness of BF16 on CPUs without products of it. vLLM starts its own processes by `spawn`, which imports this module
-again in each of them, and so all of them have the repairs.
+temperature 0 it accepts next to nothing and samples from the wrong distribution. That is mended here. vLLM starts its
+own processes by `spawn`, which imports this module again in each of them, and so all of them have the repair.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import time
 from threading import Thread
 
 from torch import Tensor
-
-from specrl.rollout.vllm.engine.patches import pack_bf16_in_float32
 
 LOOK_SECONDS = 0.5
 """The pause between two looks at whether the parent still exists."""
@@ -49,14 +46,10 @@ def expand(
 
 
 def mend() -> None:
-    """Let vLLM on CPUs verify drafts with `expand`, and compute BF16 layers in float32 where the CPU requires it.
-
-    Other devices have kernels of their own.
-    """
+    """Let vLLM on CPUs verify drafts with `expand`; other devices have kernels of their own."""
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand
-    pack_bf16_in_float32()
 
 
 def main(parent: int, arguments: list[str]) -> None:

@@ -23,11 +23,10 @@ from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
 from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.group import own_parts
 from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
-from specrl.training.megatron.cpu import kernels
 
-PROBE_ROWS = kernels.PRODUCT_ROWS
-"""The number of random inputs on which a matrix is compared. On a CPU a second one costs next to nothing, because
-reading the matrix takes the time."""
+PROBE_ROWS = 4
+"""The number of random inputs on which a matrix is compared. A second one costs next to nothing, because reading the
+matrix takes the time."""
 CHUNK_ROWS = 1024
 """The number of an embedding's rows that are summed at a time, so few that they stay in the cache."""
 READ_BACK_TOLERANCE = 0.02
@@ -259,20 +258,7 @@ def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
     inputs, method = probe_rows(parts[0].shape[1], parts[0].dtype).to(parts[0].device), layer.quant_method
     if hasattr(method, "quantise_weight"):
         inputs, parts = method.quantise_inputs(inputs), [method.quantise_weight(torch.cat(parts))]
-    return torch.cat([_products(inputs, part) for part in parts], -1)
-
-
-def _products(inputs: Tensor, matrix: Tensor) -> Tensor:
-    """Return the fixed rows [PROBE_ROWS, in] times a matrix [out, in] transposed: [PROBE_ROWS, out].
-
-    For so few rows, a product on a CPU without instructions for BF16 takes most of its time to widen the matrix.
-    """
-    matrix = matrix.contiguous()
-    if not kernels.take(matrix):
-        return F.linear(inputs, matrix)
-    result = torch.empty(PROBE_ROWS, len(matrix))
-    kernels.few_products(*matrix.shape, matrix, inputs.float(), result)
-    return result
+    return torch.cat([F.linear(inputs, part) for part in parts], -1)
 
 
 def _is_held(held: Held, fused_name: str, note: Note) -> bool:

@@ -143,90 +143,10 @@ def reload_weights(vllm_config: Any, model: nn.Module, weights: Weights) -> None
     from vllm.model_executor.model_loader.reload import inplace
 
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
-        if _packs_linear_layers_alone(model):
-            _load_and_pack(model, weights)
-        else:
-            pack_anew(model)
-            inplace.reload_weights(
-                vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
-            )
-            head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
-            if head is not None and embeddings is not None and head.weight is embeddings.weight:
-                head.quant_method.process_weights_after_loading(head)
-
-
-def _packs_linear_layers_alone(model: nn.Module) -> bool:
-    """Return whether linear layers and the head are all that this engine does not keep as it was loaded."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    from vllm.platforms import current_platform
-
-    methods = {type(getattr(layer, "quant_method", None)) for layer in model.modules()}
-    plain = {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, BaseKVCacheMethod, type(None)}
-    # On AMD's Zen platform a layer may compute with the memory of the weight itself, which must not be used again.
-    return current_platform.is_cpu() and not current_platform.is_zen_cpu() and methods <= plain
-
-
-def _load_and_pack(model: nn.Module, weights: Weights) -> None:
-    """Load weights, and pack those of a linear layer as soon as the layer is complete.
-
-    vLLM's own reload runs every loader twice, keeps all parts of a layer and allocates each layer anew. Here the parts
-    are copied once, into memory that is used again for the next layer; everything that is not packed is loaded where it
-    lies. A layer that does not become complete stays as it was.
-    """
-    buffers: dict[torch.Size, list[Tensor]] = {}
-    layers: list[Any] = [layer for layer in model.modules() if _is_packed(layer)]
-    empty = [layer.weight for layer in layers]
-    for layer in layers:
-        layer.register_parameter("weight", _unpacked(layer, buffers))
-    try:
-        model.load_weights(weights)  # type: ignore[operator]
-    finally:
-        for layer, weight in zip(layers, empty, strict=True):
-            layer.register_parameter("weight", weight)
-    head: Any = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear"):
-        head.cpu_linear = None  # frees the largest of what is packed, whose memory the new one then takes
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _is_packed(layer: Any) -> bool:
-    from vllm.model_executor.layers.linear import LinearBase
-
-    return isinstance(layer, LinearBase) and isinstance(layer.weight, Tensor) and not layer.weight.numel()
-
-
-def _unpacked(layer: Any, buffers: dict[torch.Size, list[Tensor]]) -> nn.Parameter:
-    """Return a parameter without memory that stands for the layer's weight while it is loaded.
-
-    Its loader fills a buffer in place of it, and packs the layer when all of the buffer has been filled.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import CopyCounter, to_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    stand_in: Any = restore_layer_refs(to_meta_tensor(get_layerwise_info(layer).restore_metadata[0]["weight"]), layer)
-    load_part, shape, dtype = stand_in.weight_loader, stand_in.shape, stand_in.dtype
-    attributes = stand_in.__dict__.copy()
-    filled: Any = None
-    num_loaded = 0
-
-    def load(_: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        nonlocal filled, num_loaded
-        if filled is None:
-            free = buffers.setdefault(shape, [])
-            filled = free.pop() if free else torch.empty(shape, dtype=dtype)
-            filled.__class__, filled.__dict__ = type(stand_in), attributes.copy()
-        with CopyCounter() as counter:
-            load_part(filled, tensor, *args, **kwargs)
-        num_loaded += counter.copied_numel
-        if num_loaded == shape.numel():
-            layer.register_parameter("weight", filled)
-            layer.quant_method.process_weights_after_loading(layer)
-            buffers[shape].append(filled)
-            filled, num_loaded = None, 0
-
-    stand_in.weight_loader = load
-    parameter: nn.Parameter = stand_in
-    return parameter
+        pack_anew(model)
+        inplace.reload_weights(
+            vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
+        )
+        head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
+        if head is not None and embeddings is not None and head.weight is embeddings.weight:
+            head.quant_method.process_weights_after_loading(head)

@@ -10,13 +10,30 @@ import torch
 from torch import Tensor
 
 from specrl.training.megatron.attention.layout import RowLayout, Segment, row_layout
-from specrl.training.megatron.cpu import kernels
-from specrl.training.megatron.cpu_layers import Rotary, rotate
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """A function of rotated queries, rotated keys and values, [1, heads, tokens, width] each."""
 MAX_SCORES = 2**26
 """The number of attention scores that exist at once in a pass without a gradient; the plan counts them."""
+
+
+class Rotary:
+    """The cosines and sines of the rotary embedding (Su et al., 2021), which rotates halves against each other."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self._frequencies = frequencies.float()  # [width / 2]
+
+    @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
+    def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
+        angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` [..., tokens, width] by the angles of its tokens, [tokens, width / 2]."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
 
 
 def rotated(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,9 +44,8 @@ def rotated(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor)
     """
     tokens, _, heads, width = query.shape
     groups = key.shape[2]
-    q = query.new_empty(groups, heads // groups, tokens, width)
-    rotate(query.view(tokens, groups, heads // groups, width).permute(1, 2, 0, 3), cos, sin, q)
-    k = rotate(key[:, 0].transpose(0, 1), cos, sin, key.new_empty(groups, tokens, width))
+    q = rotate(query.view(tokens, groups, heads // groups, width).permute(1, 2, 0, 3), cos, sin)
+    k = rotate(key[:, 0].transpose(0, 1), cos, sin)
     return q, k, value[:, 0].transpose(0, 1).contiguous()
 
 
@@ -64,10 +80,6 @@ def _weights(q: Tensor, k: Tensor, each: int) -> Tensor:
         each: The number of query heads in a group.
     """
     groups, rows, keys = q.shape[0], q.shape[1] // each, k.shape[1]
-    if kernels.take(q, k):
-        exact, weights = torch.bmm(q.float(), k.float().mT), q.new_empty(groups, each * rows, keys)
-        kernels.softmax(groups * each * rows, keys, rows, q.shape[-1] ** -0.5, exact, weights)
-        return weights
     scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.float().mT)
     mask = _causal_mask(1 << (rows - 1).bit_length(), q.device)
     scores.view(groups, each, rows, keys)[..., keys - rows :].add_(mask[:rows, :rows])
@@ -144,33 +156,6 @@ class _Attention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotates queries and keys into the layout of `rotated`, and their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return rotated(query, key, value, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        groups, each, tokens, width = grad_q.shape
-        grad_query = grad_q.new_empty(tokens, groups, each, width)
-        rotate(grad_q, cos, sin, grad_query.permute(1, 2, 0, 3), inverse=True)
-        grad_key = grad_k.new_empty(tokens, groups, width)
-        rotate(grad_k, cos, sin, grad_key.transpose(0, 1), inverse=True)
-        return (
-            grad_query.view(tokens, 1, groups * each, width),
-            grad_key[:, None],
-            grad_v.transpose(0, 1)[:, None],
-            None,
-            None,
-        )
-
-
 @lru_cache(maxsize=8)
 def _angles(rotary: Rotary, layout: RowLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of each token of a row, [tokens, width / 2] each, which all layers share."""
@@ -200,7 +185,7 @@ class RotaryAttention(torch.nn.Module):
         """
         layout: RowLayout = row_layout(attention_mask, query.device)
         cos, sin = _angles(self._rotary, layout, query.dtype)
-        q, k, v = _Rotate.apply(query, key, value, cos, sin)  # type: ignore[no-untyped-call]
+        q, k, v = rotated(query, key, value, cos, sin)
         if self.observe is not None:
             self.observe(q.detach().flatten(0, 1)[None], k.detach()[None], v.detach()[None])
         context = attend(q, k, v, layout.segments)

@@ -1,0 +1,229 @@
+"""The rule by which a run's folder is trusted, and the program that applies it in a job before anything else.
+
+A job's script holds the text of this file: every rank runs `python -I -c TEXT CODE DIGEST GROUPS -m MODULE ...`, which
+imports nothing from the run's folder, and then becomes `python -m MODULE ...`. So there is nothing in here but the
+standard library.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import os
+import pwd
+import stat
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+DIGEST_LENGTH = 32
+"""Hex digits of a digest of sources: whoever wants other files with the same 128 bits cannot make them."""
+MOST_LINKS = 40
+"""How many symbolic links Linux follows on one path."""
+WHOLE_MAP = ["0", "0", "4294967295"]
+"""The user ids of a process that is in no user namespace of a container, as `/proc/self/uid_map` has them."""
+
+
+class DistrustError(Exception):
+    """Somebody else can change what a run executes, or has; the message is one line with what to do."""
+
+
+def check_run(run_dir: Path) -> None:
+    """Check that what a run executes and is directed by belongs to its user, who alone can write to it.
+
+    Those are the run's folder and what lies in it, the copies of the code, and the jobs' contexts. Results below
+    `stages/KEY` are data.
+
+    Raises:
+        DistrustError: Somebody else owns something of it, or can write to it.
+    """
+    status = run_dir.stat()
+    if status.st_uid != os.geteuid():
+        raise DistrustError(
+            f"{run_dir} belongs to user {status.st_uid} and not to user {os.geteuid()}, who runs this; jobs run code "
+            "from it: specrl ls, show, watch and samples look at it, nothing else does; a run of your own needs "
+            "another runs_dir or name"
+        )
+    _check_mode(run_dir, status, run_dir)
+    for path in _entries(run_dir):
+        _check_own(path, run_dir)
+    for path in _below(run_dir / "code"):
+        _check_own(path, run_dir)
+    for folder in (*_entries(run_dir / "jobs"), *_entries(run_dir / "stages")):
+        _check_own(folder, run_dir)
+    for folder in _entries(run_dir / "jobs"):
+        _check_own(folder / "context.json", run_dir)
+
+
+def _check_own(path: Path, run_dir: Path) -> None:
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):  # it has just been replaced, or has never been there
+        return
+    if status.st_uid != os.geteuid():
+        raise DistrustError(
+            f"{path} belongs to user {status.st_uid} and not to user {os.geteuid()}, who runs this, and jobs act on "
+            "what is in it: remove it"
+        )
+    _check_mode(path, status, run_dir)
+
+
+def _check_mode(path: Path, status: os.stat_result, run_dir: Path) -> None:
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+        raise DistrustError(
+            f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):o}), and jobs run code from it: "
+            f"run `chmod -R go-w {run_dir}`, or choose another runs_dir or name"
+        )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what lies in a folder, and nothing for a link or where there is no such folder."""
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield everything below a folder, without following links."""
+    for path in _entries(folder):
+        yield path
+        yield from _below(path)
+
+
+def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
+    """Check that nobody but the user, root and trusted groups can put another folder in the place of a run's.
+
+    Args:
+        run_dir: The run's folder, which need not exist yet.
+        groups: The ids of the groups whose members are trusted, with the owners of folders that are theirs.
+
+    Returns:
+        A line for each folder above in which the members of another group could do so.
+
+    Raises:
+        DistrustError: Anybody, or another user, could.
+    """
+    owners, notes = _trusted_owners(), []
+    for path in _places(run_dir):
+        status = path.lstat()
+        if status.st_uid not in owners and status.st_gid not in groups:
+            raise DistrustError(
+                f"{path} belongs to user {status.st_uid}, who can put another folder in the place of {run_dir}: choose "
+                f'another runs_dir, or trust its group: cluster.trusted_groups = ["{_group_name(status.st_gid)}"]'
+            )
+        if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
+            continue
+        if status.st_mode & stat.S_IWOTH:
+            raise DistrustError(
+                f"everybody can write to {path} (mode {stat.S_IMODE(status.st_mode):o}) and put another folder in the "
+                f"place of {run_dir}: run `chmod o-w {path}` or `chmod +t {path}`, or choose another runs_dir"
+            )
+        if status.st_mode & stat.S_IWGRP and not _is_harmless(status.st_gid, groups):
+            name = _group_name(status.st_gid)
+            notes.append(
+                f"note: members of group {name} can write to {path} and put another folder in the place of {run_dir}; "
+                f'cluster.trusted_groups = ["{name}"] says that they are trusted'
+            )
+    return notes
+
+
+def _places(run_dir: Path) -> list[Path]:
+    """Return the folders and links that lead to a run's folder, in the order in which the kernel visits them."""
+    here, found = Path("/"), [Path("/")]
+    parts = list(reversed(run_dir.absolute().parts[1:]))
+    links = 0
+    while parts:
+        here = here / parts.pop()
+        if here.name == "..":
+            here = here.parent.parent
+        if not os.path.lexists(here):
+            return found
+        if here.is_symlink():
+            links += 1
+            if links > MOST_LINKS:
+                raise DistrustError(f"{run_dir}: too many links")
+            found.append(here)
+            target = here.readlink()
+            parts += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            here = Path("/") if target.is_absolute() else here.parent
+        elif parts:
+            found.append(here)
+    return found
+
+
+def _trusted_owners() -> set[int]:
+    """Return the user and root; in a container that does not know root, what its files seem to belong to instead."""
+    owners = {os.geteuid(), 0}
+    try:
+        if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
+            owners.add(int(Path("/proc/sys/fs/overflowuid").read_text()))
+    except (OSError, ValueError):
+        pass
+    return owners
+
+
+def _is_harmless(group: int, groups: Collection[int]) -> bool:
+    """Return whether a group is trusted, root's, or has the user as its only member, as many systems give everybody."""
+    if group in groups or group == 0:
+        return True
+    try:
+        user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}
+
+
+def _group_name(group: int) -> str:
+    try:
+        return grp.getgrgid(group).gr_name
+    except KeyError:
+        return str(group)
+
+
+def sources_digest(root: Path, names: Iterable[str]) -> str:
+    """Return the digest of files by their names below `root` and their contents: the name of a copy of them."""
+    total = hashlib.sha256()
+    for name in sorted(names):
+        with (root / name).open("rb") as file:
+            total.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()[:DIGEST_LENGTH]
+
+
+def check_code(code: Path, digest: str) -> None:
+    """Check that a folder holds the files with this digest, and nothing else that Python could import.
+
+    Raises:
+        DistrustError: It does not.
+    """
+    run = code.parents[1].name
+    advice = f"continue the run with the present code: specrl resume {run} --new-code"
+    if code.is_symlink() or not code.is_dir():
+        raise DistrustError(f"run {run}: {code}, the code that it was started with, is gone; {advice}")
+    names = []
+    for path in _below(code):
+        if path.name == "__pycache__":
+            raise DistrustError(f"{path} has been added to the copy of the code; remove it, or {advice}")
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise DistrustError(f"{path} is neither a file nor a folder, and was not copied there; {advice}")
+        if path.is_file():
+            names.append(str(path.relative_to(code)))
+    if sources_digest(code, names) != digest:
+        raise DistrustError(f"the files in {code} are not those that were copied there; {advice}")
+
+
+def main(words: list[str]) -> None:
+    """Check a copy of the code and the run's folder, and become `python` with the words that follow.
+
+    Args:
+        words: The folder of the copy, its digest, the ids of trusted groups with commas (or `-`), Python's arguments.
+    """
+    code, digest, groups, *command = words
+    try:
+        check_run(Path(code).parents[1])
+        check_place(Path(code).parents[1], {int(group) for group in groups.split(",") if group.isdigit()})
+        check_code(Path(code), digest)
+    except (DistrustError, OSError) as error:
+        sys.exit(f"specrl: {error}")
+    os.execv(sys.executable, [sys.executable, "-u", *command])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
