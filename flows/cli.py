@@ -14,6 +14,7 @@ from flows.commands import (
     inspect,
     project,
     remove,
+    reward,
     run,
     samples,
     serve,
@@ -41,6 +42,7 @@ app = typer.Typer(
 run.register(app)
 inspect.register(app)
 samples.register(app)
+reward.register(app)
 watch.register(app)
 remove.register(app)
 sync.register(app)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,17 +34,22 @@ OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 """The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
 
 
-def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_helper(
+    module: str, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `main` of a module, and return it with this end of a connection to it.
 
     `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
     the two. The process ends with the thread that has started it. It imports what `module` imports, and no more.
+
+    Args:
+        environment: Its environment; without it, that of this process.
     """
     connection, remote = Pipe()
     with remote:
         process = subprocess.Popen(
             [sys.executable, "-c", HELPER, module, str(remote.fileno())],
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)},
             stdin=subprocess.DEVNULL,
             pass_fds=[remote.fileno()],
             start_new_session=True,  # a terminal's Ctrl-C does not reach it, and `end_helper` ends all it has started

@@ -79,6 +79,10 @@ class GeneratorConfig(Section):
     """The generator's own parameters, by name."""
 
 
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+"""The name of an environment variable."""
+
+
 class DataConfig(Section):
     """The problems, the prompts made from them, and the reward."""
 
@@ -119,6 +123,13 @@ class DataConfig(Section):
     reward_on_failure: Adjustable[Annotated[float, Field(allow_inf_nan=False)]] = 0.0
     """The reward of a response on which the reward raises, takes too long, ends its process or returns no finite
     number. Such failures are counted and logged. Where the reward fails on all responses of a step, the run stops."""
+
+    reward_environment: Adjustable[tuple[VariableName, ...]] = ()
+    """The environment variables that the reward sees, besides the few without which Python does not start, such as
+    `PATH`. Its `HOME` and `TMPDIR` are an empty folder of its own."""
+    reward_network: Adjustable[bool] = False
+    """Whether the reward may use the network, as one that asks a judge does. Whatever a response makes the reward do
+    can use it then too."""
 
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _LABELLED = re.compile(r"\banswer(?: is)?\s*:[ \t]*(\S.*)", re.IGNORECASE)
 
 
@@ -19,9 +19,11 @@ def extract_answer(response: str) -> str:
     It is the text of the last `<answer>...</answer>`; without one it is what follows the last `Answer:` on its line,
     and without that the whole response.
     """
-    tagged = _TAGGED.findall(response)
-    if tagged:
-        return str(tagged[-1]).strip()
+    stated, position = None, 0
+    while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start)) >= 0:
+        stated, position = response[start + len(_OPEN) : end], end + len(_CLOSE)
+    if stated is not None:
+        return stated.strip()
     labelled = _LABELLED.findall(response)
     return str(labelled[-1] if labelled else response).strip()
 

@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer, format_answer
 from specrl.data.problems import Fit, Generator, Problem, derive_seed, is_held_out
+from specrl.data.scorers.expressions import NotAnAnswerError
+from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
 
 CHUNK = 64
@@ -50,8 +52,19 @@ class ReasoningGym:
             chunk += 1
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """Return reasoning-gym's own score, 0 to 1, of the answer that the response states."""
-        return float(self._scorer.score_answer(extract_answer(response), entry))
+        """Return reasoning-gym's own score, 0 to 1, of the answer that the response states.
+
+        What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes
+        it safe; 0 is for what is no answer.
+        """
+        review, stated = REVIEWED[self.name], extract_answer(response)
+        try:
+            safe = stated if stated == answer else review.guard(stated, entry)
+            return float(self._scorer.score_answer(safe, entry))
+        except NotAnAnswerError:
+            return 0.0
+        except review.refusals:
+            return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
         """Return an item of a data set; None where the generator fails on it.
@@ -104,7 +117,12 @@ def _reasoning_gym(config: GeneratorConfig) -> Generator:
         close = get_close_matches(config.name, names, n=5, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else f"allowed: {', '.join(names)}"
         raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
-    fields = dataclasses.fields(DATASETS[config.name][1])
+    dataset, parameters = DATASETS[config.name]
+    try:
+        refuse_unreviewed(config.name, dataset)
+    except ValueError as error:
+        raise ConfigError(f"data.generators: {config.name} cannot be used: {error}") from error
+    fields = dataclasses.fields(parameters)
     allowed = [field.name for field in fields if field.name not in ("seed", "size")]
     unknown = sorted(config.parameters.keys() - set(allowed))
     if unknown:

@@ -46,7 +46,10 @@ def reward_workers(run_dir: Path) -> list[psutil.Process]:
     for rank in ranks_of(run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
             found += [
-                child for child in psutil.Process(rank).children() if "rewards.worker" in " ".join(child.cmdline())
+                process
+                for child in psutil.Process(rank).children()
+                if "rewards.worker" in " ".join(child.cmdline())
+                for process in (child, *child.children(recursive=True))  # the one that scores is the first's child
             ]
     return found
 

@@ -51,13 +51,8 @@ def score(prompt, response, answer):
         os.kill(os.getpid(), signal.SIGSEGV)
     if word == "slow":
         time.sleep(0.3)
-    if word == "killed once" or word == "once":
-        marker = Path(rest)
-        if not marker.exists():
-            marker.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-    if word == "pid":
-        return os.getpid()
+    if word == "once" and not Path(rest).exists():
+        time.sleep(1000)
     return STRANGE[word] if word in STRANGE else len(response) / 8
 """
 
@@ -108,6 +103,12 @@ def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
 
 
+def forks() -> list[psutil.Process]:
+    """Return the processes that score a response at the moment: they have left the folder that the others work in."""
+    found = [process for worker in workers() for process in (worker, *worker.children(recursive=True))]
+    return [process for process in found if process.cwd() != str(Path.cwd())]
+
+
 def test_each_failure_costs_its_own_response_alone_and_is_named(
     pool: RewardPool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,15 +137,20 @@ def test_each_failure_costs_its_own_response_alone_and_is_named(
 
 def test_slow_rewards_are_computed_side_by_side_and_come_in_order(pool: RewardPool) -> None:
     score(pool, ["slow"] * 6)  # the first ones start the processes
-    scores = score(pool, ["slow", "a", "slow b", "pid", "slow"])
+    scores = score(pool, ["slow", "a", "slow b", "fine", "slow"])
     assert [*scores.rewards[:3], scores.rewards[4]] == [0.5, 0.125, 0.75, 0.5]
     assert scores.failures == []
     assert 1 < len(workers()) <= pool.config.reward_workers
 
 
 def test_a_process_that_something_else_kills_changes_no_reward(pool: RewardPool, tmp_path: Path) -> None:
-    assert score(pool, [f"once {tmp_path / 'marker'}"]).failures == []
-    assert (tmp_path / "marker").exists()
+    scoring = pool.begin(pool.config)
+    scoring.submit(0, Prompt(0, "prompt", [1], "answer"), f"once {tmp_path / 'marker'}")
+    wait_until(forks)
+    (tmp_path / "marker").touch()
+    for fork in forks():
+        fork.kill()
+    assert scoring.wait().failures == []
     for worker in workers():
         worker.kill()
     assert score(pool, ["good"] * 8).rewards == [0.5] * 8
@@ -153,10 +159,14 @@ def test_a_process_that_something_else_kills_changes_no_reward(pool: RewardPool,
 def test_what_is_sent_to_all_processes_of_a_job_is_not_meant_for_these() -> None:
     """By Slurm and by a terminal."""
     alone = RewardPool(data(reward_workers=1))
-    (pid,) = score(alone, ["pid"]).rewards
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(int(pid), number)
-    assert score(alone, ["pid"] * 4).rewards == [pid] * 4
+    score(alone, ["good"])
+    before = family = [process for worker in workers() for process in (worker, *worker.children(recursive=True))]
+    for process in family:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(number)
+    assert score(alone, ["good"] * 4).rewards == [0.5] * 4
+    after = [process for worker in workers() for process in (worker, *worker.children(recursive=True))]
+    assert set(before) <= set(after)
     alone.close()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from pathlib import Path
@@ -153,6 +154,12 @@ def test_the_task_reward_needs_a_generator() -> None:
 @given(st.text(max_size=60).filter(lambda text: "answer" not in text.casefold()))
 def test_a_response_without_a_label_is_its_own_answer(text: str) -> None:
     assert extract_answer(text) == text.strip()
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "a", "\n", "b "]), max_size=12).map("".join))
+def test_the_last_pair_of_tags_holds_the_answer(text: str) -> None:
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    assert extract_answer(text) == (tagged[-1] if tagged else text).strip()
 
 
 REWARDS = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.functions import judge, make_reward
+from specrl.data.rewards.pool import RewardPool
 from specrl.models.sources import load_tokenizer
 from specrl.processes import end_with_parent
 
@@ -119,14 +119,16 @@ def run(path: Path, sequences: int, precision: str, parent: int) -> None:
 
 
 def reward_function(config: Config, by_text: Mapping[str, Prompt]) -> Callable[..., list[float]]:
-    """Return the run's own reward as TRL calls it."""
-    reward = make_reward(config.data)
+    """Return the run's own reward as TRL calls it. It runs where a run's does, in processes that end with this one."""
+    pool = RewardPool(config.data)
 
-    def score(text: str, response: str) -> float:
-        found = judge(reward, by_text[text], response)
-        return config.data.reward_on_failure if isinstance(found, str) else found
+    def score(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
+        scoring = pool.begin(config.data)
+        for number, (text, response) in enumerate(zip(prompts, completions, strict=True)):
+            scoring.submit(number, by_text[text], response)
+        return scoring.wait().rewards
 
-    return lambda prompts, completions, **_: list(map(score, prompts, completions))
+    return score
 
 
 def trainer_arguments(config: Config, folder: Path, sequences: int, *, mixed: bool) -> Any:

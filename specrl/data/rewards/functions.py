@@ -1,4 +1,4 @@
-"""Rewards: numbers that say how good a response is. They run in worker processes, see `reward_pool`."""
+"""Rewards: numbers that say how good a response is. They run in worker processes, see `rewards.pool`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from specrl.config.importing import import_function
 from specrl.data.answers import extract_answer, normalise
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
+from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
 Reward = Callable[[Prompt, str], float]
 """(prompt, response) -> reward; whatever a user's function returns, `judge` checks it."""
@@ -59,18 +60,31 @@ def make_reward(config: DataConfig) -> Reward:
     return lambda prompt, response: function(prompt.text, response, prompt.answer)
 
 
+def warm_up(config: DataConfig, reward: Reward) -> None:
+    """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer."""
+    if config.reward == "task":
+        for index, generator in enumerate(config.generators):
+            problem = next(iter(make_generator(generator).problems(0)))
+            metadata = {"generator": index, "entry": problem.entry}
+            judge(reward, Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
+    elif is_built_in(config):
+        judge(reward, Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
+
+
 def _task_reward(config: DataConfig) -> Reward:
     """Return the reward that each generator's own scorer gives."""
     generators = [make_generator(generator) for generator in config.generators]
 
     def reward(prompt: Prompt, response: str) -> float:
         index: int = prompt.metadata["generator"]
-        try:
-            return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
-        except Exception:  # generators score any right answer: a text that their parsers break on is none
-            return 0.0
+        return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
 
     return reward
+
+
+def is_built_in(config: DataConfig) -> bool:
+    """Return whether `data.reward` is one of specrl's, not a function that the user has written."""
+    return ":" not in config.reward
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str:
@@ -81,17 +95,29 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str:
     try:
         value: Any = reward(prompt, response)
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
-        return f"raised {type(error).__name__}: {shortened(str(error))}"
+        return f"raised {shortened(type(error).__name__)}: {_text(error)}"
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one comes from tensors of several elements
+    except Exception:  # of whatever it has returned
         number = float("nan")
-    return number if abs(number) <= LARGEST else f"returned {reprlib.repr(value)}, which is not a finite number"
+    return number if abs(number) <= LARGEST else f"returned {_text(value)}, which is not a finite number"
+
+
+def _text(thing: object) -> str:
+    """Return an error's message or a value's text on one line, whatever its class makes of being asked for it."""
+    try:
+        return shortened(str(thing) if isinstance(thing, BaseException) else reprlib.repr(thing))
+    except Exception:
+        return "something that has no text"
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """Return a text on one line, with its middle left out where it has more than `limit` characters."""
-    line = " ".join(text.split())
+    """Return a text on one line, with its middle left out where it has more than `limit` characters.
+
+    What is not printable, and could act on a terminal, is written as its escape sequence.
+    """
+    ends = text if len(text) <= 20 * limit else f"{text[: 10 * limit]} {text[-10 * limit :]}"
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(ends.split()))
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 
 
@@ -105,8 +131,12 @@ def math_verify(_: str, response: str, answer: str) -> float:
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
+    try:
+        stated = bounded_latex(extract_answer(response))
+    except NotAnAnswerError:
+        return 0.0
     gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
-    return float(verify(gold, parse(extract_answer(response), parsing_timeout=seconds), timeout_seconds=seconds))
+    return float(verify(gold, parse(stated, parsing_timeout=seconds), timeout_seconds=seconds))
 
 
 @register_reward("exact_match")

@@ -6,22 +6,29 @@ A reward that hangs, raises, ends its process or returns what is no number costs
 
 from __future__ import annotations
 
+import atexit
+import json
 import logging
 import pickle
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 
 from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
-from specrl.data.rewards.functions import shortened
+from specrl.data.rewards import sandbox
+from specrl.data.rewards.functions import is_built_in, shortened
+from specrl.data.rewards.worker import ANSWER_BYTES, Order, Outcome
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -36,8 +43,12 @@ BACKLOG = 32
 """The number of waiting responses at which another process is started."""
 TRIES = 2
 """The processes that a reward may end until it counts as failed: the first one may have been killed by anybody."""
+GRACE_SECONDS = 30.0
+"""The time beyond `data.reward_timeout_s` after which a process that says nothing is ended."""
+LONGEST_ANSWER = 2 * ANSWER_BYTES
+"""The bytes that a process may send at once."""
 LOST_IN_A_ROW = 16
-"""The time-outs and ended processes in a row, with no reward between them, after which the reward counts as broken."""
+"""The time-outs and ended processes after which an own reward that has never given a number counts as broken."""
 REASONS = 3
 """The most frequent reasons that are named where failures are summed up."""
 LOGGED = 3
@@ -55,6 +66,8 @@ class RewardFailure:
     prompt: str
     response: str
     reason: str
+    by_response: bool = False
+    """The response took more time or memory than it may, or ended the fork that scored it: another one may not."""
 
     def __str__(self) -> str:
         return f"{self.reason}; prompt {self.prompt!r}, response {self.response!r}"
@@ -68,21 +81,25 @@ class FailureTally:
     reasons: tuple[tuple[str, int], ...] = ()
     """(reason, failures) of the `REASONS` most frequent reasons."""
     first: RewardFailure | None = None
+    by_response: int = 0
+    """The failures that are `RewardFailure.by_response`."""
 
     @classmethod
     def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
         """Sum up failures."""
         reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
-        return cls(len(failures), tuple(reasons), failures[0] if failures else None)
+        by_response = sum(failure.by_response for failure in failures)
+        return cls(len(failures), tuple(reasons), failures[0] if failures else None, by_response)
 
     @classmethod
     def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
         """Sum up what several ranks have summed up, in their order."""
-        reasons, count, first = Counter[str](), 0, None
+        reasons, count, first, by_response = Counter[str](), 0, None, 0
         for tally in tallies:
             reasons.update(dict(tally.reasons))
             count, first = count + tally.count, first or tally.first
-        return cls(count, tuple(reasons.most_common(REASONS)), first)
+            by_response += tally.by_response
+        return cls(count, tuple(reasons.most_common(REASONS)), first, by_response)
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,8 @@ class RewardPool:
         self.closed = False
         self._lock = threading.Lock()
         self._lost = 0
+        self._has_answered = self._said = False
+        self._ready = threading.Event()
         self._workers: list[_Worker] = []
         self.grow()
 
@@ -142,16 +161,28 @@ class RewardPool:
             if len(self._workers) < self.config.reward_workers and not self.closed:
                 self._workers.append(_Worker(self))
 
-    def answered(self) -> None:
-        """Take note of a process that has answered."""
+    def started(self, gaps: str) -> None:
+        """Take note of a process that has imported the rewards; say once what it is not kept from doing here."""
         with self._lock:
-            self._lost = 0
+            if gaps and not self._said:
+                logger.warning("data.reward runs without a part of its sandbox: on this machine it could %s", gaps)
+            self._said = True
+        self._ready.set()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the first process has imported the rewards, or cannot: who asks for one is told why."""
+        self._ready.wait()
+
+    def answered(self) -> None:
+        """Take note of a process that has answered: the reward is not broken, whatever a later response makes it do."""
+        with self._lock:
+            self._has_answered = True
 
     def lost(self, failure: RewardFailure) -> None:
-        """Take note of a process that was lost to a reward."""
+        """Take note of a process that was lost to a response."""
         with self._lock:
             self._lost += 1
-            if self._lost == LOST_IN_A_ROW:
+            if self._lost == LOST_IN_A_ROW and not self._has_answered and not is_built_in(self.config):
                 self.error = RewardError(
                     f"data.reward = {self.config.reward!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
                     f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
@@ -219,6 +250,8 @@ class _Worker:
         self._pool = pool
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._scratch = Path(tempfile.mkdtemp(prefix="specrl-reward-"))
+        atexit.register(shutil.rmtree, self._scratch, ignore_errors=True)
         self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
         self._thread.start()
 
@@ -226,6 +259,7 @@ class _Worker:
         """End the process and, once there is nothing more to do, the thread."""
         self._kill()
         self._thread.join()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _run(self) -> None:
         """Start the process, and let it answer one response after another."""
@@ -233,6 +267,7 @@ class _Worker:
             self._running()
         except Exception as error:  # the rank's main thread shall raise it, when it asks for a reward
             self._pool.error = error
+            self._pool.started("")
         while (job := self._pool.jobs.get()) is not None:
             try:
                 result = self._pool.error or self._reward(job)
@@ -249,29 +284,36 @@ class _Worker:
     def _reward(self, job: _Job) -> float | RewardFailure:
         """Return the reward of one response, from a new process where the present one ends on it."""
         try:
-            message = pickle.dumps((job.section, job.prompt, job.response))
+            message = pickle.dumps((job.prompt, job.response))
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             return job.failed(f"cannot be asked, since the problem's data cannot be copied: {shortened(str(error))}")
         if self._pool.jobs.qsize() > BACKLOG:
             self._pool.grow()
+        ending = ""
         for _ in range(TRIES):
             connection = self._running()
             try:
-                connection.send_bytes(message)
+                connection.send((job.section, message))
                 if not self._answers(connection):
-                    return self._lost(job, f"took longer than data.reward_timeout_s = {self._timeout:g}")
-                result = connection.recv()
-            except (EOFError, OSError):
+                    self._kill()
+                    return self._lost(job, self._late)
+                outcome = Outcome.parse(connection.recv_bytes(LONGEST_ANSWER))
+            except (EOFError, OSError, ValueError):
                 self._kill()
+                assert self._process is not None
+                ending = how_ended(self._process.returncode)
+                continue
+            if outcome.late:
+                return self._lost(job, self._late)
+            if outcome.ended is not None:
+                ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
-            return job.failed(result) if isinstance(result, str) else result
-        assert self._process is not None
-        return self._lost(job, f"ended its process {TRIES} times ({ending(self._process.returncode)})")
+            return job.failed(outcome.failure or "") if outcome.score is None else outcome.score
+        return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
-        self._kill()
-        failure = job.failed(reason)
+        failure = replace(job.failed(reason), by_response=True)
         self._pool.lost(failure)
         return failure
 
@@ -279,13 +321,17 @@ class _Worker:
     def _timeout(self) -> float:
         return self._pool.config.reward_timeout_s
 
+    @property
+    def _late(self) -> str:
+        return f"took longer than data.reward_timeout_s = {self._timeout:g}"
+
     def _answers(self, connection: Connection) -> bool:
         """Return whether the answer comes in time; where it takes a while, another process is started meanwhile."""
         patience = min(PATIENCE_SECONDS, self._timeout)
         if connection.poll(patience):
             return True
         self._pool.grow()
-        return connection.poll(self._timeout - patience)
+        return connection.poll(self._timeout - patience + GRACE_SECONDS)
 
     def _running(self) -> Connection:
         """Return the connection to the process, which is started anew where it has ended."""
@@ -304,22 +350,24 @@ class _Worker:
         """
         if self._connection is not None:
             self._connection.close()
-        self._process, self._connection = start_helper(WORKER)
+        variables = sandbox.environment(self._pool.config.reward_environment, self._scratch)
+        self._process, self._connection = start_helper(WORKER, variables)
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(self._pool.sections)
+            self._connection.send(Order(self._pool.sections, self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
                 raise RewardError(
                     f"data.reward = {self._pool.config.reward!r}: its import took longer than {START_SECONDS} s"
                 )
-            problem = self._connection.recv()
+            answer = json.loads(self._connection.recv_bytes(LONGEST_ANSWER))
         except (EOFError, OSError):
             self._kill()
             return
-        if problem:
-            raise RewardError(problem)
+        if answer["problem"]:
+            raise RewardError(answer["problem"])
+        self._pool.started(answer["gaps"])
 
 
 def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> RewardPool | None:
@@ -346,9 +394,13 @@ def describe(failures: FailureTally, num_responses: int) -> str:
 def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
     """Refuse a reward that failed on all responses of a generation, over all ranks.
 
+    A built-in reward that none of them let come to an end is not refused: a policy shall not be able to end its run.
+
     Raises:
         RewardError: It did; the message names the first of them.
     """
+    if is_built_in(config) and failures.by_response == failures.count:
+        return
     if num_responses and failures.count == num_responses:
         raise RewardError(
             f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures.first}; "
@@ -356,6 +408,6 @@ def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfi
         )
 
 
-def ending(code: int) -> str:
+def how_ended(code: int) -> str:
     """Return how a process ended, by the return code that `subprocess` gives it."""
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -1,31 +1,270 @@
-"""The process that computes rewards. It imports little and ends with the rank that started it."""
+"""The process that computes rewards, each response's in a fork of itself. It ends with the rank that started it.
+
+It imports the rewards once, inside of the sandbox. What a response does in its fork ends with the fork; what comes back
+is a number or a text, as JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
+import math
 import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
 
 from specrl.config import ConfigError, DataConfig
-from specrl.data.rewards.functions import judge, make_reward
-from specrl.processes import become_helper
+from specrl.data.rewards import sandbox
+from specrl.data.rewards.functions import Reward, is_built_in, judge, make_reward, warm_up
+from specrl.processes import become_helper, end_with_parent
+
+ANSWER_BYTES = 65_536
+"""The longest answer of a fork."""
+CHECK_SECONDS = 0.05
+"""How often a fork is looked at that neither answers nor closes its end of the connection."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one response: exactly one of the first three is set, or `late`."""
+
+    score: float | None = None
+    failure: str | None = None
+    """Why the reward has failed."""
+    ended: int | None = None
+    """The exit code of a fork that ended without an answer; minus the signal's number if one ended it."""
+    late: bool = False
+    """The fork was ended at `data.reward_timeout_s`."""
+
+    @classmethod
+    def parse(cls, message: bytes) -> Outcome:
+        """Read what `json` makes of an outcome.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            fields = json.loads(message)
+            outcome = cls(**fields)
+        except (RecursionError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError("no outcome") from error
+        score, failure, ended = outcome.score, outcome.failure, outcome.ended
+        numbers = isinstance(score, float | None) and (score is None or math.isfinite(score))
+        if not (numbers and isinstance(failure, str | None) and isinstance(ended, int | None)):
+            raise ValueError("no outcome")
+        if sum((score is not None, failure is not None, ended is not None, outcome.late is True)) != 1:
+            raise ValueError("no outcome")
+        return outcome
+
+    def json(self) -> bytes:
+        """Return the outcome as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the rank asks a process to be; it comes by `pickle`, as all that the rank sends."""
+
+    sections: Sequence[str]
+    """The sections whose rewards are asked for, each as JSON. The first one's settings of rewards hold."""
+    scratch: Path
+    """The folder, empty and this process's own, in which responses are scored."""
 
 
 def main(rank: Connection) -> None:
-    """Answer prompts and responses with rewards until the rank closes the connection.
+    """Answer prompts and responses with outcomes until the rank closes the connection.
 
-    The first two messages are the rank's process id and the sections whose rewards are asked for, each as JSON. The
-    answer to them is an empty text, or the reason why there is no such reward.
+    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, an empty
+    text or the reason why there is no such reward, and `gaps`, what `Confinement.gaps` says.
     """
-    become_helper(rank.recv())
+    parent = rank.recv()
+    become_helper(parent)
+    order: Order = rank.recv()
+    sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]  # responses are scored in another folder
+    sections = [DataConfig.model_validate_json(section) for section in order.sections]
+    held = sandbox.available(sections[0].reward_network)
+    if held.namespaces:
+        sandbox.enter_namespaces(order.scratch, sections[0].reward_network)
+        end_with_parent(parent)  # once more: the kernel forgets it where a process gets other rights
+        _go_on_in_child(rank)
+    else:
+        sandbox.adopt_orphans()
+    sandbox.hide_memory()
     try:
-        rewards = [make_reward(DataConfig.model_validate_json(section)) for section in rank.recv()]
+        rewards = [make_reward(section) for section in sections]
+        for section, reward in zip(sections, rewards, strict=True):
+            warm_up(section, reward)
+        problem = ""
     except ConfigError as error:
-        rank.send(str(error))
-        return
-    rank.send("")
-    with contextlib.suppress(EOFError):
-        while True:
-            section, prompt, response = rank.recv()
-            rank.send(judge(rewards[section], prompt, response))
+        rewards, problem = [], str(error)
+    rank.send_bytes(json.dumps({"problem": problem, "gaps": held.gaps(sections[0].reward_network)}).encode())
+    if not problem:
+        Scorer(rank, sections, rewards, order.scratch, held).serve()
     os._exit(0)  # threads that the reward has started shall not keep the process
+
+
+def _go_on_in_child(rank: Connection) -> None:
+    """Return in the child, the first process of the new namespaces; here, wait for it and end as it does."""
+    child = os.fork()
+    if not child:
+        end_with_parent(0)  # what a process outside of the namespaces is called inside
+        return
+    rank.close()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+class Scorer:
+    """The process that has imported the rewards, and the forks of it that score one response each."""
+
+    def __init__(
+        self,
+        rank: Connection,
+        sections: Sequence[DataConfig],
+        rewards: Sequence[Reward],
+        scratch: Path,
+        held: sandbox.Confinement,
+    ) -> None:
+        self._rank, self._sections, self._rewards, self._held = rank, sections, rewards, held
+        self._timeout, self._network = sections[0].reward_timeout_s, sections[0].reward_network
+        self._scratch = scratch
+
+    def serve(self) -> None:
+        """Answer messages `(place of the section, prompt, response)` of the rank until it closes the connection."""
+        gc.collect()
+        gc.freeze()  # so that no fork touches, and thereby copies, what has been imported
+        self._base = sandbox.address_space()
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                section, message = self._rank.recv()
+                self._rank.send_bytes(self._scored(section, message).json())
+
+    def _scored(self, section: int, message: bytes) -> Outcome:
+        """Score one response in a fork, and remove all that the fork leaves behind."""
+        processes = not is_built_in(self._sections[section])  # those need none
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server, child = os.getpid(), os.fork()
+        if not child:
+            ours.close()
+            self._score(server, section, message, folder, theirs, processes=processes)
+        theirs.close()
+        try:
+            with ours:
+                return _awaited(child, ours, self._timeout, supervised=processes and self._held.filters)
+        finally:
+            sandbox.end_all_children(child, self._held)
+            _remove(folder)
+
+    def _score(
+        self, server: int, section: int, message: bytes, folder: Path, answer: socket.socket, *, processes: bool
+    ) -> NoReturn:
+        """Score a response in this fork, answer with the outcome, and end."""
+        code = 70  # EX_SOFTWARE
+        try:
+            self._rank.close()
+            _silence()
+            if self._held.namespaces:
+                os.setsid()  # elsewhere the rank ends this process by its group
+            os.chdir(folder)
+            sandbox.limit_resources(self._timeout, self._base)
+            listener = sandbox.confine(folder, self._held, network=self._network, processes=processes)
+            end_with_parent(server)
+            if listener is not None:
+                socket.send_fds(answer, [b"listener"], [listener])
+                os.close(listener)
+            prompt, response = pickle.loads(message)
+            found = judge(self._rewards[section], prompt, response)
+            outcome = Outcome(failure=found) if isinstance(found, str) else Outcome(score=found)
+            answer.send(outcome.json())
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder in which a response was scored, however deeply it may be nested by now."""
+    try:
+        folder.rmdir()
+    except OSError:
+        subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
+def _silence() -> None:
+    """Lead this process's output nowhere: a response may make its reward print without end, or to a terminal."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+
+
+def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: bool) -> Outcome:
+    """Wait for what a fork answers, and grant the processes that it may start.
+
+    Args:
+        supervised: The first thing that the fork sends is the file descriptor at which it asks for processes.
+    """
+    deadline = time.monotonic() + timeout
+    poll, listener, granted, closed = select.poll(), -1, 0, False
+    poll.register(answer, select.POLLIN)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            for number, event in poll.poll(min(left, 0.001 if closed else CHECK_SECONDS) * 1000):
+                if number == listener:
+                    granted = sandbox.grant_process(listener, granted)
+                    if event & (select.POLLHUP | select.POLLERR):  # nobody is left who could ask
+                        poll.unregister(listener)
+                    continue
+                message, descriptors = _received(answer)
+                if descriptors and supervised and listener < 0:
+                    listener = descriptors[0]
+                    poll.register(listener, select.POLLIN)
+                elif message:
+                    return _understood(message)
+                else:
+                    closed = True
+                    poll.unregister(answer)
+            code = _exit_code(child)
+            if code is not None and (closed or not select.select([answer], [], [], 0)[0]):
+                return Outcome(late=True) if code == -signal.SIGXCPU else Outcome(ended=code)
+        return Outcome(late=True)
+    finally:
+        if listener >= 0:
+            os.close(listener)  # from now on nobody can start a process
+
+
+def _received(answer: socket.socket) -> tuple[bytes, list[int]]:
+    """Return what a fork has sent, and the file descriptors with it; nothing where it has closed its end."""
+    try:
+        message, descriptors, _, _ = socket.recv_fds(answer, ANSWER_BYTES + 1, 1)
+    except ConnectionError:
+        return b"", []
+    return message, descriptors
+
+
+def _understood(message: bytes) -> Outcome:
+    try:
+        if len(message) <= ANSWER_BYTES:
+            return Outcome.parse(message)
+    except ValueError:
+        pass
+    return Outcome(failure="answered with something else than an outcome, which the response may have made it do")
+
+
+def _exit_code(child: int) -> int | None:
+    """Return how a child has ended, which stays to be waited for; None for one that goes on."""
+    found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -12,6 +12,7 @@ import psutil
 
 from specrl.checks import Check
 from specrl.checks.gpu import check_without_driver, installed_torch
+from specrl.data.rewards import sandbox
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16
@@ -24,7 +25,7 @@ PROBE_SECONDS = 10
 
 def checks(runs_dir: Path) -> list[Check]:
     """Return the findings about this machine."""
-    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_gpu()]
+    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_sandbox(), check_gpu()]
 
 
 def check_python() -> Check:
@@ -66,6 +67,18 @@ def check_disk(runs_dir: Path) -> Check:
         return Check("disk", "ok", f"{free:.0f} GiB free in {folder}")
     fix = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
     return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", fix)
+
+
+def check_sandbox() -> Check:
+    """Check that the kernel can keep a reward, and what a response makes it do, from everything but its own folder."""
+    held = sandbox.available()
+    landlock, filters = f"Landlock {held.landlock}" if held.landlock else "", "seccomp" if held.filters else ""
+    found = ", ".join(filter(None, ["namespaces" if held.namespaces else "", landlock, filters])) or "none"
+    gaps = held.gaps(network=False)
+    if not gaps:
+        return Check("reward sandbox", "ok", found)
+    fix = f"a reward of your own could {gaps}; ask for a kernel with Landlock, or for user namespaces"
+    return Check("reward sandbox", "warn", found, fix)
 
 
 def has_gpu() -> bool:

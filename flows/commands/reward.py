@@ -1,0 +1,83 @@
+"""`specrl reward`: the score of one response, as a run would give it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.commands.options import ConfigPath, Overrides, load
+from specrl.config import ConfigError
+
+LONGEST = 10_000_000
+"""The bytes of the longest response that is read: no run samples a longer one."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("reward")(reward)
+
+
+def reward(
+    config_path: ConfigPath,
+    response: Annotated[str, typer.Option(metavar="FILE", help="The file with the response; - is standard input.")],
+    problem: Annotated[
+        int, typer.Option(metavar="NUMBER", min=0, help="Which of the problems to train on it answers, from 0.")
+    ] = 0,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is standard output.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Score a response to a problem of CONFIG as a run would: by the same reward, in the same sandbox.
+
+    It prints the problem and its answer too. A reward that fails counts as data.reward_on_failure in a run.
+    """
+    from specrl.data.rewards.trial import try_reward
+
+    config = load(config_path, None, overrides)
+    trial = try_reward(config, _read(response), problem)
+    if json_path is not None:
+        _write(json_path, json.dumps(trial.values(), indent=2))
+    if json_path != "-":
+        for line in trial.lines():
+            print(line)
+
+
+def _read(name: str) -> str:
+    """Return the text of a response.
+
+    Raises:
+        ConfigError: It cannot be read, is no text in UTF-8, or is too long.
+    """
+    try:
+        if name == "-":
+            found = sys.stdin.buffer.read(LONGEST + 1)
+        else:
+            with Path(name).open("rb") as file:
+                found = file.read(LONGEST + 1)
+    except OSError as error:
+        raise ConfigError(f"--response {name}: {error.strerror}") from error
+    if len(found) > LONGEST:
+        raise ConfigError(f"--response {name}: it has more than {LONGEST:,} bytes, and no response is as long")
+    try:
+        return found.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--response {name}: it is no text in UTF-8: byte {error.start} is wrong") from error
+
+
+def _write(name: str, text: str) -> None:
+    """Write a file, or standard output for `-`.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if name == "-":
+        print(text)
+        return
+    try:
+        Path(name).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {name}: {error.strerror}") from error

@@ -1,0 +1,386 @@
+"""The kernel's means by which a reward touches nothing but its scratch folder, called directly: no package is needed.
+
+Namespaces (user, processes, mounts, network) hold the process that scores, once; Landlock and a seccomp filter hold
+each response's fork of it. A kernel may lack any of them, or refuse them to users: `available` says which hold here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import os
+import platform
+import resource
+import signal
+import struct
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from errno import EAGAIN, ENOSYS, EPERM
+from functools import cache
+from pathlib import Path
+
+MEMORY = 4 * 2**30
+"""The address space, in bytes, that scoring one response may take beyond what the reward's import took."""
+FILE_SIZE = 256 * 2**20
+"""The size in bytes of the largest file, and of the scratch folder where it is a file system of its own."""
+FILES = 10_000
+"""The files that a scratch folder may hold, where it is a file system of its own."""
+PROCESSES = 200
+"""The processes that an own reward may start for one response."""
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+"""The environment variables without which Python or text may not work as they do in the rank."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_X86 = platform.machine() == "x86_64"
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""What `seccomp_data.arch` holds (linux/audit.h)."""
+_NUMBERS: dict[str, tuple[int, int]] = {
+    "socket": (41, 198),
+    "clone": (56, 220),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "ptrace": (101, 117),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "open_by_handle_at": (304, 265),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "seccomp": (317, 277),
+    "capset": (126, 91),
+    **{
+        name: (number, number)
+        for name, number in {
+            "pidfd_send_signal": 424,
+            "io_uring_setup": 425,
+            "open_tree": 428,
+            "move_mount": 429,
+            "fsopen": 430,
+            "clone3": 435,
+            "pidfd_getfd": 438,
+            "mount_setattr": 442,
+            "landlock_create_ruleset": 444,
+            "landlock_add_rule": 445,
+            "landlock_restrict_self": 446,
+        }.items()
+    },
+}
+"""The numbers of system calls on x86-64 and aarch64 (Linux, `unistd.h`)."""
+_DENIED = (
+    "ptrace mount umount2 unshare setns process_vm_readv process_vm_writev open_by_handle_at perf_event_open bpf "
+    "userfaultfd add_key request_key keyctl shmget msgget semget mq_open io_uring_setup open_tree move_mount fsopen "
+    "pidfd_getfd mount_setattr"
+)
+_ALWAYS_DENIED = _DENIED.split()
+_CHANGES_OF_MODE = (
+    (90, 91, 268, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280, 452),
+    (52, 53, 54, 55, 5, 6, 7, 14, 15, 16, 88, 452),
+)
+"""chmod, chown, setxattr, removexattr and utime in all forms: read-only mounts refuse them, and Landlock does not."""
+_FORKS = (57, 58) if _X86 else ()
+"""fork and vfork, which aarch64 does not have."""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What the kernel holds a reward with."""
+
+    namespaces: bool
+    """User, process, mount and IPC namespaces, and one of the network unless `data.reward_network` asks for it."""
+    read_only: bool
+    """All mounts but the scratch folder's are read-only."""
+    landlock: int
+    """The version of Landlock's interface; 0 without it."""
+    filters: bool
+    """A seccomp filter on system calls."""
+
+    def gaps(self, network: bool) -> str:
+        """Return in one line what is not held here; an empty text where nothing is missing."""
+        missing = []
+        if not (self.landlock or self.read_only):
+            missing.append("write files of yours")
+        if not (network or self.namespaces or self.filters):
+            missing.append("use the network")
+        if not (self.namespaces or self.landlock):
+            missing.append("read the environment of your other processes")
+        if not (self.namespaces or self.landlock >= 6):
+            missing.append("signal your other processes")
+        if not self.filters:
+            missing.append("start processes without end")
+        return ", ".join(missing)
+
+
+def available(network: bool = False) -> Confinement:
+    """Ask the kernel what it allows this user. A process of its own tries what cannot be asked for."""
+    code = _tried_namespaces(network)
+    return Confinement(code in (0, 2), code == 0, landlock_version(), _has_filters())
+
+
+def environment(named: tuple[str, ...], scratch: Path) -> dict[str, str]:
+    """Return the environment of a reward's process.
+
+    Args:
+        named: `data.reward_environment`.
+    """
+    kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *named) if name in os.environ}
+    own = {"HOME": str(scratch), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**own, **kept}
+
+
+def _tried_namespaces(network: bool) -> int:
+    """Return 0 where a process can enter namespaces, 2 where mounts stay writable in them, and 1 elsewhere."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        code = 0 if enter_namespaces(Path(tempfile.gettempdir()), network) else 2
+    finally:
+        os._exit(code)
+
+
+def enter_namespaces(scratch: Path, network: bool) -> bool:
+    """Put this process, which must have one thread, into namespaces of its own.
+
+    Its next child is the first process there.
+
+    Args:
+        scratch: A folder, in whose place there is a small file system of this process's own.
+
+    Returns:
+        Whether all other mounts are read-only.
+
+    Raises:
+        OSError: The kernel refuses it, half-way perhaps.
+    """
+    user, group = os.getuid(), os.getgid()
+    clone_newns, clone_newipc, clone_newuser, clone_newpid, clone_newnet = 0x20000, 0x8000000, 2**28, 2**29, 2**30
+    flags = clone_newns | clone_newipc | clone_newuser | clone_newpid | (0 if network else clone_newnet)
+    _checked(_libc.unshare(flags))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    ms_nosuid, ms_nodev, ms_rec, ms_private = 2, 4, 1 << 14, 1 << 18
+    _checked(_libc.mount(None, b"/", None, ms_rec | ms_private, None))
+    at_fdcwd, at_recursive, read_only = -100, 0x8000, struct.pack("QQQQ", 1, 0, 0, 0)
+    read_only_holds = _call("mount_setattr", at_fdcwd, b"/", at_recursive, read_only, len(read_only)) == 0
+    options = f"size={FILE_SIZE},nr_inodes={FILES},mode=700,uid={user},gid={group}".encode()
+    _checked(_libc.mount(b"tmpfs", os.fsencode(scratch), b"tmpfs", ms_nosuid | ms_nodev, options))
+    return read_only_holds
+
+
+def limit_resources(timeout: float, base: int) -> None:
+    """Limit the memory, the CPU time and the size of files of this process and all that it starts.
+
+    Args:
+        timeout: The wall time that it has, in seconds.
+        base: The address space that it takes already, in bytes.
+    """
+    cpu = math.ceil(timeout) + 2
+    limits = {
+        resource.RLIMIT_AS: base + MEMORY,
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: FILE_SIZE,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, wanted in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def address_space() -> int:
+    """Return the address space that this process takes, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool) -> int | None:
+    """Take from this process what a reward does not need. Nothing gives it back, and what it starts inherits it.
+
+    Args:
+        scratch: The one folder in which it may write.
+        processes: Whether it may start processes, `PROCESSES` of them.
+
+    Returns:
+        The file descriptor at which `grant_process` is to be called for each process that is asked for; None where none
+        can be.
+
+    Raises:
+        OSError: The kernel refuses what it has said it can do.
+    """
+    hide_memory(False)  # of a copy that is nobody's but the response's, and in which programs look at themselves
+    pr_set_no_new_privs = 38
+    _checked(_libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0))
+    _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capability, as root and in namespaces
+    if held.landlock:
+        _allow_writing(scratch, held.landlock, network)
+    return _filter_calls(held, network, processes) if held.filters else None
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock's interface, and 0 where the kernel has none."""
+    return max(0, _call("landlock_create_ruleset", None, 0, 1))
+
+
+@cache
+def _landlock_rights(version: int) -> int:
+    """Return all rights that change files (linux/landlock.h): write, remove, make, refer, truncate."""
+    return 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
+
+
+def _allow_writing(scratch: Path, version: int, network: bool) -> None:
+    """Allow this process to write in a folder and to `/dev/null`, and nowhere else."""
+    rights = _landlock_rights(version)
+    tcp = 0 if network else 3
+    attributes = struct.pack("QQQ", rights, tcp, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = _checked(_call("landlock_create_ruleset", attributes, len(attributes), 0))
+    to_write_and_truncate = rights & (1 << 1 | 1 << 14)
+    for path, allowed in ((scratch, rights), (Path(os.devnull), to_write_and_truncate)):
+        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _checked(_call("landlock_add_rule", rules, 1, struct.pack("=Qi", allowed, folder), 0))
+        os.close(folder)
+    _checked(_call("landlock_restrict_self", rules, 0))
+    os.close(rules)
+
+
+_ALLOW, _ERRNO, _KILL, _NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
+"""What a filter may answer (linux/seccomp.h)."""
+
+
+def _has_filters() -> bool:
+    """Return whether filters work here, with a supervisor for the processes that own rewards start."""
+    if platform.machine() not in _ARCHITECTURES:
+        return False
+    get_action_available = 2
+    return all(
+        _call("seccomp", get_action_available, 0, struct.pack("I", action)) == 0 for action in (_ERRNO, _KILL, _NOTIFY)
+    )
+
+
+def _filter_calls(held: Confinement, network: bool, processes: bool) -> int | None:
+    """Install the filter on this process's system calls."""
+    program = _program(held, network, processes)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
+    set_mode_filter, new_listener = 1, 8
+    found = _checked(_call("seccomp", set_mode_filter, new_listener if processes else 0, described))
+    return found if processes else None
+
+
+@cache
+def _program(held: Confinement, network: bool, processes: bool) -> bytes:
+    """Return the filter in the kernel's BPF: a list of (code, jump if true, jump if false, operand)."""
+    load, jump_equal, jump_at_least, jump_set, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    to_start = _NOTIFY if processes else _ERRNO | EPERM
+    steps: list[tuple[int, int, int, int]] = [(load, 0, 0, 4)]  # the architecture
+    steps += [(jump_equal, 1, 0, _ARCHITECTURES[platform.machine()]), (answer, 0, 0, _KILL), (load, 0, 0, 0)]
+    if _X86:  # the numbers of x32
+        steps += [(jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, _ERRNO | EPERM)]
+    denied = [_number(name) for name in _ALWAYS_DENIED]
+    denied += [] if network else [_number("socket")]
+    denied += [] if held.read_only else list(_CHANGES_OF_MODE[0 if _X86 else 1])
+    denied += [] if processes else [_number("execve"), _number("execveat"), _number("pidfd_send_signal")]
+    for number in denied:
+        steps += [(jump_equal, 0, 1, number), (answer, 0, 0, _ERRNO | EPERM)]
+    for number in _FORKS:
+        steps += [(jump_equal, 0, 1, number), (answer, 0, 0, to_start)]
+    steps += [(jump_equal, 0, 1, _number("clone3")), (answer, 0, 0, _ERRNO | ENOSYS)]  # libc then calls clone
+    new_namespaces, thread = 0x7E020080, 0x10000
+    steps += [(jump_equal, 0, 6, _number("clone")), (load, 0, 0, 16)]  # the low half of the first argument
+    steps += [(jump_set, 0, 1, new_namespaces), (answer, 0, 0, _ERRNO | EPERM)]
+    steps += [(jump_set, 1, 0, thread), (answer, 0, 0, to_start), (answer, 0, 0, _ALLOW)]
+    steps += [(jump_equal, 0, 3, _number("kill")), (load, 0, 0, 16)]
+    steps += [(jump_equal, 0, 1, 0xFFFFFFFF), (answer, 0, 0, _ERRNO | EPERM)]  # everything that may be signalled
+    steps += [(answer, 0, 0, _ALLOW)]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def grant_process(listener: int, granted: int) -> int:
+    """Answer one request for a new process; the filter's owner must call this where `listener` can be read.
+
+    Args:
+        granted: The processes that were granted before.
+
+    Returns:
+        The processes granted so far.
+    """
+    receive, send, go_on = 0xC0502100, 0xC0182101, 1
+    request = bytearray(80)
+    try:
+        fcntl.ioctl(listener, receive, request)
+        number = struct.unpack_from("Q", request)[0]
+        allowed = granted < PROCESSES
+        fcntl.ioctl(listener, send, struct.pack("QqiI", number, 0, 0 if allowed else -EAGAIN, go_on if allowed else 0))
+    except OSError:  # whoever has asked is gone
+        return granted
+    return granted + 1
+
+
+def end_all_children(child: int, held: Confinement) -> None:
+    """End a child of this process and all that it has started, directly or not, and wait for them."""
+    waiting = [-1 if held.namespaces else child]  # -1: all of the namespace but its first process, which this is
+    with suppress(ChildProcessError):
+        while True:
+            for process in waiting:
+                with suppress(ProcessLookupError):  # it has ended already
+                    os.kill(process, signal.SIGKILL)
+            for process in waiting:
+                os.waitpid(process, 0)
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where there is nobody any more
+            waiting = [-1] if held.namespaces else _children()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of the processes whose own parent, started by this process, ends before them."""
+    pr_set_child_subreaper = 36
+    _checked(_libc.prctl(pr_set_child_subreaper, 1, 0, 0, 0))
+
+
+def hide_memory(hidden: bool = True) -> None:
+    """Keep other processes of the user from reading or changing the memory of this one, or let them."""
+    pr_set_dumpable = 4
+    _checked(_libc.prctl(pr_set_dumpable, int(not hidden), 0, 0, 0))
+
+
+def _children() -> list[int]:
+    """Return the process ids of the direct children of this process."""
+    found, own = [], os.getpid()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == own:
+            found.append(int(path.parent.name))
+    return found
+
+
+def _number(name: str) -> int:
+    return _NUMBERS[name][0 if _X86 else 1]
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Make a system call that the C library has no function for."""
+    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return int(_libc.syscall(ctypes.c_long(_number(name)), *words))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result

@@ -1,0 +1,86 @@
+"""One response scored outside of a run, so that users see what their reward makes of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specrl.config import Config, ConfigError
+from specrl.data.held_out import make_problems
+from specrl.data.problems import Problem, Prompt, fit_all
+from specrl.data.rendering import CHAT, check_template
+from specrl.data.rewards.functions import make_reward, shortened
+from specrl.data.rewards.pool import RewardError, RewardPool
+
+SHOWN = 400
+"""The characters of a problem that are shown."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a reward made of a response."""
+
+    problem: int
+    question: str
+    answer: str
+    score: float
+    """The score that a run takes: `data.reward_on_failure` where the reward failed."""
+    error: str | None
+    """Why the reward failed, or None."""
+    seconds: float
+    """The time that scoring took, after the reward was imported."""
+
+    def values(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return what a terminal shows; nothing in it is taken as a control character."""
+        failed = [] if self.error is None else [f"failed: the reward {self.error}"]
+        return [
+            f"problem {self.problem}: {shortened(self.question, SHOWN)}",
+            f"answer: {shortened(self.answer, SHOWN)}",
+            f"score: {self.score:g} in {self.seconds:.3f} s",
+            *failed,
+        ]
+
+
+def try_reward(config: Config, response: str, number: int) -> Trial:
+    """Score a response to a problem that the configuration trains on.
+
+    Args:
+        number: The problem's place in the first step's, however many a step asks for.
+
+    Raises:
+        ConfigError: There is no such problem or reward, or the configuration's data is wrong.
+    """
+    check_template(config.data.template)
+    make_reward(config.data)
+    problem = make_problems(config.data, config.seed, fit_all).draw("train", 0, number + 1, 0)[number]
+    pool = RewardPool(config.data)
+    try:
+        score, error, seconds = _scored(pool, _prompt(config, problem), response)
+    except RewardError as reason:
+        raise ConfigError(str(reason)) from reason
+    finally:
+        pool.close()
+    return Trial(number, problem.question, problem.answer, score, error, seconds)
+
+
+def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float, str | None, float]:
+    """Return score, reason of a failure and seconds."""
+    pool.wait_until_ready()
+    started = time.perf_counter()
+    scoring = pool.begin(pool.config)
+    scoring.submit(0, prompt, response)
+    scores = scoring.wait()
+    return scores.rewards[0], next((failure.reason for failure in scores.failures), None), time.perf_counter() - started
+
+
+def _prompt(config: Config, problem: Problem) -> Prompt:
+    """Return a problem as a prompt. A chat template, which needs the model, is left out."""
+    question, template = problem.question, config.data.template
+    text = question if template == CHAT else template.format(prompt=question)
+    metadata = {"question": question, "generator": problem.generator, "entry": problem.entry}
+    return Prompt(0, text, [], problem.answer, metadata)
