@@ -8,6 +8,7 @@ import sys
 import typer
 
 from flows.commands import (
+    bench,
     devcluster,
     export,
     inspect,
@@ -20,7 +21,6 @@ from flows.commands import (
     sync,
     watch,
 )
-from flows.commands.bench import command as bench
 from flows.server import ServerError
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.devcluster import DevClusterError

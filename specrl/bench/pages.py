@@ -1,7 +1,8 @@
-"""Write a benchmark's dated page, with command, machine, tables and charts, and its rows as JSON."""
+"""Write a benchmark's page, with command, date, machine, tables and charts, and its rows as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import write_json, write_text
+import pyarrow as pa
+
+from specrl.artifacts import atomic_path, write_json, write_text
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
 PACKAGES = ("vllm", "torch", "megatron-core")
@@ -42,14 +45,9 @@ class Page:
         write_text(self.path, "\n\n".join(self.sections) + "\n")
 
 
-def default_page(name: str) -> Path:
-    """Return `benchmarks/DATE-NAME.md` for today."""
-    return Path("benchmarks") / f"{date.today().isoformat()}-{name}.md"
-
-
 def heading(title: str, command: str, threads: int) -> str:
-    """Return the beginning of a page: title, date, command and hardware."""
-    return f"# {date.today().isoformat()}: {title}\n\nCommand: `{command}`. Hardware: {hardware(threads)}."
+    """Return the beginning of a page: title, command, date and hardware."""
+    return f"# {title}\n\nCommand: `{command}`. Date: {date.today().isoformat()}. Hardware: {hardware(threads)}."
 
 
 def hardware(threads: int) -> str:
@@ -78,5 +76,20 @@ def _gpu() -> str:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows as a JSON list."""
+    """Write the rows as a JSON list and, beside it, as an Arrow file, where a column of several types holds JSON."""
     write_json(path, list(rows))
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    with (
+        atomic_path(path.with_suffix(".arrow")) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())

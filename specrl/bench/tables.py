@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,8 @@ class Spread:
         """Return the spread of these values."""
         return cls(median(values), min(values), max(values))
 
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Return the mean of the values, with the least and the greatest in brackets."""
-    ends = Spread.of(values)
-    return f"{fmean(values):{form}} ({ends.least:{form}} to {ends.greatest:{form}})"
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.least:.2f} to {self.greatest:.2f})"
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:

@@ -1,4 +1,4 @@
-"""Benchmarks in MLflow: a run for each cell of a sweep, all in one experiment, and speedups in a measured run."""
+"""Benchmarks in MLflow: a run for each cell of a command, all in one experiment, and speedups in a measured run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class CellRecord:
     params: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     """The rows that it measured; none if it failed."""
-    metrics: Mapping[str, float]
-    """The speedups by which cells are compared."""
     files: Files
     error: str | None
     """Why it failed, in one line; None if it did not."""
@@ -61,7 +59,6 @@ def log_cell(config: Config, folder: Path, record: CellRecord) -> None:
         tracker.log_params(record.params)
         for number, row in enumerate(record.rows):
             tracker.log_metrics(row_metrics(row), number)
-        tracker.log_metrics(record.metrics)
         log_artifacts(tracker, record.files)
         tracker.end("FINISHED" if record.error is None else "FAILED")
     if send(config, [folder], FLOW_PATIENCE_SECONDS):

@@ -12,8 +12,6 @@ from specrl.models.drafters import LOSS_KEY, SPECULATORS_KINDS
 from specrl.models.families import FAMILIES, num_mtp_layers
 from specrl.training.drafter.io import adopt_drafter
 
-PLAIN, NGRAM = "plain", "ngram"
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -33,8 +31,8 @@ class Candidate:
     """What was found in it, as lines for the page."""
 
 
-NGRAM_LOOKUP = Candidate(NGRAM, NGRAM, 0)
-NO_DRAFTS = Candidate(PLAIN, PLAIN, 0)
+NGRAM_LOOKUP = Candidate("ngram", "ngram", 0)
+NO_DRAFTS = Candidate("plain", "plain", 0)
 
 
 def read_candidate(folder: Path, policy_dir: Path) -> Candidate:

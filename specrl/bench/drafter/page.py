@@ -1,88 +1,86 @@
-"""The page of `specrl bench drafter`."""
+"""The page of `specrl bench drafter` about drafters on a file of prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import fmean
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from specrl.bench.drafter.comparison import DrafterResult
+from specrl.bench.drafter.evaluation import Evaluation
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Page, heading
-from specrl.bench.settings import DrafterSettings
-from specrl.bench.tables import markdown_table
-from specrl.config import Config
-from specrl.report.plots import line_charts
+from specrl.bench.tables import markdown_table, per_position
 
 HOW = """
-One RL run of {num_steps} steps ({prompts_per_step} prompts x {samples} responses, the run's own policy before RL, task
-and learning rate) with {count} drafters beside it. Rollouts do not depend on the drafter, so that all are judged on
-the same responses: before a drafter is trained on a step's responses, they are compared with its drafts, which it makes
-from the features of the policy version that sampled them. "Task" was pretrained on the policy's responses to
-{num_prompts} prompts of the task; "off-task" on its responses to as many generic instructions (chat-like text made from
-templates, `specrl/bench/drafter/instructions.py`: no public chat data){both}, each with a draft vocabulary of its own
-from those responses, {epochs} epochs. "Online" is trained on every step's features at learning rate {online_lr:g};
-"frozen" is not trained.{stale}
-k = {k}. Speedups are matched pairs on held-out prompts under the last policy (median of {repeats}).
+Policy `{policy}`, {prompts} prompts of `{data}` ({categories}), each answered to its natural end or to {max_tokens}
+tokens; {too_long} rows with longer prompts were left out. Every round runs every variant once on the same requests
+(same prompts, weights and seeds; the order changes by round); a batch holds prompts of one category, some of them asked
+twice where there are too few. The speedup of a round is the ratio of its tokens per second to those of plain decoding
+in that round, shown as the median of {repeats} rounds with the least and the greatest; n-gram lookup takes part in the
+same rounds. Plain decoding is specrl's engine without drafts. The acceptance length is 1 + accepted tokens per draft;
+rates by position are shares of the drafts that reach it. Drafts have full length whether they pay or not. At least
+{equal:.1%} of the responses of each variant are those of plain decoding, token for token; near-ties aside, which
+rounding decides, nothing else may change a token.
 """
-STALE = """ "One step behind" always has the weights that "online" had a step earlier, as where a refit of the drafter
-is lost; the weights of "zeroed" are all zero, as where a sleep has lost them."""
-SHOWN = 3
-"""The number of first steps, and of last steps, over which acceptance lengths are averaged."""
+Rows = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class DrafterFindings:
-    """The findings that the page shows."""
-
-    results: list[DrafterResult]
-    counted: list[float]
-    """The acceptance length of each step as the engine counted it with the last drafter."""
-    config: Config
-    seconds: float
-
-
-def write_page(job: BenchJob, settings: DrafterSettings, found: DrafterFindings) -> None:
+def write_page(job: BenchJob, evaluation: Evaluation, rows: Rows) -> None:
     """Write the page."""
+    options, counts = evaluation.options, Counter(question.category for question in evaluation.questions)
     page = Page(job.page)
-    page.text(heading("drafter initialisation and online adaptation", job.command, torch.get_num_threads()))
-    page.text(f"Run `{job.run_dir.name}`. The benchmark took {found.seconds / 60:.1f} minutes.")
-    drafter = found.config.drafter
+    page.text(heading("Drafters on a file of prompts", job.command, torch.get_num_threads()))
     page.text(
         HOW.format(
-            **settings.model_dump(exclude={"samples_per_prompt", "batches", "stale"}),
-            both='; "both" on half as many of each' if "both" in settings.sources else "",
-            count=len(found.results),
-            stale=STALE if settings.stale else "",
-            samples=settings.samples_per_prompt,
-            online_lr=drafter.online_lr,
-            k=drafter.ttt_steps,
+            policy=options.model,
+            data=options.data,
+            prompts=len(evaluation.questions),
+            categories=", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
+            max_tokens=options.max_tokens,
+            too_long=evaluation.too_long,
+            repeats=options.repeats,
+            equal=min(row["responses_equal"] for row in rows),
         )
     )
-    series = {
-        result.drafter.name: [(float(step), length) for step, length in enumerate(result.drafter.lengths)]
-        for result in found.results
-    }
-    page.text(table(found.results))
-    page.plot("acceptance", line_charts(series, "RL step", "acceptance length, tokens"), "acceptance length by RL step")
-    last = found.results[-1].drafter
-    page.text(
-        f'The engine itself drafted with "{last.name}" and counted {fmean(found.counted):.2f} on average over the '
-        f"steps, against {fmean(last.lengths):.2f} by replaying the stored responses through the trainer."
-    )
+    kinds = [
+        (one.name, one.kind, str(one.layers), one.loss or "not said", "; ".join(one.notes) or "-")
+        for one in evaluation.candidates
+    ]
+    page.text(markdown_table(("drafter", "kind", ">layers", "trained with", "what was found"), kinds))
+    page.text("## Speedup and acceptance\n\n" + table(rows))
+    if len(counts) > 1:
+        page.text("## By category\n\nAcceptance length, and speedup over plain decoding:\n\n" + category_table(rows))
     page.write()
 
 
-def table(results: list[DrafterResult]) -> str:
-    """Return acceptance lengths and speedups, with a row for each drafter."""
-    batches = [pair.batch for pair in results[0].pairs]
-    speedups = [f">speedup at batch {batch}" for batch in batches]
-    columns = ("pretrained on", "in RL", ">acceptance length, first steps", ">last steps", *speedups)
-    rows = []
-    for result in results:
-        lengths = result.drafter.lengths
-        speedups = [f"{pair.speedup:.2f} ({pair.speedup_min:.2f} - {pair.speedup_max:.2f})" for pair in result.pairs]
-        first, last = fmean(lengths[:SHOWN]), fmean(lengths[-SHOWN:])
-        rows.append((result.drafter.source, result.drafter.training, f"{first:.2f}", f"{last:.2f}", *speedups))
-    return f"Acceptance lengths are means of the first and last {SHOWN} steps:\n\n" + markdown_table(columns, rows)
+def table(rows: Rows) -> str:
+    """Show speed and acceptance of every variant at every temperature and batch size."""
+    lines = [
+        (
+            *_names(row),
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['speedup']:.2f} ({row['speedup_min']:.2f} to {row['speedup_max']:.2f})",
+            f"{row['speedup_over_ngram']:.2f}" if row["k"] else "-",
+            f"{row['acceptance_length']:.2f}",
+            per_position(row["acceptance_rate_per_pos"][:8]),
+        )
+        for row in rows
+    ]
+    columns = (">tokens/s", ">speedup", ">over n-gram", ">acceptance length", "by position")
+    return markdown_table(("drafter", ">k", ">temperature", ">batch", *columns), lines)
+
+
+def category_table(rows: Rows) -> str:
+    """Show the acceptance length and the speedup of each category."""
+    categories = list(rows[0]["by_category"])
+    lines = []
+    for row in (row for row in rows if row["k"]):
+        found = [row["by_category"][name] for name in categories]
+        lines.append((*_names(row), *(f"{one['acceptance_length']:.2f}, {one['speedup']:.2f}x" for one in found)))
+    return markdown_table(("drafter", ">k", ">temperature", ">batch", *(f">{name}" for name in categories)), lines)
+
+
+def _names(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    return row["drafter"], str(row["k"]), f"{row['temperature']:g}", str(row["batch"])

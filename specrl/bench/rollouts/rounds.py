@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
-from specrl.bench.settings import TAIL
+from specrl.bench.options import TAIL
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
 
+TAIL_SIZE = 64
 MOST_WARM_UPS = 8
 """The largest number of uncounted runs of a variant on a workload."""
 
@@ -33,28 +32,18 @@ class Variant:
     method: str
     k: int | str
     engine: Engine
-    compiled: bool
-    controller: Controller | None = None
-    """The controller of adaptive lengths; None for fixed ones."""
-
-    @property
-    def kind(self) -> str:
-        """Whether the engine is compiled, as one word."""
-        return "compiled" if self.compiled else "eager"
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
         """Generate `batch` requests at a time, with no prompt cached."""
         if self.engine.speculates:
-            self.engine.set_k(None if self.controller is not None else int(self.k))
-        if self.controller is not None:
-            self.engine.control_with(self.controller)
+            self.engine.set_k(None if isinstance(self.k, str) else self.k)
         self.engine.reset_prefix_cache()
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
 
 @dataclass(frozen=True)
-class DefaultVariant:
-    """vLLM as it comes, which generates as many tokens after each prompt as the exact engines do."""
+class StockVariant:
+    """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
 
     engine: DefaultEngine
     lengths: Mapping[int, int]
@@ -73,7 +62,7 @@ class DefaultVariant:
 class Measurement:
     """The generations of one variant on one workload."""
 
-    variant: Variant | DefaultVariant
+    variant: Variant | StockVariant
     generations: list[list[Generation]] = field(default_factory=list)
     """The generations of each round."""
 
@@ -90,17 +79,12 @@ class Measurement:
         return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
 
     @property
-    def iteration_seconds(self) -> float:
-        """The mean wall time of an engine iteration in seconds, prefills included."""
-        return sum(part.seconds for parts in self.generations for part in parts) / max(self.stats.decode_steps, 1)
-
-    @property
     def tokens(self) -> list[list[int]]:
         """The tokens of every response, in the order they were asked for."""
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
-def measure(variants: Sequence[Variant | DefaultVariant], workload: Workload) -> list[Measurement]:
+def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
     """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
 
     All variants of a round do the same work, since drafts change no token. The order begins with another variant in
@@ -116,16 +100,16 @@ def measure(variants: Sequence[Variant | DefaultVariant], workload: Workload) ->
     return measured
 
 
-def warm_up(variant: Variant | DefaultVariant, workload: Workload) -> None:
+def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
     """Generate the first round until the controller has calibrated its batch sizes, which it does only once.
 
     The long-tailed batch runs through all batch sizes up to its own.
     """
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
-        controller = variant.controller if isinstance(variant, Variant) else None
-        if controller is None:
+        if not isinstance(variant, Variant) or not isinstance(variant.k, str) or variant.engine.controller is None:
             return
+        controller = variant.engine.controller
         sizes = [size for size in controller.chosen() if size <= workload.batch]
         if all(map(controller.is_settled, sizes if workload.name == TAIL else [workload.batch])):
             return
@@ -135,11 +119,6 @@ def orders(variants: int, rounds: int) -> list[list[int]]:
     """Return the order of the variants in each round."""
     turned = [[(start + offset) % variants for offset in range(variants)] for start in range(rounds)]
     return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
-
-
-def strongest(plain_variants: Sequence[Measurement]) -> Measurement:
-    """Return the plain variant with the highest median rate, which speculation is compared with."""
-    return max(plain_variants, key=lambda entry: median(entry.rates))
 
 
 def differing(left: Measurement, right: Measurement) -> int:

@@ -1,0 +1,186 @@
+"""The options of the four benchmarks, as their processes read them. This imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.bench.run.cells import Cell
+from specrl.config import Config, ConfigError
+from specrl.config.methods import METHODS
+
+ADAPTIVE = "adaptive"
+TAIL = "tail64"
+"""The name of the long-tailed batch, which is 64 requests of natural length on one rank."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Those of `specrl bench run`."""
+
+    cells: tuple[Cell, ...]
+    """The trainings; the first of each seed is the baseline of that seed."""
+    steps: int
+    warm_up: int
+    """The number of steps before the counted ones."""
+    together: int | None
+    """The number of trainings that are in memory at once, the baseline among them; None for all of a seed."""
+    validate_every: int
+    """The number of steps from one validation to the next; 0 validates after the last step alone."""
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> RunOptions:
+        """Read them from JSON."""
+        cells = tuple(Cell(cell["name"], tuple(cell["changes"])) for cell in values["cells"])
+        return cls(**{**values, "cells": cells})
+
+    @property
+    def total(self) -> int:
+        """The number of steps that each training takes."""
+        return self.warm_up + self.steps
+
+    @property
+    def groups(self) -> list[tuple[Cell, ...]]:
+        """The cells that take their steps in turn, baseline first: those of a seed, `together` at a time."""
+        found = []
+        for seed in dict.fromkeys(cell.seed for cell in self.cells):
+            baseline, *others = [cell for cell in self.cells if cell.seed == seed]
+            size = (self.together or len(self.cells)) - 1 or 1
+            parts = [others[start : start + size] for start in range(0, len(others), size)] or [[]]
+            found += [(baseline, *part) for part in parts]
+        return found
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Those of `specrl bench rollouts`."""
+
+    methods: tuple[str, ...]
+    """The draft methods; empty for all that the run's drafter allows."""
+    ks: tuple[int | str, ...]
+    """Longest drafts in tokens, or `adaptive`."""
+    batches: tuple[int | str, ...]
+    """Batch sizes, or `tail64`."""
+    repeats: int
+    max_tokens: int
+    """The longest response at a fixed batch size."""
+
+    def methods_of(self, config: Config) -> tuple[str, ...]:
+        """Choose the draft methods to measure on a run.
+
+        Raises:
+            ConfigError: A method needs a drafter that the run does not have.
+        """
+        own = config.speculation.draft_method
+        drafting = [row for row in METHODS.values() if row.drafts]
+        allowed = tuple(row.name for row in drafting if row.model is None or row.same_model(own))
+        for method in self.methods:
+            if method not in allowed:
+                raise ConfigError(f"--methods {method}: this run has no drafter for it; allowed: {', '.join(allowed)}")
+        return self.methods or allowed
+
+    @property
+    def longest(self) -> int:
+        """The longest fixed draft length; 3 if there is none."""
+        return max((k for k in self.ks if isinstance(k, int)), default=3)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Those of `specrl bench drafter`: the first part for a file of prompts, the second for a run."""
+
+    model: Path | None
+    drafters: tuple[Path, ...]
+    data: Path | None
+    template: str | None
+    prompts: int
+    max_tokens: int
+    ks: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    sources: tuple[str, ...]
+    """What drafters are initialised with: `none`, `general` or `task`."""
+    steps: int
+    num_prompts: int
+    epochs: int
+    batches: tuple[int, ...]
+    repeats: int
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> DrafterOptions:
+        """Read them from JSON."""
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        paths = {key: values[key] and Path(values[key]) for key in ("model", "data")}
+        return cls(**{**values, **lists, **paths, "drafters": tuple(map(Path, values["drafters"]))})
+
+    def check(self, config: Config | None) -> None:
+        """Check that there is something to measure.
+
+        Args:
+            config: The configuration of the run; None without one.
+
+        Raises:
+            ConfigError: Something is missing, or does not exist.
+        """
+        if config is not None:
+            self._check_run(config)
+            return
+        given = {"--model": self.model, "--drafter": self.drafters or None, "--data": self.data}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ConfigError(f"bench drafter: {', '.join(missing)} is missing; give all three, or --run")
+        assert self.model is not None and self.data is not None
+        for name, folder in (("--model", self.model), *(("--drafter", folder) for folder in self.drafters)):
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"{name} {folder}: there is no such folder with a config.json")
+        if not self.data.is_file() or self.data.suffix != ".jsonl":
+            raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl")
+
+    def _check_run(self, config: Config) -> None:
+        if self.model or self.drafters or self.data:
+            raise ConfigError("bench drafter: give either --run, or --model, --drafter and --data")
+        method = config.speculation.draft_method
+        if method.model != "drafter" or method.texts or config.adopts_drafter:
+            raise ConfigError(
+                "bench drafter --run makes EAGLE-3 drafters with the sizes in [drafter]; this run has "
+                f'speculation.method = "{method.name}" and drafter.source = {config.drafter.source}; use one with '
+                '"eagle3" and without drafter.source'
+            )
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """Those of `specrl bench gpu`."""
+
+    sections: tuple[str, ...]
+    """Empty for all of them."""
+    short: bool
+    minutes: int
+    fresh: bool
+
+
+def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Split a list with commas.
+
+    Raises:
+        ConfigError: One of its words is not allowed.
+    """
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words:
+        if word not in allowed:
+            raise ConfigError(f"{option} {word}: allowed: {', '.join(allowed)}")
+    return words
+
+
+def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
+    """Split a list with commas of positive numbers and of these words.
+
+    Raises:
+        ConfigError: The list is empty, or one of its parts is neither.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in words and not (part.isdigit() and int(part)):
+            allowed = " or ".join(("positive numbers", *words))
+            raise ConfigError(f"{option} {text}: {part!r} is not allowed; allowed: {allowed}, separated by commas")
+    return tuple(part if part in words else int(part) for part in parts)
