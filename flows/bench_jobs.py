@@ -58,7 +58,6 @@ def record(tracked: Config, cell: CellJob, error: str | None) -> None:
     Args:
         tracked: The configuration of the experiment of benchmarks.
     """
-    files = sorted(path for path in cell.folder.glob("*") if path.suffix in (".md", ".svg", ".arrow"))
     options = {name: value for name, value in cell.job.options.items() if value is not None}
     changes = dict(change.split("=", 1) for change in cell.job.changes)
     log_cell(
@@ -73,7 +72,11 @@ def record(tracked: Config, cell: CellJob, error: str | None) -> None:
             },
             params={"benchmark": cell.job.name, "run": tracked.name, "cell": cell.label, **options, **changes},
             rows=cell.rows() if error is None else [],
-            files={"": [*files, cell.job.json_path] if error is None else []},
+            files={
+                "": [cell.job.page, cell.job.json_path, cell.job.json_path.with_suffix(".arrow")]
+                if error is None
+                else []
+            },
             error=error,
         ),
     )
@@ -91,11 +94,8 @@ def check(failed: dict[str, str], name: str, count: int) -> None:
 
 
 def copy_results(cell: CellJob, job: BenchJob) -> None:
-    """Copy page, charts and rows of a cell to where the user wants them. The charts are called after the page."""
-    own = cell.job.page.stem
-    write_text(job.page, cell.job.page.read_text().replace(f"]({own}-", f"]({job.page.stem}-"))
-    for chart in cell.folder.glob(f"{own}-*.svg"):
-        write_text(job.page.with_name(f"{job.page.stem}-{chart.name.removeprefix(f'{own}-')}"), chart.read_text())
+    """Copy page and rows of a cell to where the user wants them."""
+    write_text(job.page, cell.job.page.read_text())
     write_text(job.json_path, cell.job.json_path.read_text())
 
 

@@ -76,9 +76,8 @@ def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Siz
     made = job_config(config, size, folder, overrides)
     key = cell_key(job, place_of(made, job.threads))
     own = folder / "stages" / key
-    paths = {"page": own / PAGE_FILE, "json_path": own / JSON_FILE, "folder": own / "work"}
     context = StageContext(config=made, stage="bench", key=key, stage_dir=own, inputs={}, mlflow_run_id="")
-    return CellJob(label, replace(job, **paths), context)
+    return CellJob(label, replace(job, page=own / PAGE_FILE, json_path=own / JSON_FILE, folder=own / "work"), context)
 
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
@@ -93,7 +92,6 @@ def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return all texts in the options; some name files or folders, alone or as `KEY=PATH`."""
     if isinstance(value, Mapping):
         return [text for part in value.values() for text in _texts(part)]
     if isinstance(value, list | tuple):

@@ -15,9 +15,9 @@ from flows.bench_jobs import check, copy_results, join_rows, measure_cells
 from flows.commands.options import RunsDir
 from flows.folder import find_run
 from slurm.bench import bench_environment, run_bench
+from specrl.bench.cells import config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import ADAPTIVE, TAIL, DrafterOptions, GpuOptions, RolloutOptions, RunOptions, chosen, numbers
-from specrl.bench.run.cells import config_of, parse_cells, speedups
 from specrl.bench.subject import find_subject
 from specrl.config import Config, ConfigError, Resources, parse_config
 from specrl.config.methods import METHODS
@@ -28,39 +28,31 @@ from tasks.cells import CellJob, Size, make_cell
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
 """The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
-JOBS_AT_ONCE = 8
-"""How many jobs wait or run at the same time by default, where each has cores of its own."""
 SOURCES = ("none", "general", "task")
-SECTIONS = ("environment", "sampler", "exactness", "fp8", "generation", "training", "sleep")
+KS, BATCHES = f"1,3,5,7,{ADAPTIVE}", f"1,2,4,8,16,32,{TAIL}"
+VARY = """Train once with each of these values of a key of the configuration, in every combination with other --vary and
+--cell. Values of seed are repetitions, each with a baseline of its own."""
+CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
+that all others are compared with."""
+SECTIONS = ("sampler", "exactness", "fp8", "generation", "training", "sleep")
 
-Run = Annotated[
-    str, typer.Option("--run", metavar="RUN", help="The name of a finished run, or the path of its folder.")
-]
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="The file of the rows; by default beside the page.")
-]
-Page = Annotated[Path | None, typer.Option("--page", metavar="FILE", help="The page; RUN/bench/NAME.md by default.")]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Run as jobs that outlive this command: on slurm, from a login node, on local (this machine), or on a "
-        "class as module:Class. What has been measured with the same options and code is taken as it is.",
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Measure the run with another value of a setting; or, with --cluster, override one of the jobs: a key of "
-        "[cluster], [resources] or [stage_resources.bench]. May be given several times.",
-    ),
-]
-AtOnce = Annotated[int, typer.Option(min=1, help="The largest number of jobs that wait or run at once; 1 on local.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default those of a rank of validate.")]
-Batches = Annotated[str, typer.Option(metavar="LIST", help="Batch sizes, separated by commas.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Rounds; each measures everything once.")]
+
+def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
+    """Describe an option; `name` only where it is not that of the parameter."""
+    return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
+
+
+Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
+Json = Annotated[Path | None, option("The file of the rows; by default beside the page.", "FILE", "--json")]
+Page = Annotated[Path | None, option("The page; RUN/bench/NAME.md by default.", "FILE")]
+CLUSTER = """Run as jobs that outlive this command: on slurm, on local (this machine), or on a class as module:Class.
+What has been measured with the same options and code is taken as it is."""
+SET = """Measure the run with another value of a setting; or, with --cluster, override one of the jobs: a key of
+[cluster], [resources] or [stage_resources.bench]. May be given several times."""
+Cluster = Annotated[str | None, option(CLUSTER, "NAME")]
+Overrides = Annotated[list[str] | None, option(SET, "KEY=VALUE", "--set")]
+Threads = Annotated[int | None, option("CPU threads; by default those of a rank of validate.", least=1)]
+Repeats = Annotated[int, option("Rounds; each measures everything once.", least=1)]
 
 group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each writes a page with tables, and rows.")
 
@@ -156,47 +148,27 @@ def as_jobs(request: Request, jobs: list[tuple[str, BenchJob]], size: Size, conf
 
 
 def report(job: BenchJob, config: Config) -> None:
-    """Say where the page is, and upload page, charts and rows to the MLflow run of the run that was measured."""
+    """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
     print(f"page: {job.page}")
     if job.run_dir is not None:
-        pictures = sorted(job.page.parent.glob(f"{job.page.stem}-*.svg"))
-        log_files(config, {f"bench/{job.name}": [job.page, *pictures, job.json_path]})
+        log_files(config, {f"bench/{job.name}": [job.page, job.json_path]})
 
 
 @group.command("run")
 def bench_run(
     run: Run,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=A,B,...",
-            help="Train once with each of these values of a key of the configuration, in every combination with other "
-            "--vary and --cell. Values of seed are repetitions, each with a baseline of its own.",
-        ),
-    ] = None,
-    cell: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="'NAME: KEY=V, ...'",
-            help="Train with these values, under a name; without any, as the run was configured. The first cell is the "
-            "baseline that all others are compared with.",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps that are compared.")] = 8,
-    warm_up: Annotated[int, typer.Option(min=0, help="Steps before them, whose times do not count.")] = 1,
-    together: Annotated[
-        int | None,
-        typer.Option(min=2, help="Trainings in memory at once, with the baseline, which is repeated; by default all."),
-    ] = None,
-    validate_every: Annotated[
-        int, typer.Option(min=0, help="Steps from one validation to the next; by default one after the last step.")
-    ] = 0,
+    vary: Annotated[list[str] | None, option(VARY, "KEY=A,B,...")] = None,
+    cell: Annotated[list[str] | None, option(CELL, "'NAME: KEY=V, ...'")] = None,
+    steps: Annotated[int, option("RL steps that are compared.", least=1)] = 8,
+    warm_up: Annotated[int, option("Steps before them, whose times do not count.", least=0)] = 1,
+    together: Annotated[int | None, option("Trainings in memory at once; by default all of a seed.", least=2)] = None,
+    validate_every: Annotated[int, option("Steps between validations; 0 for one at the end.", least=0)] = 0,
     json_path: Json = None,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
     cluster: Cluster = None,
     overrides: Overrides = None,
-    at_once: AtOnce = JOBS_AT_ONCE,
+    at_once: Annotated[int, option("Jobs that wait or run at once; 1 on local.", least=1)] = 8,
 ) -> None:
     """Train the same RL steps in several ways, and compare whole steps and whole trainings with the first way.
 
@@ -208,7 +180,10 @@ def bench_run(
     options = RunOptions(parse_cells(vary or [], cell or []), steps, warm_up, together, validate_every)
     if len(options.cells) < 2:
         raise ConfigError("bench run: nothing to compare; give --vary or --cell, such as --vary speculation.k=1,3,5")
-    resources = [config_of(config, one, options.total, validate_every).resources_of("train") for one in options.cells]
+    resources = [
+        config_of(config, one, options.warm_up + options.steps, validate_every).resources_of("train")
+        for one in options.cells
+    ]
     ranks, sharers = max(one.ranks for one in resources), 2 if cluster else max(map(len, options.groups))
     cores = max(one.ranks * one.cpus_per_rank for one in resources)
     size = Size(cores, ranks * sharers, ranks * max(one.gpus_per_rank for one in resources))
@@ -227,7 +202,7 @@ def measure_apart(request: Request, options: RunOptions, size: Size, at_once: in
         JobError: Some failed; the page has the others.
     """
     from specrl.bench.pages import write_rows  # import Arrow, which the command line does without
-    from specrl.bench.run.page import write_page
+    from specrl.bench.run.page import write_run_page
 
     run_dir, config = request.subject()
     job = request.job(options, run_dir, config)
@@ -237,7 +212,7 @@ def measure_apart(request: Request, options: RunOptions, size: Size, at_once: in
     failed = measure_cells(cells, config, 1 if request.cluster == "local" else at_once)
     if rows := join_rows(cells):
         write_rows(job.json_path, rows)
-        write_page(job.page, job.command, rows, failed)
+        write_run_page(job, rows, failed)
         report(job, config)
     check(failed, "run", len(cells))
     return job
@@ -246,17 +221,11 @@ def measure_apart(request: Request, options: RunOptions, size: Size, at_once: in
 @group.command("rollouts")
 def bench_rollouts(
     run: Run,
-    methods: Annotated[
-        str, typer.Option(metavar="LIST", help="Draft methods, separated by commas; all that the run's drafter allows.")
-    ] = "",
-    ks: Annotated[
-        str, typer.Option(metavar="LIST", help="Longest drafts in tokens; `adaptive` lets the engine choose.")
-    ] = f"1,3,5,7,{ADAPTIVE}",
-    batches: Annotated[
-        str, typer.Option(metavar="LIST", help=f"Batch sizes; `{TAIL}` is 64 requests of natural length on one rank.")
-    ] = f"1,2,4,8,16,32,{TAIL}",
+    methods: Annotated[str, option("Draft methods, with commas; by default all that the run allows.", "LIST")] = "",
+    ks: Annotated[str, option(f"Longest drafts in tokens; {ADAPTIVE} lets the engine choose.", "LIST")] = KS,
+    batches: Annotated[str, option(f"Batch sizes; {TAIL} is 64 requests of natural length.", "LIST")] = BATCHES,
     repeats: Repeats = 5,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response at a fixed batch size, in tokens.")] = 32,
+    max_tokens: Annotated[int, option("Longest response at a fixed batch size, in tokens.", least=1)] = 32,
     json_path: Json = None,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
@@ -290,28 +259,18 @@ def size_of(config: Config, threads: int | None) -> Size:
 
 @group.command("drafter")
 def bench_drafter(
-    run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="A finished run, or its folder.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face folder of the policy that is drafted for.")] = None,
-    drafter: Annotated[
-        str, typer.Option(metavar="FOLDERS", help="Folders of drafters, separated by commas; of any origin and kind.")
-    ] = "",
-    data: Annotated[
-        Path | None, typer.Option(help="JSONL file of prompts: text, turns or messages, perhaps with a category.")
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Format string with {prompt}, or chat; by default chat if the policy has one.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of the file that are asked.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens, with --data.")] = 128,
-    ks: Annotated[str, typer.Option(metavar="LIST", help="Lengths of drafts in tokens, with --data.")] = "3",
-    temperatures: Annotated[str, typer.Option(metavar="LIST", help="With --data; 0 is greedy decoding.")] = "0,1",
-    sources: Annotated[
-        str, typer.Option(metavar="LIST", help="With --run, what drafters are initialised with: none, general, task.")
-    ] = ",".join(SOURCES),
-    steps: Annotated[int, typer.Option(min=1, help="RL steps, with --run.")] = 10,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the initialisation, with --run.")] = 96,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the initialisation, with --run.")] = 6,
-    batches: Batches = "1,4",
+    run: Annotated[str | None, option("A finished run: its name, or the path of its folder.", "RUN", "--run")] = None,
+    model: Annotated[Path | None, option("Hugging Face folder of the policy that is drafted for.")] = None,
+    drafter: Annotated[str, option("Folders of drafters of any kind, with commas.", "FOLDERS")] = "",
+    data: Annotated[Path | None, option("JSONL file of prompts: text, turns or messages; perhaps a category.")] = None,
+    template: Annotated[str | None, option("Format string with {prompt}, or chat, which is the default.")] = None,
+    prompts: Annotated[int, option("Prompts: of the file, or for the initialisation of each drafter.", least=1)] = 64,
+    max_tokens: Annotated[int, option("Longest response in tokens, with --data.", least=1)] = 128,
+    ks: Annotated[str, option("Lengths of drafts in tokens, with --data.", "LIST")] = "3",
+    temperatures: Annotated[str, option("Temperatures, with --data; 0 is greedy.", "LIST")] = "0,1",
+    batches: Annotated[str, option("Batch sizes, with --data.", "LIST")] = "1,4",
+    sources: Annotated[str, option("Initialisations, with --run: none, general, task.", "LIST")] = ",".join(SOURCES),
+    steps: Annotated[int, option("RL steps, with --run.", least=1)] = 10,
     repeats: Repeats = 3,
     json_path: Json = None,
     page: Page = None,
@@ -339,8 +298,6 @@ def bench_drafter(
         temperatures=tuple(map(float, chosen_temperatures(temperatures))),
         sources=chosen(sources, "--sources", SOURCES),
         steps=steps,
-        num_prompts=num_prompts,
-        epochs=epochs,
         batches=whole_numbers(batches, "--batches"),
         repeats=repeats,
     )
@@ -370,11 +327,9 @@ def chosen_temperatures(text: str) -> list[str]:
 
 @group.command("gpu")
 def bench_gpu(
-    sections: Annotated[
-        str, typer.Option(metavar="LIST", help=f"Sections, separated by commas, of {', '.join(SECTIONS)}; or all.")
-    ] = "",
+    sections: Annotated[str, option(f"Of {', '.join(SECTIONS)}; all by default.", "LIST")] = "",
     short: Annotated[bool, typer.Option("--short", help="Small models, within ten minutes on a GPU.")] = False,
-    minutes: Annotated[int, typer.Option(min=1, help="Longest time of all sections together.")] = 40,
+    minutes: Annotated[int, option("Longest time of all sections together.", least=1)] = 40,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier calls have measured here.")] = False,
     json_path: Json = None,
     page: Page = None,

@@ -150,7 +150,7 @@ def project_run(name: str, ranks: str, runs_dir: Path, calibrated_on: str | None
     print_line(console, f"decoding steps: {own.iterations[0]:.0f} simulated, {own.iterations[1]:.0f} measured")
     if not run.has_replayed:
         print_line(console, f"the run replayed no text: {ASSUMED_REPLAYED_TOKENS:.0f} tokens an iteration are assumed")
-    print_line(console, "every use is simulated at this run's speeds; specrl bench bubbles measures those of each use")
+    print_line(console, "every use is simulated at this run's speeds; specrl bench run measures those of each use")
     simulated = [use for use in USES if use != "train_drafter"]  # it changes nothing but the speed
     rows = [_row(item) for item in project_uses(dict.fromkeys(simulated, run), most_running, counts)]
     print_table(console, f"Simulated generation of one step of {found.name}", COLUMNS, rows)

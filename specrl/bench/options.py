@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.bench.run.cells import Cell
+from specrl.bench.cells import Cell
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
@@ -24,7 +24,6 @@ class RunOptions:
     """The trainings; the first of each seed is the baseline of that seed."""
     steps: int
     warm_up: int
-    """The number of steps before the counted ones."""
     together: int | None
     """The number of trainings that are in memory at once, the baseline among them; None for all of a seed."""
     validate_every: int
@@ -35,11 +34,6 @@ class RunOptions:
         """Read them from JSON."""
         cells = tuple(Cell(cell["name"], tuple(cell["changes"])) for cell in values["cells"])
         return cls(**{**values, "cells": cells})
-
-    @property
-    def total(self) -> int:
-        """The number of steps that each training takes."""
-        return self.warm_up + self.steps
 
     @property
     def groups(self) -> list[tuple[Cell, ...]]:
@@ -60,9 +54,7 @@ class RolloutOptions:
     methods: tuple[str, ...]
     """The draft methods; empty for all that the run's drafter allows."""
     ks: tuple[int | str, ...]
-    """Longest drafts in tokens, or `adaptive`."""
     batches: tuple[int | str, ...]
-    """Batch sizes, or `tail64`."""
     repeats: int
     max_tokens: int
     """The longest response at a fixed batch size."""
@@ -74,22 +66,18 @@ class RolloutOptions:
             ConfigError: A method needs a drafter that the run does not have.
         """
         own = config.speculation.draft_method
-        drafting = [row for row in METHODS.values() if row.drafts]
-        allowed = tuple(row.name for row in drafting if row.model is None or row.same_model(own))
+        allowed = tuple(
+            row.name for row in METHODS.values() if row.drafts and (row.model is None or row.same_model(own))
+        )
         for method in self.methods:
             if method not in allowed:
                 raise ConfigError(f"--methods {method}: this run has no drafter for it; allowed: {', '.join(allowed)}")
         return self.methods or allowed
 
-    @property
-    def longest(self) -> int:
-        """The longest fixed draft length; 3 if there is none."""
-        return max((k for k in self.ks if isinstance(k, int)), default=3)
-
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Those of `specrl bench drafter`: the first part for a file of prompts, the second for a run."""
+    """Those of `specrl bench drafter`."""
 
     model: Path | None
     drafters: tuple[Path, ...]
@@ -99,13 +87,11 @@ class DrafterOptions:
     max_tokens: int
     ks: tuple[int, ...]
     temperatures: tuple[float, ...]
-    sources: tuple[str, ...]
-    """What drafters are initialised with: `none`, `general` or `task`."""
-    steps: int
-    num_prompts: int
-    epochs: int
     batches: tuple[int, ...]
     repeats: int
+    sources: tuple[str, ...]
+    """What the drafters of a run are initialised with: `none`, `general` or `task`."""
+    steps: int
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> DrafterOptions:
@@ -115,37 +101,31 @@ class DrafterOptions:
         return cls(**{**values, **lists, **paths, "drafters": tuple(map(Path, values["drafters"]))})
 
     def check(self, config: Config | None) -> None:
-        """Check that there is something to measure.
-
-        Args:
-            config: The configuration of the run; None without one.
+        """Check that there is something to measure, on a run or, without one, on a file of prompts.
 
         Raises:
             ConfigError: Something is missing, or does not exist.
         """
+        given = {"--model": self.model, "--drafter": self.drafters, "--data": self.data}
+        missing = ", ".join(name for name, value in given.items() if not value)
         if config is not None:
-            self._check_run(config)
+            method = config.speculation.draft_method
+            if any(given.values()):
+                raise ConfigError("bench drafter: give either --run, or --model, --drafter and --data")
+            if method.model != "drafter" or method.texts or config.adopts_drafter:
+                raise ConfigError(
+                    f'bench drafter makes EAGLE-3 drafters; this run has speculation.method = "{method.name}" and '
+                    f'drafter.source = {config.drafter.source}; use one with "eagle3" and without drafter.source'
+                )
             return
-        given = {"--model": self.model, "--drafter": self.drafters or None, "--data": self.data}
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ConfigError(f"bench drafter: {', '.join(missing)} is missing; give all three, or --run")
+        if missing:
+            raise ConfigError(f"bench drafter: {missing} is missing; give --model, --drafter and --data, or --run")
         assert self.model is not None and self.data is not None
         for name, folder in (("--model", self.model), *(("--drafter", folder) for folder in self.drafters)):
             if not (folder / "config.json").is_file():
                 raise ConfigError(f"{name} {folder}: there is no such folder with a config.json")
         if not self.data.is_file() or self.data.suffix != ".jsonl":
             raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl")
-
-    def _check_run(self, config: Config) -> None:
-        if self.model or self.drafters or self.data:
-            raise ConfigError("bench drafter: give either --run, or --model, --drafter and --data")
-        method = config.speculation.draft_method
-        if method.model != "drafter" or method.texts or config.adopts_drafter:
-            raise ConfigError(
-                "bench drafter --run makes EAGLE-3 drafters with the sizes in [drafter]; this run has "
-                f'speculation.method = "{method.name}" and drafter.source = {config.drafter.source}; use one with '
-                '"eagle3" and without drafter.source'
-            )
 
 
 @dataclass(frozen=True)
@@ -176,7 +156,7 @@ def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
     """Split a list with commas of positive numbers and of these words.
 
     Raises:
-        ConfigError: The list is empty, or one of its parts is neither.
+        ConfigError: One of its parts is neither.
     """
     parts = [part.strip() for part in text.split(",")]
     for part in parts:

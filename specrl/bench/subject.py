@@ -22,8 +22,6 @@ class Subject:
     """The drafter after the RL steps; None if the run has none."""
     first_policy_dir: Path
     """The policy before the RL steps."""
-    first_drafter_dir: Path | None
-    """The drafter as it was pretrained; None if the run has none."""
     stages: dict[StageName, Path]
     """The folders of the finished stages before the RL steps."""
 
@@ -51,6 +49,5 @@ def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
         policy_dir=trained.policy_dir,
         drafter_dir=trained.drafter_dir,
         first_policy_dir=prepared.policy_dir,
-        first_drafter_dir=pretrained.drafter_dir,
         stages={stage: stages[stage].stage_dir for stage in before if stage in stages},
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.commands.bench.jobs import BenchRequest, measure_all
 from specrl.bench.settings import ProjectionSettings
+
 from specrl.config import parse_config
 from tasks.cells import CELLS, Cell, Measured, make_cell
 

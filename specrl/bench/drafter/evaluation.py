@@ -12,8 +12,8 @@ from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, 
 from specrl.bench.drafter.questions import Question, read_questions
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
-from specrl.bench.rollouts.rounds import Measurement, Variant, Workload, differing, measure
-from specrl.bench.tables import Spread, ratios
+from specrl.bench.rollouts.rounds import Measurement, Variant, Workload, compared, differing, measure
+from specrl.bench.spread import ratios
 from specrl.config import Config, ConfigError
 from specrl.models.directory import check_directory
 from specrl.models.sources import load_tokenizer
@@ -165,21 +165,7 @@ class Evaluation:
         )
 
 
-def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
-    """Return acceptance, and the speed beside that of plain decoding in the same rounds."""
-    speedup, stats = ratios(own.rates, plain.rates), own.stats
-    return {
-        "acceptance_length": stats.acceptance_length,
-        "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
-        "speedup": speedup.median,
-        "speedup_min": speedup.least,
-        "speedup_max": speedup.greatest,
-        "tokens_per_s": Spread.of(own.rates).median,
-    }
-
-
 def _part(found: Measurement, chosen: Sequence[bool]) -> Measurement:
-    """Return the chosen batches of every round."""
 
     def of_round(parts: Sequence[Generation]) -> list[Generation]:
         return [part for part, is_chosen in zip(parts, chosen, strict=True) if is_chosen]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specrl.bench.cells import Cell
 from specrl.bench.drafter.instructions import instructions
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
-from specrl.bench.run.cells import Cell
 from specrl.bench.subject import Subject
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
@@ -35,14 +35,14 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
     prompts = {
-        "none": source.pretraining(options.num_prompts),
-        "general": instructions(config, source.tokenizer, options.num_prompts),
-        "task": source.pretraining(options.num_prompts),
+        "none": source.pretraining(options.prompts),
+        "general": instructions(config, source.tokenizer, options.prompts),
+        "task": source.pretraining(options.prompts),
     }
     answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
     engine.shutdown()
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, num_updates=1, seed=config.seed)
-    settings, found = config.drafter.model_copy(update={"epochs": options.epochs}), {}
+    settings, found = config.drafter, {}
     for name, rollouts in answers.items():
         drafter = new_drafter(config, policy_dir, rollouts, ranks)
         if name != "none":

@@ -1,11 +1,10 @@
-"""The sections of `specrl bench gpu` without a model: the machine, the sampler, and FP8 against the emulation."""
+"""The sections of `specrl bench gpu` without a model: the sampler, and FP8 against the emulation."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,14 @@ from torch import Tensor
 from specrl.bench.gpu.models import Scale
 from specrl.precision import native
 from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, fake_quantise, quantise
-from specrl.report.doctor.gpu import GpuNeeds, gather_facts, gpu_checks
-from specrl.report.processor import cpu_name
 from specrl.rollout.sampling.inverse_cdf import pick, uniforms
 
 Row = dict[str, Any]
-PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "transformers", "triton", "flashinfer-python")
 TOKENS = 512
 """The number of rows of the FP8 products."""
 PRODUCT_ERROR = 0.005
 """The error, as a part of the norm, up to which two products are the same: FP32 sums in another order, and the output's
 rounding to BF16."""
-
-
-def environment(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Show what this machine has, and what a job with FP8 would be told in its first seconds."""
-    del scale, folder
-    for name in PACKAGES:
-        yield {"what": name, "found": _version(name)}
-    yield {"what": "processor", "found": cpu_name()}
-    facts = gather_facts(use_torch=True)
-    if torch.cuda.is_available():
-        memory = f"{facts.total_gib:.1f} GiB, {facts.free_gib:.1f} free"
-        yield {"what": "GPU", "found": f"{torch.cuda.get_device_name()}, {memory}"}
-    needs = GpuNeeds(engine_fraction=0.45, transformer_engine=True, fp8_generation=True, several_ranks=True)
-    for check in gpu_checks(facts, needs):
-        yield {"what": check.name, "found": f"{check.status}: {check.found}", "fix": check.fix}
-
-
-def _version(name: str) -> str:
-    for distribution in (name, f"{name}-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def sampler(scale: Scale, folder: Path) -> Iterator[Row]:
@@ -77,7 +49,6 @@ def sampler(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least time of a few tries, after one that warms up."""
     found = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -112,7 +83,6 @@ def fp8(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def _matrices(inner: int, out: int) -> tuple[Tensor, Tensor]:
-    """Return inputs [tokens, in] with outliers and a weight [out, in], both in BF16."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(inner + out)
     x = torch.randn(TOKENS, inner, device=device, generator=generator)
@@ -138,7 +108,6 @@ def native_errors(x: Tensor, weight: Tensor) -> dict[str, float]:
 
 
 def _transformer_engine_errors(x: Tensor, weight: Tensor) -> dict[str, float]:
-    """Return the errors of a linear layer of Transformer Engine: its output and both of its gradients."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling, Format
 

@@ -204,7 +204,6 @@ def _own(
 
 
 def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tuple[float, float]:
-    """Return tokens per second and the measured acceptance length; without `length` of plain decoding, k = 0."""
     asked, rates, found = _requests(batch, scale), [], 1.0
     engine.set_k(0 if length is None else K)
     for repeat in range(scale.repeats + 1):  # the first one warms up
@@ -221,7 +220,6 @@ def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tup
 
 
 def _requests(count: int, scale: Scale) -> list[Request]:
-    """Return requests with random prompts, at temperature 1."""
     generator = random.Random(count)
     prompts = [[generator.randrange(3, scale.served.vocab) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     return [Request(prompt, seed, scale.new_tokens, 1.0) for seed, prompt in enumerate(prompts)]

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from typing import Any
 from specrl.bench.gpu.models import FULL, SHORT, scale_of
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GpuOptions
-from specrl.bench.pages import Page, heading, write_rows
-from specrl.bench.tables import markdown_table
+from specrl.bench.pages import hardware, table, write_page, write_rows
 from specrl.processes import end_with_parent
 
 
@@ -40,7 +38,6 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("arithmetic", "Environment", 2),
     "sampler": Section("arithmetic", "Sampler against PyTorch", 2),
     "exactness": Section("engines", "Token-for-token exactness", 10),
     "fp8": Section("arithmetic", "Native FP8 against the emulation", 3),
@@ -49,7 +46,6 @@ SECTIONS = {
     "sleep": Section("engines", "Sleep, wake and refit", 4, needs_gpu=True),
 }
 """In the order of their worth; the function `NAME` of the module yields the rows."""
-STATUS = "status"
 
 
 def main(job: BenchJob) -> None:
@@ -72,10 +68,7 @@ def main(job: BenchJob) -> None:
         limit = min(end - time.monotonic(), 60 * SECTIONS[name].minutes if torch.cuda.is_available() else 3600)
         states[name] = run_section(folder, name, scale.name, limit, has_gpu=torch.cuda.is_available())
         say(f"{name}: {states[name]}")
-        rows = [{"section": section, **row} for section in states for row in read_rows(folder, section)]
-        rows += [{"section": section, STATUS: state} for section, state in states.items()]
-        write_rows(job.json_path, rows)
-        write_page(job, scale.name, states, folder)
+        report(job, scale.name, states, folder)
     if failed := [name for name, state in states.items() if state.startswith("failed")]:
         raise SystemExit(f"sections that failed: {', '.join(failed)}; the page has the others: {job.page}")
 
@@ -115,33 +108,20 @@ def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def write_page(job: BenchJob, scale: str, states: dict[str, str], folder: Path) -> None:
-    """Write the page of the sections that have been run so far: the description of each, and its rows."""
+def report(job: BenchJob, scale: str, states: dict[str, str], folder: Path) -> None:
+    """Write the rows and the page of the sections that have been run so far."""
     import torch
 
-    page = Page(job.page)
-    where = "a GPU" if torch.cuda.is_available() else "a CPU, where parts that need a GPU are left out"
-    page.text(heading(f"A first look at {where}", job.command, torch.get_num_threads()))
-    page.text(f"Sizes: {scale}. All models are random. Every section ran in a process of its own.")
+    rows, sections = [], [f"Sizes: {scale}. All models are random. Every section ran in a process of its own."]
     for name, state in states.items():
-        section, rows = SECTIONS[name], read_rows(folder, name)
-        describe = getattr(importlib.import_module(f"specrl.bench.gpu.{section.module}"), name).__doc__
-        page.text(f"## {section.title}\n\n{' '.join(describe.split())}\n\n**{state}**")
-        if rows:
-            page.text(_table(rows))
-    page.write()
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    shown = [[_word(row.get(column)) for column in columns] for row in rows]
-    return markdown_table([column.replace("_", " ") for column in columns], shown)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+        section, found = SECTIONS[name], read_rows(folder, name)
+        about = getattr(importlib.import_module(f"specrl.bench.gpu.{section.module}"), name).__doc__
+        columns = dict.fromkeys(column for row in found for column in row)
+        sections.append(f"## {section.title}\n\n{' '.join(about.split())}\n\n**{state}**")
+        sections += [table(found, {column.replace("_", " "): column for column in columns})] if found else []
+        rows += [{"section": name, **row} for row in found] + [{"section": name, "status": state}]
+    write_rows(job.json_path, rows)
+    write_page(job, "A first look at a GPU", sections, hardware(torch.get_num_threads()))
 
 
 def measure_section(folder: Path, name: str, scale: str) -> None:

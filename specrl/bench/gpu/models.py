@@ -159,7 +159,7 @@ def write_policy(
 def write_untrained_drafter(policy_dir: Path, tokens: Sequence[int], directory: Path) -> Path:
     """Write a random EAGLE-3 drafter that drafts these tokens; return its directory."""
     policy = AutoConfig.from_pretrained(policy_dir)
-    shape = Eagle3Shape.from_policy(policy, len(tokens))
+    shape = Eagle3Shape.from_policy(policy, len(tokens), None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         weights = {name: tensor.to(shape.dtype) for name, tensor in eagle3_module(shape).state_dict().items()}

@@ -86,7 +86,11 @@ class Engines:
 
     def _config(self, method: str) -> Config:
         config = self.subject.config
-        speculation = speculation_of(config.speculation, method, self.options.longest if method != PLAIN else 0)
+        speculation = speculation_of(
+            config.speculation,
+            method,
+            max([k for k in self.options.ks if isinstance(k, int)], default=3) if method != PLAIN else 0,
+        )
         largest = max(TAIL_SIZE if batch == TAIL else int(batch) for batch in self.options.batches)
         engine = config.engine.model_copy(
             update={

@@ -5,17 +5,45 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import write_rows
+from specrl.bench.pages import hardware, table, write_page, write_rows
 from specrl.bench.rollouts.engines import Engines, stored_responses
-from specrl.bench.rollouts.page import write_page
-from specrl.bench.rollouts.rounds import TAIL_SIZE, Measurement, Variant, Workload, differing, measure
+from specrl.bench.rollouts.rounds import TAIL_SIZE, Measurement, Variant, Workload, compared, differing, measure
 from specrl.bench.rollouts.workloads import pool, workloads
-from specrl.bench.tables import Spread, ratios
+from specrl.bench.spread import Spread, ratios
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
 from specrl.models.sources import load_tokenizer
+
+HOW = """
+Run `{run}`. Every round runs every variant once on the same requests (same prompts, weights and seeds; the order
+changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in that
+round, shown as the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own
+without a drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler and
+limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the row
+of plain decoding (k = 0) this is the ratio of the two baselines. {wrong} of {total} speculative responses differ from
+those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a near-tie
+differently. At a fixed batch size the requests are held-out prompts whose
+responses have at least {max_tokens} tokens and are cut there, so that the batch keeps its size; each round has other
+prompts, and below batch 8 there are eight of them, one batch after another. `tail64` is 64 held-out prompts on one
+rank, each to its natural end. Prefill is part of the time. k is the longest draft; `adaptive` leaves it to the engine,
+after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the same
+policy with other seeds.
+"""
+COLUMNS = {
+    "batch": "batch",
+    "method": "method",
+    "k": "k",
+    "tokens/s": "tokens_per_s",
+    "speedup": "speedup",
+    "over stock": "speedup_over_stock",
+    "acceptance length": "acceptance_length",
+    "by position": "acceptance_rate_per_pos",
+    "steps": "decode_steps",
+}
 
 
 def main(job: BenchJob) -> None:
@@ -34,8 +62,7 @@ def main(job: BenchJob) -> None:
     rows: list[dict[str, Any]] = []
     for load in workloads(requests, answers, options.batches, options.repeats, options.max_tokens):
         rows += measure_load(engines, load)
-        write_rows(job.json_path, rows)
-        write_page(job, options, rows)
+        report(job, options, rows)
     engines.shutdown()
     leave()
 
@@ -60,20 +87,28 @@ def row_of(
     load: Workload, variant: Variant, found: Measurement, plain: Measurement, stock: Measurement
 ) -> dict[str, Any]:
     """Return the figures of a variant, with the ratios to plain decoding and to stock vLLM in the same rounds."""
-    stats, speedup, over_stock = found.stats, ratios(found.rates, plain.rates), ratios(found.rates, stock.rates)
     return {
         "method": variant.method,
         "k": variant.k,
         "batch": load.name,
-        "tokens_per_s": Spread.of(found.rates).median,
-        "speedup": speedup.median,
-        "speedup_min": speedup.least,
-        "speedup_max": speedup.greatest,
-        "speedup_over_stock": over_stock.median,
+        **compared(found, plain),
+        "speedup_over_stock": ratios(found.rates, stock.rates).median,
         "stock_tokens_per_s": Spread.of(stock.rates).median,
-        "acceptance_length": stats.acceptance_length,
-        "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
-        "decode_steps": stats.decode_steps,
+        "decode_steps": found.stats.decode_steps,
         "responses": len(found.tokens),
         "responses_differing": differing(found, plain),
     }
+
+
+def report(job: BenchJob, options: RolloutOptions, rows: list[dict[str, Any]]) -> None:
+    """Write rows and page."""
+    assert job.run_dir is not None
+    fast = [row for row in rows if row["k"] != 0]
+    wrong, total = sum(row["responses_differing"] for row in fast), sum(row["responses"] for row in fast)
+    how = HOW.format(
+        run=job.run_dir.name, repeats=options.repeats, max_tokens=options.max_tokens, wrong=wrong, total=total
+    )
+    write_rows(job.json_path, rows)
+    write_page(
+        job, "Speculative against plain rollouts", [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
+    )

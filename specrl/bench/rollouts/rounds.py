@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from specrl.bench.options import TAIL
+from specrl.bench.spread import Spread, ratios
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
 
 TAIL_SIZE = 64
 MOST_WARM_UPS = 8
-"""The largest number of uncounted runs of a variant on a workload."""
+"""The largest number of uncounted runs in which an engine learns how far to draft."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,14 @@ class Measurement:
 
 
 def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
-    """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
+    """Run each variant once in each round, after uncounted runs of the first round that warm up.
 
     All variants of a round do the same work, since drafts change no token. The order begins with another variant in
     each round and is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
-        if variant.k == 0 or isinstance(variant.k, str):
-            warm_up(variant, workload)
+        warm_up(variant, workload)
     for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
         for index in order:
             measured[index].generations.append(variants[index].generate(requests, workload.batch))
@@ -101,17 +101,11 @@ def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> l
 
 
 def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
-    """Generate the first round until the controller has calibrated its batch sizes, which it does only once.
-
-    The long-tailed batch runs through all batch sizes up to its own.
-    """
+    """Generate the first round uncounted, again and again until an engine that chooses its drafts has tried them."""
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
-        if not isinstance(variant, Variant) or not isinstance(variant.k, str) or variant.engine.controller is None:
-            return
-        controller = variant.engine.controller
-        sizes = [size for size in controller.chosen() if size <= workload.batch]
-        if all(map(controller.is_settled, sizes if workload.name == TAIL else [workload.batch])):
+        controller = variant.engine.controller if isinstance(variant, Variant) and isinstance(variant.k, str) else None
+        if controller is None or controller.is_settled(workload.batch):
             return
 
 
@@ -124,3 +118,16 @@ def orders(variants: int, rounds: int) -> list[list[int]]:
 def differing(left: Measurement, right: Measurement) -> int:
     """Return how many responses of two variants differ in a token."""
     return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))
+
+
+def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
+    """Return the columns of acceptance, and of the speed beside that of plain decoding in the same rounds."""
+    speedup, stats = ratios(own.rates, plain.rates), own.stats
+    return {
+        "tokens_per_s": Spread.of(own.rates).median,
+        "speedup": speedup.median,
+        "speedup_min": speedup.least,
+        "speedup_max": speedup.greatest,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+    }

@@ -9,7 +9,7 @@ from typing import Any
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
 from specrl.bench.pages import hardware, write_rows
-from specrl.bench.run.page import write_page
+from specrl.bench.run.page import write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import make_training, train_in_turn
 from specrl.bench.subject import Subject
@@ -34,7 +34,7 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
                 subject,
                 cell,
                 job.folder / f"group-{number}" / f"cell-{place}",
-                options.total,
+                options.warm_up + options.steps,
                 options.validate_every,
                 len(group),
             )
@@ -45,14 +45,14 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
     for group in groups:
         check_memory([training.context.config for training in group.values()])
     for group in groups:
-        train_in_turn(group, options.total)
+        train_in_turn(group, options.warm_up + options.steps)
         baseline, *others = [Results(training, options.warm_up) for training in group.values()]
         machine = {"hardware": hardware(baseline.training.context.config.resources_of("train").cpus_per_rank)}
         known = {(row["cell"], row.get("seed")) for row in rows}
         found = [{**results.row(baseline), **machine} for results in (baseline, *others)]
         rows += [row for row in found if (row["cell"], row.get("seed")) not in known]
         write_rows(job.json_path, rows)  # what is measured stays if the next group fails
-        write_page(job.page, job.command, rows)
+        write_run_page(job, rows)
 
 
 def check_memory(configs: Sequence[Config]) -> None:

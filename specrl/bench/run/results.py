@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from specrl.artifacts import read_curve
-from specrl.bench.run.cells import parameters
+from specrl.bench.cells import parameters
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
-from specrl.bench.tables import Spread, ratios
+from specrl.bench.spread import Spread, ratios
 from specrl.schemas import Rollout, read_folder
 
 FLIPS = 10_000

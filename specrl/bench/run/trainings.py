@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specrl.artifacts import PretrainResult, read_result, write_result
+from specrl.bench.cells import Cell, config_of, in_folder
 from specrl.bench.job import say
-from specrl.bench.run.cells import Cell, config_of, in_folder
 from specrl.bench.run.turns import Worker, await_all
 from specrl.bench.subject import Subject
 from specrl.config import ConfigError
@@ -80,7 +80,7 @@ class Training:
         )
         own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
         if len(own) == threads:
-            os.sched_setaffinity(worker.pid, own)
+            os.sched_setaffinity(worker.process.pid, own)
         return worker
 
 
@@ -123,7 +123,7 @@ def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:
         RuntimeError: A rank failed; the message names its log.
     """
     with ExitStack() as stack:
-        for training in reversed(trainings.values()):
+        for training in reversed(list(trainings.values())):
             training.start(stack)
         for step in range(steps):
             for name in order_of(list(trainings), step):

@@ -1,7 +1,7 @@
 """Processes that take one step at a time, each when it is told to, so that no other computes while one is timed.
 
-The parent writes a line to the standard input of a process, which then takes one step and answers with a line on
-its standard output. What libraries print goes to the log.
+The parent writes a line to the standard input of a process, which then takes one step and answers with a line on its
+standard output. What libraries print goes to the log.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
 TURN, DONE = "step\n", "done\n"
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A process that takes steps, as its parent sees it. It is ready when its first answer has come."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -30,9 +31,8 @@ class Worker:
             environment: What is added to this process's environment.
         """
         self.name, self.log = name, log
-        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", *command, str(os.getpid())],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
@@ -40,17 +40,18 @@ class Worker:
                 stderr=errors,
                 text=True,
             )
-
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._orders, self.answers = self.process.stdin, self.process.stdout
 
     def begin_step(self) -> None:
         """Tell the process to take a step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(TURN)
-        self._process.stdin.flush()
+        self._orders.write(TURN)
+        self._orders.flush()
+
+    def end(self) -> None:
+        """Tell the process that there are no more steps, without waiting for it."""
+        self._orders.close()
+        self.process.stdin = None  # or waiting for the process would write to it
 
     def await_answer(self) -> None:
         """Wait until the process is ready, or has taken its step.
@@ -58,31 +59,15 @@ class Worker:
         Raises:
             RuntimeError: It has ended.
         """
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != DONE:
-            killed = self._process.wait() == -signal.SIGKILL
+        if self.answers.readline() != DONE:
+            killed = self.process.wait() == -signal.SIGKILL
             why = " (it was killed, as Linux does where memory is short)" if killed else ""
             raise RuntimeError(f"{self.name} ended before its step{why}; log: {self.log}")
 
-    def end(self) -> None:
-        """Tell the process that there are no more steps, without waiting for it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.stdin = None  # or waiting for the process would write to it
-
-    def fileno(self) -> int:
-        """Return the file descriptor that answers come from."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    def __enter__(self) -> Worker:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let the process end, and wait for it; after an error it is killed."""
         if error is not None:
-            self._process.kill()
-        self._process.communicate()
+            self.process.kill()
+        self.process.communicate()
 
 
 def await_all(workers: Sequence[Worker]) -> None:
@@ -93,11 +78,10 @@ def await_all(workers: Sequence[Worker]) -> None:
     Raises:
         RuntimeError: One has ended.
     """
-    waiting = list(workers)
+    waiting = {worker.answers: worker for worker in workers}
     while waiting:
-        for worker in select.select(waiting, [], [])[0]:
-            worker.await_answer()
-            waiting.remove(worker)
+        for answers in select.select(list(waiting), [], [])[0]:
+            waiting.pop(answers).await_answer()
 
 
 class Turns:

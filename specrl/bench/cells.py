@@ -55,9 +55,9 @@ def parse_cells(vary: Sequence[str], bundles: Sequence[str]) -> tuple[Cell, ...]
         ConfigError: One of them is malformed, or two cells are the same.
     """
     named = [_bundle(text) for text in bundles] or [("", ())]
-    axes = [_axis(text) for text in vary]
-    cells = []
-    for (name, changes), *values in product(named, *axes):
+    combinations = list(product(*map(_axis, vary)))
+    cells: list[Cell] = []
+    for (name, changes), values in product(named, combinations):
         words = [name, *(change for change in values if not change.startswith(f"{SEED}="))]
         cells.append(Cell(" ".join(word for word in words if word) or "as configured", (*changes, *values)))
     for number, cell in enumerate(cells):
