@@ -101,5 +101,7 @@ def copy_results(cell: CellJob, job: BenchJob) -> None:
 
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:
     """Return the rows of all cells that have finished; that of a baseline, which several have, once."""
-    rows = [row for cell in cells if cell.is_finished for row in cell.rows()]
-    return list({(row["cell"], row.get("seed")): row for row in reversed(rows)}.values())[::-1]
+    found: dict[Any, dict[str, Any]] = {}
+    for row in (row for cell in cells if cell.is_finished for row in cell.rows()):
+        found.setdefault((row["cell"], row.get("seed")), row)
+    return list(found.values())

@@ -94,14 +94,13 @@ def test_rollouts_are_compared_on_the_same_tokens(run_dir: Path) -> None:
     assert fixed["decode_steps"] < plain["decode_steps"]
     assert "the two sides did the same work" in page  # FP32: every token the same
     assert "| tail64 | eagle3 | 3 |" in page
-    assert (run_dir / "rollouts-speedup.svg").is_file()
 
 
 def test_drafters_are_compared_over_the_same_trainings(run_dir: Path) -> None:
     """Initialised on the task, on general text and not at all; frozen and online. No drafter changes a token."""
     sizes = ["--steps", "2", "--prompts", "8", "--set", "drafter.epochs=2", "--set", "train.prompts_per_step=4"]
     sizes += ["--set", "train.samples_per_prompt=2", "--set", "sampling.max_response_tokens=16"]
-    sizes += ["--set", "train.correction=none"]
+    sizes += ["--set", "train.correction=none", "--set", "train.drop_zero_signal_groups=false"]
     rows, page = bench(run_dir, "drafter", *sizes)
     assert [row["cell"] for row in rows] == [
         "plain",
@@ -111,6 +110,7 @@ def test_drafters_are_compared_over_the_same_trainings(run_dir: Path) -> None:
     by_step = {row["cell"]: row["acceptance_length_by_step"] for row in rows}
     # Before the first update a drafter that will be trained online is the frozen one.
     assert by_step["task, frozen"][0] == by_step["task, online"][0]
+    assert by_step["task, frozen"] != by_step["task, online"]
     assert all(len(lengths) == 3 and min(lengths) >= 1 for lengths in by_step.values())
     assert (run_dir / "bench" / "drafter" / "initial" / "general" / "config.json").is_file()
 
@@ -144,7 +144,7 @@ def test_whole_trainings_take_their_steps_in_turn_and_sample_the_same_tokens(run
     assert both["accuracy"] == plain["accuracy"] and 0 <= both["accuracy"] <= 1
     assert both["decode_steps"] < plain["decode_steps"] and both["acceptance_length"] > 1
     assert 1 <= both["token_mult_prob_error"] < 1.001 and both["idle_s"] >= 0 and both["step_s"] > 0
-    assert others[0]["reward_by_step"] != plain["reward_by_step"] or others[0]["decode_steps"] != plain["decode_steps"]
+    assert others[0]["token_mult_prob_error"] != plain["token_mult_prob_error"]  # the other seed
     assert "| both | 2 |" in page and "against **plain**" in page
     records = sorted((config.run_dir / "bench" / "run").glob("group-0/cell-1/stage/steps/step=*.json"))
     assert len(records) == 3  # the warm-up is a step, too
@@ -164,6 +164,7 @@ def test_precisions_are_cells_like_any_others(run_dir: Path) -> None:
         "--set",
         "engine.parity_tolerance=9",
     ]
+    sizes += ["--set", "train.drop_zero_signal_groups=false"]
     sizes += ["--set", "precision.max_token_mult_prob_error=1e6", "--steps", "2", "--warm-up", "0", "--together", "2"]
     rows, _ = bench(run_dir, "run", *[word for cell in cells for word in ("--cell", cell)], *sizes)
     errors = {row["cell"]: row["token_mult_prob_error"] for row in rows}

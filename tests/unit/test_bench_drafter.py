@@ -41,7 +41,7 @@ def test_a_drafter_is_told_by_its_folder(tmp_path: Path) -> None:
         ("draft_model", 6, None),
     ]
     medusa = folder(tmp_path / "d", architectures=["MedusaModel"])
-    with pytest.raises(ConfigError, match=r"MedusaModel in its config\.json is not a drafter that can be measured"):
+    with pytest.raises(ConfigError, match=r"MedusaModel in its config\.json is not a drafter to measure"):
         read_candidate(medusa, policy)
 
 

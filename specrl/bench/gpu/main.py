@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.bench.gpu.models import FULL, SHORT, scale_of
+from specrl.bench.gpu.models import FULL, SCALES, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GpuOptions
 from specrl.bench.pages import hardware, table, write_page, write_rows
@@ -128,7 +128,7 @@ def measure_section(folder: Path, name: str, scale: str) -> None:
     """Run one section in this process, and save each row as soon as it is there."""
     measure = getattr(importlib.import_module(f"specrl.bench.gpu.{SECTIONS[name].module}"), name)
     with (folder / f"{name}.jsonl").open("w") as file:
-        for row in measure(scale_of(scale), folder):
+        for row in measure(SCALES[scale], folder):
             file.write(json.dumps(row) + "\n")
             file.flush()
 

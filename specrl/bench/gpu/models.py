@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,12 @@ class Shape:
     vocab: int
 
     def hf_config(self, max_length: int, dtype: str = "bfloat16") -> Qwen3Config:
-        """Return transformers' configuration."""
-        return Qwen3Config(
-            architectures=["Qwen3ForCausalLM"],
-            dtype=dtype,
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
+        """Describe it as transformers does."""
+        fixed = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        sizes = dict(zip((*names, "head_dim", "vocab_size"), astuple(self), strict=True))
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        return Qwen3Config(**fixed, **sizes, **tokens, dtype=dtype, max_position_embeddings=max_length)
 
     @property
     def parameters(self) -> int:
@@ -81,35 +70,11 @@ class Scale:
 
 
 SHARP = Shape(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
-SHORT = Scale(
-    "short",
-    Shape(128, 256, 6, 4, 2, 32, 1024),
-    256,
-    Shape(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE),
-    4,
-    48,
-    (1, 4),
-    12,
-    1,
-    8,
-)
-FULL = Scale(
-    name="full",
-    served=Shape(4096, 12288, 36, 32, 8, 128, 151936),
-    draft_vocab=32000,
-    trained=Shape(2048, 6144, 28, 16, 8, 128, 32768),
-    sequences=16,
-    length=2048,
-    batches=(1, 8, 32, 128),
-    new_tokens=128,
-    repeats=3,
-    requests=64,
-)
-
-
-def scale_of(name: str) -> Scale:
-    """Return the scale of this name."""
-    return FULL if name == FULL.name else SHORT
+_SMALL, _LEAST = Shape(128, 256, 6, 4, 2, 32, 1024), Shape(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
+SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (1, 4), 12, 1, 8)
+_LARGE, _MEDIUM = Shape(4096, 12288, 36, 32, 8, 128, 151936), Shape(2048, 6144, 28, 16, 8, 128, 32768)
+FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 64)
+SCALES = {scale.name: scale for scale in (SHORT, FULL)}
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
