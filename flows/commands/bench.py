@@ -302,7 +302,10 @@ def bench_drafter(
         repeats=repeats,
     )
     options.check(config if run else None)
-    measure(request, options, size_of(config, threads), run_dir, config)
+    rank, size = config.resources_of("train"), size_of(config, threads)
+    if run:  # plain decoding and a drafter, frozen and online, at once
+        size = Size(rank.ranks * rank.cpus_per_rank, 3 * rank.ranks, rank.ranks * rank.gpus_per_rank)
+    measure(request, options, size, run_dir, config)
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

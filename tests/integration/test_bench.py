@@ -92,7 +92,7 @@ def test_rollouts_are_compared_on_the_same_tokens(run_dir: Path) -> None:
     assert fixed["acceptance_length"] > 1
     assert len(fixed["acceptance_rate_per_pos"]) == 3
     assert fixed["decode_steps"] < plain["decode_steps"]
-    assert "the two sides did the same work" in page  # FP32: every token the same
+    assert all(row["responses_differing"] == 0 and row["responses"] > 0 for row in rows)  # FP32: every token the same
     assert "| tail64 | eagle3 | 3 |" in page
 
 

@@ -115,7 +115,7 @@ def write_policy(
         embeddings.mul_(10)[:, 0] = 3.0
         model.model.norm.weight.data[0] = 1.0
         head.mul_(2)[:, 0] = -3.0
-        head[list(LIKELY), 0] = -0.4 * torch.arange(len(LIKELY))
+        head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
