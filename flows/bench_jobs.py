@@ -15,7 +15,7 @@ from slurm.registry import backend_of
 from specrl.artifacts import write_text
 from specrl.bench.job import BenchJob
 from specrl.config import Config, ConfigError
-from specrl.tracking import CellRecord, benchmark_config, log_cell
+from specrl.tracking import benchmark_config, log_cell
 from tasks.cells import CellJob
 from tasks.run import forget_stop
 
@@ -58,27 +58,18 @@ def record(tracked: Config, cell: CellJob, error: str | None) -> None:
     Args:
         tracked: The configuration of the experiment of benchmarks.
     """
-    options = {name: value for name, value in cell.job.options.items() if value is not None}
-    changes = dict(change.split("=", 1) for change in cell.job.changes)
+    job, done = cell.job, error is None
+    options = {name: value for name, value in job.options.items() if value is not None}
+    changes = dict(change.split("=", 1) for change in job.changes)
     log_cell(
         tracked,
         cell.folder,
-        CellRecord(
-            name=cell.label,
-            tags={
-                "specrl.key": cell.context.key,
-                "specrl.run": tracked.name,
-                "mlflow.source.name": cell.job.command,
-            },
-            params={"benchmark": cell.job.name, "run": tracked.name, "cell": cell.label, **options, **changes},
-            rows=cell.rows() if error is None else [],
-            files={
-                "": [cell.job.page, cell.job.json_path, cell.job.json_path.with_suffix(".arrow")]
-                if error is None
-                else []
-            },
-            error=error,
-        ),
+        name=cell.label,
+        tags={"specrl.key": cell.context.key, "specrl.run": tracked.name, "mlflow.source.name": job.command},
+        params={"benchmark": job.name, "run": tracked.name, "cell": cell.label, **options, **changes},
+        rows=cell.rows() if done else [],
+        files={"": [job.page, job.json_path, job.json_path.with_suffix(".arrow")] if done else []},
+        error=error,
     )
 
 

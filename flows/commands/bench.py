@@ -332,8 +332,6 @@ def chosen_temperatures(text: str) -> list[str]:
 def bench_gpu(
     sections: Annotated[str, option(f"Of {', '.join(SECTIONS)}; all by default.", "LIST")] = "",
     short: Annotated[bool, typer.Option("--short", help="Small models, within ten minutes on a GPU.")] = False,
-    minutes: Annotated[int, option("Longest time of all sections together.", least=1)] = 40,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier calls have measured here.")] = False,
     json_path: Json = None,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
@@ -348,5 +346,5 @@ def bench_gpu(
     """
     request = Request("gpu", None, runs_dir, json_path, page, cluster, overrides, threads)
     run_dir, config = request.subject()
-    options = GpuOptions(chosen(sections, "--sections", SECTIONS), short, minutes, fresh)
+    options = GpuOptions(chosen(sections, "--sections", SECTIONS), short)
     measure(request, options, Size(threads or config.resources_of("validate").cpus_per_rank, 1, 1), run_dir, config)

@@ -135,8 +135,6 @@ class GpuOptions:
     sections: tuple[str, ...]
     """Empty for all of them."""
     short: bool
-    minutes: int
-    fresh: bool
 
 
 def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import PrepareResult, PretrainResult, TrainResult
+from specrl.artifacts import RESULT_FILE, PrepareResult, PretrainResult, TrainResult
 from specrl.config import Config, ConfigError, StageName, change_config
 from specrl.report.results import find_stages, finished, read_config
 
@@ -44,10 +44,11 @@ def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
             f"run {run_dir.name} has not finished training; continue it with: specrl resume {run_dir.name}"
         )
     before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
+    done = [stage for stage in before if stage in stages and (stages[stage].stage_dir / RESULT_FILE).exists()]
     return Subject(
         config=change_config(read_config(run_dir), list(changes)),
         policy_dir=trained.policy_dir,
         drafter_dir=trained.drafter_dir,
         first_policy_dir=prepared.policy_dir,
-        stages={stage: stages[stage].stage_dir for stage in before if stage in stages},
+        stages={stage: stages[stage].stage_dir for stage in done},
     )

@@ -93,7 +93,7 @@ def make_training(
         ConfigError: The run has not finished the stages before RL, a change is wrong, or there is no such drafter.
     """
     if "calibrate" not in subject.stages:
-        raise ConfigError("bench run needs a run that has finished calibrate")
+        raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
     inputs = dict(subject.stages)
     shutil.rmtree(folder, ignore_errors=True)
