@@ -29,9 +29,6 @@ def measure_cells(cells: list[CellJob], config: Config, at_once: int) -> dict[st
 
     Returns:
         The errors of the cells that failed, by their labels.
-
-    Raises:
-        ConfigError: The scheduler cannot be used from here, or another process measures cells of this run.
     """
     of_jobs = cells[0].context.config
     folder = of_jobs.run_dir

@@ -69,9 +69,6 @@ def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Siz
         folder: The folder of the cells.
         config: The configuration whose cluster and resources the job inherits.
         overrides: `KEY=VALUE` each, of the cluster and the resources.
-
-    Raises:
-        ConfigError: An override is wrong.
     """
     made = job_config(config, size, folder, overrides)
     key = cell_key(job, place_of(made, job.threads))
@@ -119,11 +116,7 @@ def place_of(config: Config, threads: int | None) -> dict[str, Any]:
 
 
 def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str]) -> Config:
-    """Make the configuration of a benchmark's job: one task, with the cores and the memory of all its processes.
-
-    Raises:
-        ConfigError: An override is wrong.
-    """
+    """Make the configuration of a benchmark's job: one task, with the cores and the memory of all its processes."""
     config = change_config(config, list(overrides))  # before the job's own resources are made of the run's
     rank = config.resources_of("train")
     own: dict[str, Any] = {

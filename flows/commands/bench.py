@@ -85,11 +85,7 @@ class Request:
         return tuple(text for text in self.overrides or [] if not text.startswith(OF_JOBS))
 
     def subject(self) -> tuple[Path | None, Config]:
-        """Find the folder and the configuration of the run; without one, no folder and that of RUNS_DIR/bench-NAME.
-
-        Raises:
-            ConfigError: There is no such run, it has not finished training, or an override is wrong here.
-        """
+        """Find the folder and the configuration of the run; without one, no folder and that of RUNS_DIR/bench-NAME."""
         if self.of_jobs and self.cluster is None:
             raise ConfigError(f"--set {self.of_jobs[0]} is for jobs: give --cluster, too")
         if self.run is not None:
@@ -314,11 +310,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def chosen_temperatures(text: str) -> list[str]:
-    """Split a list with commas of temperatures.
-
-    Raises:
-        ConfigError: One of them is not 0 and not in the range that a configuration allows.
-    """
+    """Split a list with commas of temperatures."""
     parts = text.split(",")
     for part in parts:
         value = float(part) if part.replace(".", "", 1).isdigit() else -1.0

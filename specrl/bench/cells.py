@@ -50,9 +50,6 @@ def parse_cells(vary: Sequence[str], bundles: Sequence[str]) -> tuple[Cell, ...]
     Args:
         vary: `KEY=A,B,...` each.
         bundles: `NAME: KEY=V, KEY=V` each; without changes it is the run as it was configured.
-
-    Raises:
-        ConfigError: One of them is malformed, or two cells are the same.
     """
     named = [_bundle(text) for text in bundles] or [("", ())]
     combinations = list(product(*map(_axis, vary)))
@@ -104,9 +101,6 @@ def config_of(config: Config, cell: Cell, steps: int, validate_every: int, share
         config: The run's configuration.
         steps: The number of steps that are taken.
         sharers: The number of trainings that share a GPU.
-
-    Raises:
-        ConfigError: A key, a value or a combination is wrong, or a key has no effect here.
     """
     for key in cell.values:
         if key.split(".")[0] not in SECTIONS_OF_TRAINING:

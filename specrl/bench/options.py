@@ -1,4 +1,7 @@
-"""The options of the four benchmarks, as their processes read them. This imports nothing heavy."""
+"""The options of the four benchmarks, as their processes read them. A mistake in one is a `ConfigError` of one line.
+
+This imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +63,7 @@ class RolloutOptions:
     """The longest response at a fixed batch size."""
 
     def methods_of(self, config: Config) -> tuple[str, ...]:
-        """Choose the draft methods to measure on a run.
-
-        Raises:
-            ConfigError: A method needs a drafter that the run does not have.
-        """
+        """Choose the draft methods to measure on a run."""
         own = config.speculation.draft_method
         allowed = tuple(
             row.name for row in METHODS.values() if row.drafts and (row.model is None or row.same_model(own))
@@ -101,11 +100,7 @@ class DrafterOptions:
         return cls(**{**values, **lists, **paths, "drafters": tuple(map(Path, values["drafters"]))})
 
     def check(self, config: Config | None) -> None:
-        """Check that there is something to measure, on a run or, without one, on a file of prompts.
-
-        Raises:
-            ConfigError: Something is missing, or does not exist.
-        """
+        """Check that there is something to measure, on a run or, without one, on a file of prompts."""
         given = {"--model": self.model, "--drafter": self.drafters, "--data": self.data}
         missing = ", ".join(name for name, value in given.items() if not value)
         if config is not None:
@@ -138,11 +133,7 @@ class GpuOptions:
 
 
 def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Split a list with commas.
-
-    Raises:
-        ConfigError: One of its words is not allowed.
-    """
+    """Split a list with commas."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in words:
         if word not in allowed:
@@ -151,11 +142,7 @@ def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
-    """Split a list with commas of positive numbers and of these words.
-
-    Raises:
-        ConfigError: One of its parts is neither.
-    """
+    """Split a list with commas of positive numbers and of these words."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if part not in words and not (part.isdigit() and int(part)):

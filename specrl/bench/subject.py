@@ -31,9 +31,6 @@ def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
 
     Args:
         changes: `KEY=VALUE` each, of the run's settings that are measured with another value.
-
-    Raises:
-        ConfigError: The run has not finished its `train` stage, or a change is not possible.
     """
     stages = find_stages(run_dir)
     prepared = finished(stages, "prepare", PrepareResult)

@@ -36,9 +36,6 @@ def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
     EAGLE-3 drafters may have the layout of the published checkpoints or that of the `speculators` library. Another
     folder of the policy's own architecture drafts with its multi-token-prediction layer, and any other model that
     specrl knows is a draft model with the policy's vocabulary.
-
-    Raises:
-        ConfigError: The folder or its `config.json` is missing, or no draft method fits it.
     """
     config = read_model_config(folder)
     trained_with, names = (

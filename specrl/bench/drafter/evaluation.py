@@ -36,9 +36,6 @@ class Evaluation:
 
         Args:
             folder: The folder for drafters in the layout that the engine loads.
-
-        Raises:
-            ConfigError: A folder or the file cannot be used.
         """
         assert options.model is not None and options.data is not None
         self.options, self.policy_dir = options, options.model

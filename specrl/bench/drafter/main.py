@@ -42,11 +42,7 @@ COLUMNS = {
 
 
 def main(job: BenchJob) -> None:
-    """Measure drafters on a file of prompts, or those of a run over its RL steps; write rows and page.
-
-    Raises:
-        ConfigError: A folder or the file cannot be used.
-    """
+    """Measure drafters on a file of prompts, or those of a run over its RL steps; write rows and page."""
     options = DrafterOptions.load(job.options)
     ranks = join()
     if job.run_dir is None:

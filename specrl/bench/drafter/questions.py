@@ -40,9 +40,6 @@ def read_questions(
         template: As `data.template`; None for the tokenizer's chat template, or the bare question where it has none.
         tokenizer: The policy's tokenizer, of transformers.
         longest: The longest prompt, in tokens.
-
-    Raises:
-        ConfigError: The file cannot be read, a row has no question, or all prompts are too long.
     """
     if template is None:
         template = CHAT if tokenizer.chat_template else "{prompt}"

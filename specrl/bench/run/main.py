@@ -56,11 +56,7 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
 
 
 def check_memory(configs: Sequence[Config]) -> None:
-    """Check that trainings which are in memory at the same time fit into that of this machine.
-
-    Raises:
-        ConfigError: They do not. Linux would kill one of their ranks, in the middle of the benchmark.
-    """
+    """Check that trainings which are in memory at the same time fit into that of this machine."""
     budgets = [
         (config.resources_of("train").ranks, budget)
         for config in configs

@@ -87,11 +87,7 @@ class Training:
 def make_training(
     subject: Subject, cell: Cell, folder: Path, steps: int, validate_every: int, sharers: int
 ) -> Training:
-    """Prepare the training of a cell in a folder, from the run's policy and drafter before RL.
-
-    Raises:
-        ConfigError: The run has not finished the stages before RL, a change is wrong, or there is no such drafter.
-    """
+    """Prepare the training of a cell in a folder, from the run's policy and drafter before RL."""
     if "calibrate" not in subject.stages:
         raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
