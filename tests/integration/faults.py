@@ -3,7 +3,7 @@
 `python -m tests.integration.faults CONTEXT.json FAULT OUTPUT.json`: one rank trains a step as it should, then the fault
 is injected, and the steps go on until something says so. If nothing does, the test of exactness of the stage `validate`
 has the last word. A fault damages a running `Trainer` in the place where the failure was reported: what a refit sends,
-what the engine holds after it, its sampler, or the trainer's drafter.
+what the engine holds after it, or the trainer's drafter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from specrl.distributed import join, leave
 from specrl.events import read_events
 from specrl.loop import Trainer
 from specrl.progress import Progress
-from specrl.rollout.vllm import sampler as sampling
 from specrl.stages import train
 from specrl.stages.validate import check_exactness
 from specrl.tracking import Silent
@@ -50,8 +48,6 @@ class Fault:
     """Damages a trainer that has run a step; None for a fault that is there from the start."""
     damage_drafter: Callable[[Path], None] | None = None
     """Damages the folder of the drafter before the start; None for none."""
-    needs_fp8: bool = False
-    """Whether it can happen only with FP8 in both engines and in the KV cache, which is then set."""
 
 
 def _sent(change: Change) -> Callable[[Trainer], None]:
@@ -121,51 +117,11 @@ def _ruin_training(trainer: Trainer) -> None:
     state[name].neg_()
 
 
-def _forget_kv_scales(trainer: Trainer) -> None:
-    """Let every further refit leave the KV cache's scales at vLLM's own, 1."""
-    engine: Any = trainer.engine
-    refit = engine.refit
-
-    def damaged(*arguments: Any, **named: Any) -> float:
-        seconds = float(refit(*arguments, **named))
-        for module in engine._vllm.policy.modules():
-            for letter in "qkv":
-                if hasattr(module, f"_{letter}_scale") and hasattr(module, f"_{letter}_scale_float"):
-                    getattr(module, f"_{letter}_scale").fill_(1.0)
-                    setattr(module, f"_{letter}_scale_float", 1.0)
-        return seconds
-
-    engine.refit = damaged
-
-
 def _shorten_positions(drafter_dir: Path) -> None:
     """Let the drafter's configuration end its positions after 16 tokens."""
     path = drafter_dir / "config.json"
     values = json.loads(path.read_text())
     write_json(path, values | {"max_position_embeddings": SHORT_POSITIONS})
-
-
-def _wrap_pick(change: Callable[..., Any]) -> Callable[[Trainer], None]:
-    """Return an injection that puts `change(pick, *arguments)` in the place of the sampler's `pick`."""
-
-    def inject(trainer: Trainer) -> None:
-        names = vars(sampling)  # the sampler's module is that of this process alone
-        names["pick"] = partial(change, names["pick"])
-
-    return inject
-
-
-def _hotter(pick: Any, logits: Tensor, temperature: Tensor, *others: Any) -> Any:
-    return pick(logits, temperature * 2, *others)
-
-
-def _unseeded(pick: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Any:
-    return pick(logits, temperature, top_k, top_p, torch.rand_like(u))
-
-
-def _accept_all(trainer: Trainer) -> None:
-    """Let the sampler accept every draft, whatever the policy picks."""
-    vars(sampling)["accepted_prefix"] = lambda drafted, *_: len(drafted)
 
 
 CONTROL = "no fault"
@@ -180,15 +136,6 @@ FAULTS = (
     Fault("d2t as ids instead of offsets", "SpecForge, speculators", _sent(_ids_as_offsets)),
     Fault("drafter ruined by its training", "verl-SpeCo#53", _ruin_training),
     Fault("positions of the drafter end early", "NeMo-RL#3960", damage_drafter=_shorten_positions),
-    Fault(
-        "KV scales back at 1",
-        "NeMo-RL#3225",
-        _forget_kv_scales,
-        needs_fp8=True,
-    ),
-    Fault("sampler twice as hot as asked", "", _wrap_pick(_hotter)),
-    Fault("sampler that accepts every draft", "", _accept_all),
-    Fault("sampler without the requests' seeds", "", _wrap_pick(_unseeded)),
 )
 """All faults, in the order in which they are injected; the first shows that a training without any is silent."""
 

@@ -62,8 +62,6 @@ def inject(fault: Fault, run_dir: Path, folder: Path) -> dict[str, Any]:
     steps = HEALTHY_STEPS + 1
     data["train"] |= {"num_steps": steps, "checkpoint_every": steps, "prompts_per_step": 8, "samples_per_prompt": 4}
     data["data"]["reward"] = "tests.integration.loop_plan:reward"  # half of the responses have it: something is learned
-    if fault.needs_fp8:
-        data["precision"] |= dict.fromkeys(("generation", "training", "kv_cache"), "fp8")
     context = StageContext(parse_config(data), "train", "train-faults", folder / "stage", inputs, "")
     context.save(folder / "context.json")
     command = [sys.executable, "-m", "tests.integration.faults", str(folder / "context.json"), fault.name]
