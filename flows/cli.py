@@ -9,6 +9,7 @@ import sys
 import typer
 
 from flows.commands import (
+    bench,
     devcluster,
     export,
     inspect,
@@ -22,7 +23,6 @@ from flows.commands import (
     sync,
     watch,
 )
-from flows.commands.bench import command as bench
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError

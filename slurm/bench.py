@@ -19,8 +19,8 @@ from specrl.context import StageContext
 
 ENTRY = "slurm.bench:main"
 """The function of a job that runs a benchmark."""
-JOB_FILE = "job.json"
-"""The file in the folder of a job's results that says what to run."""
+JOB_FILE, PAGE_FILE, JSON_FILE = "job.json", "page.md", "rows.json"
+"""The files in the folder of a job's results: what to run, and what it wrote."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of a job's rank, which a benchmark must not take for those of its own ranks."""
 
@@ -42,9 +42,6 @@ def main(context: StageContext) -> None:
     job = BenchJob.load(path)
     environment = bench_environment(context.config.resources_of("bench"), job.threads)
     run_bench(job, path, {name: value for name, value in environment.items() if name not in OF_RANKS})
-    from specrl.bench.sweep.rows import ROWS_FILE, convert  # imports Arrow, which the command line does without
-
-    convert(job.json_path, context.stage_dir / ROWS_FILE)
     write_result(context.stage_dir, BenchResult(seconds=time.monotonic() - started))
 
 

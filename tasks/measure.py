@@ -8,26 +8,24 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from slurm.backend import JobError, JobKey, Record, SilentSchedulerError, StoppedError
-from slurm.bench import ENTRY
+from slurm.backend import JobError, SilentSchedulerError, StoppedError
+from slurm.bench import ENTRY, JOB_FILE
 from specrl.artifacts import RESULT_FILE
-from tasks.cells import Cell, Outcome
+from tasks.cells import CellJob
 from tasks.run import Finished, Reporter, work
 
 
 @task(name="measure", task_run_name="{cell.label}", cache_policy=NO_CACHE)
-def measure(cell: Cell, code: Path, reporter: Reporter) -> Outcome:
-    """Return what became of the cell. A failure is one of the outcomes, so that the other cells go on."""
+def measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
+    """Measure a cell, and return why it failed, if it did. A failure is an outcome, so that the other cells go on."""
     cached = cell.is_finished
     if not cached:
-        cell.write_job()
+        cell.job.save(cell.folder / JOB_FILE)
         try:
             work(cell.context, ENTRY, code, reporter, cell.label)
         except (JobError, StoppedError, SilentSchedulerError) as error:
             reporter.note(f"{cell.label}: {error}")
-            return Outcome(cell, cached, str(error))
+            return str(error)
     seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
-    record = Record.read(JobKey(cell.context.config, cell.context.key).record_path)
-    job_id = record.job_id if record is not None else None
-    reporter.finished(cell.label, Finished("bench", cell.context.key, cell.folder, seconds, job_id, cached))
-    return Outcome(cell, cached, seconds=seconds, job_id=job_id)
+    reporter.finished(cell.label, Finished("bench", cell.context.key, cell.folder, seconds, None, cached))
+    return None

@@ -1,68 +1,71 @@
-"""Write a benchmark's dated page, with command, machine, tables and charts, and its rows as JSON."""
+"""Write a benchmark's rows, as JSON and Arrow, and its page, with command, date, machine and tables of the rows."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import write_json, write_text
+import pyarrow as pa
+
+from specrl.artifacts import atomic_path, write_json, write_text
+from specrl.bench.job import BenchJob
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
-PACKAGES = ("vllm", "torch", "megatron-core")
+PACKAGES = ("vllm", "torch", "megatron-core", "transformer-engine", "triton")
+Rows = Sequence[Mapping[str, Any]]
 
 
-@dataclass
-class Page:
-    """A Markdown page of sections in the order in which they are added, with charts that become files beside it."""
+def write_page(job: BenchJob, title: str, sections: Sequence[str], machine: str) -> None:
+    """Write the page.
 
-    path: Path
-    sections: list[str] = field(default_factory=list)
-    plots: dict[str, str] = field(default_factory=dict)
-    """The SVG text of each chart by its file name."""
-
-    def text(self, paragraph: str) -> None:
-        """Add a paragraph."""
-        self.sections.append(paragraph.strip())
-
-    def plot(self, name: str, svg: str, caption: str) -> None:
-        """Add a chart, which becomes the file PAGE-NAME.svg."""
-        file = f"{self.path.stem}-{name}.svg"
-        self.plots[file] = svg
-        self.sections.append(f"![{caption}]({file})")
-
-    def write(self) -> None:
-        """Write the page and its charts."""
-        for name, svg in self.plots.items():
-            write_text(self.path.with_name(name), svg)
-        write_text(self.path, "\n\n".join(self.sections) + "\n")
+    Args:
+        machine: What `hardware` returned where the rows were measured.
+    """
+    how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine}."
+    write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
 
-def default_page(name: str) -> Path:
-    """Return `benchmarks/DATE-NAME.md` for today."""
-    return Path("benchmarks") / f"{date.today().isoformat()}-{name}.md"
+def table(rows: Rows, columns: Mapping[str, str]) -> str:
+    """Make a Markdown table.
+
+    Args:
+        columns: The names of the rows' columns by the titles of the table's. A value may be of several, such as `step`
+            for `step_ratio`, `step_min` and `step_max`.
+    """
+    lines = [f"| {' | '.join(columns)} |", "| " + " | ".join("---" for _ in columns) + " |"]
+    lines += ["| " + " | ".join(_word(row, name) for name in columns.values()) + " |" for row in rows]
+    return "\n".join(lines)
 
 
-def heading(title: str, command: str, threads: int) -> str:
-    """Return the beginning of a page: title, date, command and hardware."""
-    return f"# {date.today().isoformat()}: {title}\n\nCommand: `{command}`. Hardware: {hardware(threads)}."
+def _word(row: Mapping[str, Any], name: str) -> str:
+    if f"{name}_min" in row:
+        middle = row.get(f"{name}_ratio", row.get(name))
+        return f"{middle:.2f}x ({row[f'{name}_min']:.2f} to {row[f'{name}_max']:.2f})"
+    value = row.get(name)
+    if isinstance(value, list):
+        return " / ".join(f"{part:.2f}" if isinstance(part, float) else str(part) for part in value) or "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
 
 
 def hardware(threads: int) -> str:
-    """Return in words the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
-    cores = len(os.sched_getaffinity(0))
-    packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    """Describe the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
+    import torch
+
+    packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _installed(name)) is not None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    processor = f"{cpu_name()} ({bf16_support(cpu_flags())})"
-    used = f"{threads} thread{'s' if threads > 1 else ''}"
-    return f"{processor}, {cores} cores usable, {used}, {memory:.0f} GiB{_gpu()}; {packages}"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"
+    return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {memory:.0f} GiB, {gpu}; {packages}"
 
 
-def _version(name: str) -> str | None:
+def _installed(name: str) -> str | None:
     for distribution in (name, f"{name}-cpu"):
         try:
             return version(distribution)
@@ -71,12 +74,21 @@ def _version(name: str) -> str | None:
     return None
 
 
-def _gpu() -> str:
-    import torch
-
-    return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows as a JSON list."""
+def write_rows(path: Path, rows: Rows) -> None:
+    """Write the rows as a JSON list and, beside it, as an Arrow file, where a column of several types holds JSON."""
     write_json(path, list(rows))
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    with (
+        atomic_path(path.with_suffix(".arrow")) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, columns.schema) as writer,
+    ):
+        writer.write_table(columns)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())

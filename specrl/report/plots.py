@@ -110,18 +110,6 @@ def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]
     return draw(paint, SIZE, names=list(series))
 
 
-def dot_chart(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str) -> str:
-    """Draw a dot at each point; both axes include 0."""
-
-    def paint(axes: Any) -> None:
-        axes.plot(x, y, "o", color=COLOURS[0])
-        axes.set(xlabel=x_label, ylabel=y_label)
-        _begin_at_zero(axes, "x")
-        _begin_at_zero(axes, "y")
-
-    return draw(paint, SIZE)
-
-
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
     """Draw how many of the values fall into each of `bins` intervals of equal width."""
 

@@ -1,7 +1,7 @@
 """Every constant that steers drafting and the use of idle time, in one place.
 
 They decide how long a rollout takes, never which tokens it has. None needs setting for a new model or machine: what
-depends on those is measured while generating. `specrl bench control` measures what each one is worth.
+depends on those is measured while generating.
 """
 
 from __future__ import annotations

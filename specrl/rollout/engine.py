@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from specrl.rollout.drafts.text_sources import StoredTextSource
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.vllm.drafting.drafting import Drafting, GreedyDrafts
-from specrl.rollout.vllm.drafting.recorder import DraftLog, DraftObserver, Recorder, SyntheticAcceptance
+from specrl.rollout.vllm.drafting.recorder import DraftLog, Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,
@@ -35,7 +35,6 @@ from specrl.rollout.vllm.engine.arguments import (
     without_weights,
 )
 from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, set_environment
-from specrl.rollout.vllm.engine.timing import IterationTimes, iteration_times
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.sampler import InvariantSampler
@@ -324,20 +323,10 @@ class Engine:
         """Return a context manager that notes where each draft was verified, and how much of it was accepted."""
         return DraftLog(self._sampler)
 
-    def observe_drafts(self, k: int) -> DraftObserver:
-        """Return a context manager that records drafts of `k` tokens after every token and verifies none."""
-        assert self._drafting is not None and self.max_k, "no drafter"
-        return DraftObserver(self._drafting, k)
-
     def synthetic_acceptance(self, acceptance_length: float) -> SyntheticAcceptance:
         """Return a context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
         assert self.k, "drafts need a fixed length"
         return SyntheticAcceptance(self._sampler, acceptance_length, self.k, self._vllm.vocab_size)
-
-    def control_with(self, controller: Controller) -> None:
-        """Let another controller choose how far to draft while no `k` is set."""
-        assert self._drafting is not None, "an engine that does not draft"
-        self._drafting.controller = controller
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""
@@ -461,10 +450,6 @@ class Engine:
     def true_on_any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank of the engine (collective over them)."""
         return true_on_any(flag)
-
-    def profile(self) -> AbstractContextManager[IterationTimes]:
-        """Return a context manager that measures where the time of the iterations inside it goes."""
-        return iteration_times(self._vllm)
 
     def self_test(self) -> None:
         """Send crafted logits and drafts through the installed sampler, and compare it with a reference.

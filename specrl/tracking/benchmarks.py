@@ -1,11 +1,10 @@
-"""Benchmarks in MLflow: a run for each cell of a sweep, all in one experiment, and speedups in a measured run."""
+"""Benchmarks in MLflow: a run for each cell of a command, all in one experiment, and speedups in a measured run."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,42 @@ ODD = re.compile(r"[^\w\-. /]")
 """The characters that names of metrics must not have."""
 
 
-@dataclass(frozen=True)
-class CellRecord:
-    """What MLflow is told of a cell."""
-
-    name: str
-    tags: Mapping[str, str]
-    params: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    """The rows that it measured; none if it failed."""
-    metrics: Mapping[str, float]
-    """The speedups by which cells are compared."""
-    files: Files
-    error: str | None
-    """Why it failed, in one line; None if it did not."""
-
-
 def benchmark_config(config: Config) -> Config:
-    """Return the configuration with the experiment of the benchmarks in place of that of the runs."""
+    """Replace the experiment of the runs by that of the benchmarks."""
     experiment = f"{config.tracking.experiment}{BENCHMARKS}"
     return config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
 
 
-def log_cell(config: Config, folder: Path, record: CellRecord) -> None:
+def log_cell(
+    config: Config,
+    folder: Path,
+    name: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    files: Files,
+    error: str | None,
+) -> None:
     """Record a cell as a run of its own, once; a cell that failed before and now did not goes on with its run.
 
     Args:
         config: The configuration that `benchmark_config` returned.
         folder: The folder of the cell, where its MLflow run is noted, and where what MLflow misses waits for it.
+        rows: What it measured; none if it failed.
+        error: Why it failed, in one line; None if it did not.
     """
     import_mlflow()
     spool = Spool(folder)
     if not is_recorded(spool):
         tracker = SpoolTracker(spool, None)
-        tracker.start(record.name, {**record.tags, ERROR_TAG: record.error or ""})
-        tracker.log_params(record.params)
-        for number, row in enumerate(record.rows):
+        tracker.start(name, {**tags, ERROR_TAG: error or ""})
+        tracker.log_params(params)
+        for number, row in enumerate(rows):
             tracker.log_metrics(row_metrics(row), number)
-        tracker.log_metrics(record.metrics)
-        log_artifacts(tracker, record.files)
-        tracker.end("FINISHED" if record.error is None else "FAILED")
+        log_artifacts(tracker, files)
+        tracker.end("FINISHED" if error is None else "FAILED")
     if send(config, [folder], FLOW_PATIENCE_SECONDS):
-        logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", record.name)
+        logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", name)
 
 
 def is_recorded(spool: Spool) -> bool:

@@ -1,4 +1,4 @@
-"""Test that the first GPU's benchmark runs to its end on a GPU, at tiny size."""
+"""Test that the first GPU's benchmark runs to its end on a GPU, with small models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_every_section_that_can_run_here_ends_well(tmp_path: Path) -> None:
-    rows = tmp_path / "gpu.json"
-    paths = ["--runs-dir", str(tmp_path / "runs"), "--page", str(tmp_path / "gpu.md"), "--json", str(rows)]
-    finish(specrl("bench", "gpu", *paths, "--tiny"), seconds=1800)
-    records = {record["section"]: record for record in json.loads(rows.read_text())}
-    assert {record["status"] for record in records.values()} <= {"done", "missing"}
-    if records["exactness"]["status"] == "done":
-        figures = records["exactness"]["findings"]["figures"]
-        assert all(value == 0 for name, value in figures.items() if name.endswith("unexplained"))
-    if records["sleep"]["status"] == "done":
-        assert records["sleep"]["findings"]["figures"]["same_tokens"]
+    path = tmp_path / "gpu.json"
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--page", str(tmp_path / "gpu.md"), "--json", str(path)]
+    finish(specrl("bench", "gpu", *paths, "--short"), seconds=1800)
+    rows = json.loads(path.read_text())
+    assert all(row["status"].startswith("done") for row in rows if "status" in row)
+    assert all(row["unexplained"] == 0 for row in rows if "unexplained" in row)
+    assert all(row["right"] for row in rows if row.get("right") is not None)
+    assert all(row["same_tokens"] for row in rows if "same_tokens" in row)

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from flows.cli import invoke
-from specrl.bench.drafter.candidates import Candidate, read_candidate
-from specrl.bench.drafter.evaluation import Cell, Part, Round, Variant
-from specrl.bench.drafter.questions import QuestionFile
-from specrl.config import ConfigError
+from specrl.bench.drafter.candidates import read_candidate
+from specrl.bench.drafter.instructions import instructions
+from specrl.bench.drafter.questions import read_questions
+from specrl.bench.rollouts.rounds import Measurement, compared
+from specrl.config import ConfigError, parse_config
+from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.outcome_log import VerifiedDraft, by_length, counters, length_range
+from specrl.rollout.requests import Generation
 
 
 def folder(path: Path, **config: Any) -> Path:
@@ -37,7 +41,7 @@ def test_a_drafter_is_told_by_its_folder(tmp_path: Path) -> None:
         ("draft_model", 6, None),
     ]
     medusa = folder(tmp_path / "d", architectures=["MedusaModel"])
-    with pytest.raises(ConfigError, match=r"MedusaModel in its config\.json is not a drafter that can be measured"):
+    with pytest.raises(ConfigError, match=r"MedusaModel in its config\.json is not a drafter to measure"):
         read_candidate(medusa, policy)
 
 
@@ -56,14 +60,23 @@ def test_questions_are_text_turns_or_messages_and_spread_over_the_categories(tmp
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = character_tokenizer(64)
-    found, too_long = QuestionFile(path, None, "category", "{prompt}").read(tokenizer, longest=20, count=4)
+    found, too_long = read_questions(path, "{prompt}", tokenizer, longest=20, count=4)
     assert too_long == 1
     texts = [(question.category, tokenizer.decode(question.tokens, skip_special_tokens=True)) for question in found]
     assert texts == [("chat", "first"), ("chat", "u"), ("math", "x"), ("math", "xx")]
-    with pytest.raises(ConfigError, match=r"line 5 has no question in question"):
-        QuestionFile(path, "question", "category", None).read(tokenizer, 20, 4)
     with pytest.raises(ConfigError, match="all 7 prompts have more than 0 tokens"):
-        QuestionFile(path, None, "category", None).read(tokenizer, 0, 4)
+        read_questions(path, None, tokenizer, 0, 4)
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 has no question in prompt or question"):
+        read_questions(path, None, tokenizer, 20, 4)
+
+
+def test_general_prompts_are_not_those_of_the_task() -> None:
+    config = parse_config({"name": "run"})
+    source = PromptSource(config, character_tokenizer(2048))
+    general = instructions(config, source.tokenizer, 6)
+    assert len({prompt.text for prompt in general}) == 6
+    assert not {prompt.text for prompt in general} & {prompt.text for prompt in source.pretraining(6)}
 
 
 def test_drafts_are_counted_by_the_length_of_their_context() -> None:
@@ -81,41 +94,28 @@ def test_drafts_are_counted_by_the_length_of_their_context() -> None:
     assert counters(drafts).acceptance_rate_per_pos == (0.75, 0.5, 0.25)
 
 
-def test_a_row_compares_with_plain_and_ngram_in_the_same_rounds(tmp_path: Path) -> None:
-    def rounds(*seconds: tuple[float, float], accepted: int = 0) -> list[Round]:
-        return [
-            Round(
-                parts=[Part("chat", 10, chat), Part("math", 10, math)],
-                drafts=[VerifiedDraft(1, 5, 3, accepted), VerifiedDraft(2, 5, 3, 3)],
-                responses={1: [1] * 10, 2: [2] * 10},
-                categories={1: "chat", 2: "math"},
-            )
-            for chat, math in seconds
-        ]
+def test_rates_and_acceptance_are_compared_round_by_round() -> None:
+    def measured(seconds: tuple[float, ...], accepted: int) -> Measurement:
+        stats = (
+            counters([VerifiedDraft(1, 5, 3, accepted), VerifiedDraft(2, 5, 3, 3)]) if accepted else SpeculationStats()
+        )
+        return Measurement(None, [[Generation([], stats, took, 20)] for took in seconds])  # type: ignore[arg-type]
 
-    plain, ngram = rounds((4.0, 4.0), (8.0, 8.0)), rounds((4.0, 2.0), (4.0, 2.0))
-    fast = rounds((2.0, 1.0), (4.0, 2.0), accepted=1)
-    candidate = Candidate("mine", "eagle3", 1, "kl", tmp_path)
-    row = Cell(Variant(candidate, None, 3), 1.0, 4, fast, plain, ngram).row()  # type: ignore[arg-type]
-    contract = {"drafter": "mine", "kind": "eagle3", "layers": 1, "loss": "kl", "k": 3, "temperature": 1.0, "batch": 4}
-    assert contract.items() <= row.items()
-    assert (row["speedup"], row["speedup_min"], row["speedup_max"]) == pytest.approx((8 / 3, 8 / 3, 8 / 3))
-    assert row["speedup_over_ngram"] == pytest.approx(1.5)
-    assert (row["acceptance_length"], row["acceptance_rate_per_pos"]) == (3, [1, 0.5, 0.5])
-    assert (row["by_category"]["chat"]["speedup"], row["by_category"]["math"]["speedup"]) == (2, 4)
-    assert row["by_category"]["chat"]["acceptance_length"] == 2
-    assert list(row["by_response_tokens"]) == ["0-15"] and row["responses_equal"] == 1
+    found = compared(measured((3.0, 6.0), accepted=1), measured((8.0, 16.0), accepted=0))
+    assert (found["speedup"], found["speedup_min"], found["speedup_max"]) == pytest.approx((8 / 3, 8 / 3, 8 / 3))
+    assert (found["acceptance_length"], found["acceptance_rate_per_pos"]) == (3, [1, 0.5, 0.5])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "nothing to measure; give --model, --drafter and --data, or --run"),
+        ([], "--model, --drafter, --data is missing; give --model, --drafter and --data, or --run"),
         (["--model", "m"], "--drafter, --data is missing"),
+        (["--sources", "chat"], "--sources chat: allowed: none, general, task"),
         (["--model", "m", "--drafter", "d", "--data", "x.jsonl"], "--model m: there is no such folder"),
         (["--model", "p", "--drafter", "p", "--data", "x.csv"], "--data x.csv: it must be an existing file"),
-        (["--temperatures", "3"], "3 must be 0 (greedy), or from 0.01 to 2"),
-        (["--ks", "0"], "ks"),
+        (["--temperatures", "3"], "--temperatures 3: allowed: 0 (greedy), or 0.01 to 2"),
+        (["--ks", "0"], "--ks 0"),
     ],
 )
 def test_a_wrong_request_is_one_line(

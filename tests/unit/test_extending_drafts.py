@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import invoke
-from specrl.bench.settings import RolloutSettings, methods_of, speculation_of
+from specrl.bench.options import RolloutOptions
+from specrl.bench.rollouts.engines import speculation_of
 from specrl.config import ConfigError, load_config, parse_config
 from specrl.config.methods import METHODS, DraftMethod
 from specrl.metrics import find_metric
@@ -35,7 +36,7 @@ def test_a_row_is_a_value_of_the_option_and_a_method_of_the_benchmark(rows: dict
     for name, row in rows.items():
         config = parse_config({"name": "run", "speculation": {"method": name}})
         assert config.speculation.draft_method is row
-        assert name in methods_of(RolloutSettings(), config)
+        assert name in RolloutOptions((), (1,), (1,), 1, 1).methods_of(config)
         assert speculation_of(config.speculation, name, 5).method == name
         with pytest.raises(ConfigError, match=f'"{name}" must be one of eagle3'):
             parse_config({"name": "run", "speculation": {"method": name}, "bubbles": {"use": "train_drafter"}})

@@ -9,46 +9,21 @@ from typing import Any
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
 
-REQUESTS = (
-    "Explain {topic} to a ten-year-old.",
-    "Write a short story about {topic}.",
-    "What are the main advantages and drawbacks of {topic}?",
-    "Give me three tips about {topic}.",
-    "Summarise the history of {topic} in a few sentences.",
-    "Write a polite e-mail that asks a colleague about {topic}.",
-    "Why do people care about {topic}?",
-    "Compare {topic} with how it was a hundred years ago.",
-    "Write a poem of four lines about {topic}.",
-    "What should a beginner know about {topic}?",
-)
-TOPICS = (
-    "the ocean",
-    "electric cars",
-    "bread baking",
-    "chess",
-    "volcanoes",
-    "jazz music",
-    "remote work",
-    "coral reefs",
-    "honey bees",
-    "public libraries",
-    "the moon",
-    "gardening",
-    "photography",
-    "vaccines",
-    "desert animals",
-    "opera",
-    "recycling",
-    "long train journeys",
-    "learning a language",
-    "glaciers",
-    "football",
-    "the printing press",
-    "sleep",
-    "wind power",
-    "street food",
-    "museums",
-)
+REQUESTS = """Explain {topic} to a ten-year-old.
+Write a short story about {topic}.
+What are the main advantages and drawbacks of {topic}?
+Give me three tips about {topic}.
+Summarise the history of {topic} in a few sentences.
+Write a polite e-mail that asks a colleague about {topic}.
+Why do people care about {topic}?
+Compare {topic} with how it was a hundred years ago.
+Write a poem of four lines about {topic}.
+What should a beginner know about {topic}?""".splitlines()
+TOPICS = """the ocean, electric cars, bread baking, chess, volcanoes, jazz music, remote work, coral reefs, honey bees,
+public libraries, the moon, gardening, photography, vaccines, desert animals, opera, recycling, long train journeys,
+learning a language, glaciers, football, the printing press, sleep, wind power, street food, museums""".replace(
+    "\n", " "
+).split(", ")
 
 
 def instructions(config: Config, tokenizer: Any, count: int) -> list[Prompt]:

@@ -13,9 +13,9 @@ from specrl.data.problems import derive_seed
 from specrl.data.rendering import CHAT, check_template
 
 COLUMNS = ("prompt", "question", "turns", "messages")
-"""The columns in which a question is looked for, where none was named."""
-UNNAMED = "all"
-"""The category of a file without categories."""
+"""The columns in which a question is looked for."""
+CATEGORY, UNNAMED = "category", "all"
+"""The column of the category, and the category of a row without one."""
 
 
 @dataclass(frozen=True)
@@ -28,70 +28,55 @@ class Question:
     category: str
 
 
-@dataclass(frozen=True)
-class QuestionFile:
-    """Where questions come from, and how they become prompts."""
+def read_questions(
+    path: Path, template: str | None, tokenizer: Any, longest: int, count: int
+) -> tuple[list[Question], int]:
+    """Read up to `count` questions, as many of each category as possible, and count the rows that were too long.
 
-    path: Path
-    column: str | None
-    """The column of the question; None for the first of `COLUMNS` that a row has."""
-    category_column: str
-    template: str | None
-    """As `data.template`; None for the tokenizer's chat template, or the bare question where it has none."""
+    A question is text, a list of turns, of which the first is asked, or a list of chat messages, which is cut after
+    its last message by the user.
 
-    def read(self, tokenizer: Any, longest: int, count: int) -> tuple[list[Question], int]:
-        """Return up to `count` questions, as many of each category as possible, and how many rows were too long.
+    Args:
+        template: As `data.template`; None for the tokenizer's chat template, or the bare question where it has none.
+        tokenizer: The policy's tokenizer, of transformers.
+        longest: The longest prompt, in tokens.
+    """
+    if template is None:
+        template = CHAT if tokenizer.chat_template else "{prompt}"
+    check_template(template)
+    if template == CHAT and not tokenizer.chat_template:
+        raise ConfigError("--template chat: the policy's tokenizer has no chat template; give a format string")
+    by_category: dict[str, list[Question]] = {}
+    too_long = 0
+    for place, row in read_objects(path):
+        tokens = _tokens(tokenizer, template, _messages(place, row))
+        category = str(row.get(CATEGORY) or UNNAMED)
+        if len(tokens) > longest:
+            too_long += 1
+            continue
+        by_category.setdefault(category, []).append(Question(derive_seed("question", place), tokens, category))
+    if not by_category:
+        why = f"all {too_long} prompts have more than {longest} tokens" if too_long else "it is empty"
+        raise ConfigError(f"data file {path}: {why}")
+    turns = zip_longest(*by_category.values())
+    spread = [question for turn in turns for question in turn if question is not None][:count]
+    return sorted(spread, key=lambda question: question.category), too_long
 
-        A question is text, a list of turns, of which the first is asked, or a list of chat messages, which is cut
-        after its last message by the user.
 
-        Args:
-            tokenizer: The policy's tokenizer, of transformers.
-            longest: The longest prompt, in tokens.
-
-        Raises:
-            ConfigError: The file cannot be read, a row has no question, or all prompts are too long.
-        """
-        template = self._template(tokenizer)
-        by_category: dict[str, list[Question]] = {}
-        too_long = 0
-        for place, row in read_objects(self.path):
-            tokens = _tokens(tokenizer, template, self._messages(place, row))
-            category = str(row.get(self.category_column) or UNNAMED)
-            if len(tokens) > longest:
-                too_long += 1
-                continue
-            by_category.setdefault(category, []).append(Question(derive_seed("question", place), tokens, category))
-        if not by_category:
-            why = f"all {too_long} prompts have more than {longest} tokens" if too_long else "it is empty"
-            raise ConfigError(f"data file {self.path}: {why}")
-        turns = zip_longest(*by_category.values())
-        spread = [question for turn in turns for question in turn if question is not None][:count]
-        return sorted(spread, key=lambda question: question.category), too_long
-
-    def _template(self, tokenizer: Any) -> str:
-        if self.template is None:
-            return CHAT if tokenizer.chat_template else "{prompt}"
-        check_template(self.template)
-        if self.template == CHAT and not tokenizer.chat_template:
-            raise ConfigError("--template chat: the policy's tokenizer has no chat template; give a format string")
-        return self.template
-
-    def _messages(self, place: str, row: dict[str, Any]) -> list[dict[str, str]]:
-        names = (self.column,) if self.column is not None else COLUMNS
-        value = next((row[name] for name in names if name in row), None)
-        if isinstance(value, list) and value and isinstance(value[0], str):
-            value = value[0]
-        if isinstance(value, str) and value.strip():
-            return [{"role": "user", "content": value}]
-        messages = value if isinstance(value, list) and all(_is_message(part) for part in value) else []
-        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if last is None:
-            raise ConfigError(
-                f"{place} has no question in {' or '.join(names)}: it must be text, a list of turns, or chat messages "
-                "with role and content"
-            )
-        return [{"role": part["role"], "content": part["content"]} for part in messages[: last + 1]]
+def _messages(place: str, row: dict[str, Any]) -> list[dict[str, str]]:
+    value = next((row[name] for name in COLUMNS if name in row), None)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value = value[0]
+    if isinstance(value, str) and value.strip():
+        return [{"role": "user", "content": value}]
+    messages = value if isinstance(value, list) and all(_is_message(part) for part in value) else []
+    last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise ConfigError(
+            f"{place} has no question in {' or '.join(COLUMNS)}: it must be text, a list of turns, or chat messages "
+            "with role and content"
+        )
+    return [{"role": part["role"], "content": part["content"]} for part in messages[: last + 1]]
 
 
 def _is_message(part: Any) -> bool:

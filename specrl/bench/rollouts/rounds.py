@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from typing import Any
 
-from specrl.bench.settings import TAIL
+from specrl.bench.spread import Spread, ratios
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
 
+TAIL_SIZE = 64
 MOST_WARM_UPS = 8
-"""The largest number of uncounted runs of a variant on a workload."""
+"""The largest number of uncounted runs in which an engine learns how far to draft."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,18 @@ class Variant:
     method: str
     k: int | str
     engine: Engine
-    compiled: bool
-    controller: Controller | None = None
-    """The controller of adaptive lengths; None for fixed ones."""
-
-    @property
-    def kind(self) -> str:
-        """Whether the engine is compiled, as one word."""
-        return "compiled" if self.compiled else "eager"
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
         """Generate `batch` requests at a time, with no prompt cached."""
         if self.engine.speculates:
-            self.engine.set_k(None if self.controller is not None else int(self.k))
-        if self.controller is not None:
-            self.engine.control_with(self.controller)
+            self.engine.set_k(None if isinstance(self.k, str) else self.k)
         self.engine.reset_prefix_cache()
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
 
 @dataclass(frozen=True)
-class DefaultVariant:
-    """vLLM as it comes, which generates as many tokens after each prompt as the exact engines do."""
+class StockVariant:
+    """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
 
     engine: DefaultEngine
     lengths: Mapping[int, int]
@@ -73,7 +63,7 @@ class DefaultVariant:
 class Measurement:
     """The generations of one variant on one workload."""
 
-    variant: Variant | DefaultVariant
+    variant: Variant | StockVariant
     generations: list[list[Generation]] = field(default_factory=list)
     """The generations of each round."""
 
@@ -90,44 +80,32 @@ class Measurement:
         return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
 
     @property
-    def iteration_seconds(self) -> float:
-        """The mean wall time of an engine iteration in seconds, prefills included."""
-        return sum(part.seconds for parts in self.generations for part in parts) / max(self.stats.decode_steps, 1)
-
-    @property
     def tokens(self) -> list[list[int]]:
         """The tokens of every response, in the order they were asked for."""
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
-def measure(variants: Sequence[Variant | DefaultVariant], workload: Workload) -> list[Measurement]:
-    """Run each variant once in each round, after uncounted runs of the first round that warm up and calibrate.
+def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
+    """Run each variant once in each round, after uncounted runs of the first round that warm up.
 
     All variants of a round do the same work, since drafts change no token. The order begins with another variant in
     each round and is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
-        if variant.k == 0 or isinstance(variant.k, str):
-            warm_up(variant, workload)
+        warm_up(variant, workload)
     for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
         for index in order:
             measured[index].generations.append(variants[index].generate(requests, workload.batch))
     return measured
 
 
-def warm_up(variant: Variant | DefaultVariant, workload: Workload) -> None:
-    """Generate the first round until the controller has calibrated its batch sizes, which it does only once.
-
-    The long-tailed batch runs through all batch sizes up to its own.
-    """
+def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
+    """Generate the first round uncounted, again and again until an engine that chooses its drafts has tried them."""
     for _ in range(MOST_WARM_UPS):
         variant.generate(workload.rounds[0], workload.batch)
-        controller = variant.controller if isinstance(variant, Variant) else None
-        if controller is None:
-            return
-        sizes = [size for size in controller.chosen() if size <= workload.batch]
-        if all(map(controller.is_settled, sizes if workload.name == TAIL else [workload.batch])):
+        controller = variant.engine.controller if isinstance(variant, Variant) and isinstance(variant.k, str) else None
+        if controller is None or controller.is_settled(workload.batch):
             return
 
 
@@ -137,11 +115,19 @@ def orders(variants: int, rounds: int) -> list[list[int]]:
     return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
 
 
-def strongest(plain_variants: Sequence[Measurement]) -> Measurement:
-    """Return the plain variant with the highest median rate, which speculation is compared with."""
-    return max(plain_variants, key=lambda entry: median(entry.rates))
-
-
 def differing(left: Measurement, right: Measurement) -> int:
     """Return how many responses of two variants differ in a token."""
     return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))
+
+
+def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
+    """Return the columns of acceptance, and of the speed beside that of plain decoding in the same rounds."""
+    speedup, stats = ratios(own.rates, plain.rates), own.stats
+    return {
+        "tokens_per_s": Spread.of(own.rates).median,
+        "speedup": speedup.median,
+        "speedup_min": speedup.least,
+        "speedup_max": speedup.greatest,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+    }

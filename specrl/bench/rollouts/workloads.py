@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specrl.bench.rollouts.rounds import Workload
-from specrl.bench.settings import TAIL, TAIL_SIZE
+from specrl.bench.options import TAIL
+from specrl.bench.rollouts.rounds import TAIL_SIZE, Workload
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
 from specrl.rollout.collect import Origin, make_request

@@ -1,125 +1,129 @@
-"""What `specrl bench run` has measured, as figures: ratios, costs, and a paired test of the rewards."""
+"""What `specrl bench run` has measured, as rows: ratios to the baseline, and a paired test of the rewards."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
+from functools import cached_property
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from specrl.bench.interleaved.side import TrainStep
-from specrl.bench.run.training import UseRun
-from specrl.bench.tables import Spread, ratios
+from specrl.artifacts import read_curve
+from specrl.bench.cells import parameters
+from specrl.bench.run.page import SECONDS
+from specrl.bench.run.trainings import Training
+from specrl.bench.spread import Spread, ratios
 from specrl.schemas import Rollout, read_folder
 
 FLIPS = 10_000
 """The number of random sign patterns of the paired test."""
 ResponseKey = tuple[int, int, int]
 """The step, the prompt and the number of the response among those to it."""
-
-
-def read_responses(rollouts_dir: Path) -> dict[ResponseKey, Rollout]:
-    """Return all responses of a training."""
-    return {(rollout.step, rollout.prompt_id, rollout.sample): rollout for rollout in read_folder(rollouts_dir)}
+MEANS = {
+    "token_mult_prob_error": "mismatch/token_mult_prob_error",
+    "kl": "mismatch/kl",
+    "acceptance_length": "spec/acceptance_length",
+}
+"""Columns that are means over all steps that have the metric."""
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The training of one use beside that of plain decoding, whose steps were taken in the same rounds."""
+class Results:
+    """A finished training."""
 
-    run: UseRun
-    plain: UseRun
+    training: Training
     warm_up: int
-    """The number of first steps whose times do not count."""
-    responses: Mapping[ResponseKey, Rollout]
-    plain_responses: Mapping[ResponseKey, Rollout]
 
-    @property
-    def generation(self) -> Spread:
-        """How many times as fast generation is, per token, step by step."""
-        return self._ratios(lambda step: step.seconds("generation"))
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of each step."""
+        return self.training.metrics()
 
-    @property
-    def step(self) -> Spread:
-        """How many times as fast a whole step is, per token, step by step; without validations."""
-        return self._ratios(lambda step: step.seconds("step") - step.seconds("validation"))
+    @cached_property
+    def responses(self) -> dict[ResponseKey, Rollout]:
+        """All responses."""
+        found = read_folder(self.training.folder / "rollouts")
+        return {(rollout.step, rollout.prompt_id, rollout.sample): rollout for rollout in found}
 
-    @property
-    def end_to_end(self) -> float:
-        """How many times as fast the whole training is, per token, with its start and all of its steps."""
-        return (self.plain.end_to_end_s / self.plain.tokens) / (self.run.end_to_end_s / self.run.tokens)
+    @cached_property
+    def tokens(self) -> Counter[int]:
+        """The number of response tokens of each step."""
+        found: Counter[int] = Counter()
+        for (step, *_), rollout in self.responses.items():
+            found[step] += len(rollout.response_tokens)
+        return found
 
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether every response has the same tokens as that of plain decoding."""
-        return self.num_same == len(self.plain_responses) == len(self.responses)
+    def per_token(self, value: Callable[[Metrics], float]) -> list[float]:
+        """Divide a value of each counted step by the tokens of that step."""
+        counted = enumerate(self.metrics[self.warm_up :], self.warm_up)
+        return [value(metrics) / self.tokens[step] for step, metrics in counted]
 
-    @property
-    def num_same(self) -> int:
-        """The number of responses with the same tokens as those of plain decoding."""
-        return sum(
-            key in self.responses and self.responses[key].response_tokens == plain.response_tokens
-            for key, plain in self.plain_responses.items()
-        )
+    def mean(self, metric: str) -> float | None:
+        """Average a metric over the steps that have it."""
+        found = [metrics[metric] for metrics in self.metrics if metric in metrics]
+        return fmean(found) if found else None
 
-    def per_million_tokens(self, value: Callable[[TrainStep], float]) -> float:
-        """Return what the counted steps cost for a million response tokens, each of which the policy has accepted."""
-        steps = self.run.steps[self.warm_up :]
-        return 1e6 * sum(map(value, steps)) / sum(step.tokens for step in steps)
+    def rewards(self) -> dict[tuple[int, int], float]:
+        """Average the rewards of the responses to each prompt of each step."""
+        groups: dict[tuple[int, int], list[float]] = {}
+        for (step, prompt, _), rollout in self.responses.items():
+            groups.setdefault((step, prompt), []).append(rollout.reward)
+        return {key: fmean(rewards) for key, rewards in groups.items()}
 
-    @property
-    def reserved_hours(self) -> float:
-        """The hours of the cores (or, where ranks have one, of the GPUs) that are held, for a million tokens."""
-        resources = self.run.context.config.resources_of("train")
-        held = resources.ranks * (resources.gpus_per_rank or resources.cpus_per_rank)
-        return held * self.per_million_tokens(lambda step: step.seconds("step") - step.seconds("validation")) / 3600
+    def same_responses(self, baseline: Results) -> float:
+        """Return the share of the baseline's responses that have the same tokens here."""
+        own, plain = self.responses, baseline.responses
+        return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
 
-    @property
-    def busy_hours(self) -> float:
-        """The hours of CPU time that the ranks use, for a million tokens."""
-        return self.per_million_tokens(lambda step: step.cpu_s) / 3600
-
-    @property
-    def joules_per_token(self) -> float | None:
-        """The energy of the machine for a token; None where it has no counter."""
-        joules = self.run.joules[self.warm_up :]
-        return sum(joules) / sum(step.tokens for step in self.run.steps[self.warm_up :]) if joules else None
-
-    @property
-    def reward(self) -> PairedTest:
-        """The mean reward of a prompt's responses against that with plain decoding, over all prompts of all steps."""
-        own, plain = _by_prompt(self.responses), _by_prompt(self.plain_responses)
-        return paired_test([own[key] - plain[key] for key in plain])
-
-    def row(self) -> dict[str, Any]:
-        """Return the figures as a row for `--json`."""
-        step = self.step
+    def row(self, baseline: Results) -> dict[str, Any]:
+        """Return all figures; ratios are above 1 where this training is faster than the baseline."""
+        generation = _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])
+        step = _ratios(self, baseline, step_seconds)
+        decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
+        rewards, before = self.rewards(), baseline.rewards()
+        test = paired_test([rewards[key] - before[key] for key in before if key in rewards])
+        same = self.same_responses(baseline)
+        scores = read_curve(self.training.folder)
+        counted = self.metrics[self.warm_up :]
+        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
         return {
-            "use": self.run.name,
-            "precision": self.run.precision,
-            "generation_ratio": self.generation.median,
-            "step_ratio": step.median,
-            "end_to_end_ratio": self.end_to_end,
-            "ratio_min": step.least,
-            "ratio_max": step.greatest,
-            "tokens_equal": self.tokens_equal,
-            "same_responses": self.num_same / len(self.plain_responses),
-            "reward_mean": fmean(rollout.reward for rollout in self.responses.values()),
-            "reward_difference": self.reward.difference,
-            "reward_p_value": self.reward.p_value,
-            "reserved_hours_per_million_tokens": self.reserved_hours,
-            "cpu_hours_per_million_tokens": self.busy_hours,
-            "joules_per_token": self.joules_per_token,
+            **parameters(self.training.cell),
+            "is_baseline": self is baseline,
+            **_columns("generation", generation),
+            **_columns("step", step),
+            "end_to_end_ratio": rates[0] / rates[1],
+            "decode_steps": sum(metrics["spec/decode_steps"] for metrics in counted),
+            "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
+            **{name: self.mean(metric) for name, metric in MEANS.items()},
+            **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
+            "start_s": self.training.start_s,
+            "reward_mean": fmean(rewards.values()),
+            "reward_difference": test.difference,
+            "reward_p_value": test.p_value,
+            "accuracy": scores[-1].accuracy if scores else None,
+            "tokens_equal": same == 1 and len(self.responses) == len(baseline.responses),
+            "same_responses": same,
+            "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
+            "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
+            "accuracy_by_step": [[score.step, score.accuracy] for score in scores],
         }
 
-    def _ratios(self, seconds: Callable[[TrainStep], float]) -> Spread:
-        own, plain = (
-            [seconds(step) / step.tokens for step in run.steps[self.warm_up :]] for run in (self.run, self.plain)
-        )
-        return ratios(plain, own)
+
+def step_seconds(metrics: Metrics) -> float:
+    """Return the time of a step without its validation."""
+    return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
+
+
+def _ratios(own: Results, baseline: Results, seconds: Callable[[Metrics], float]) -> Spread:
+    return ratios(baseline.per_token(seconds), own.per_token(seconds))
+
+
+def _columns(name: str, spread: Spread) -> dict[str, float]:
+    return {f"{name}_ratio": spread.median, f"{name}_min": spread.least, f"{name}_max": spread.greatest}
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,6 @@ class PairedTest:
     """The mean difference."""
     p_value: float
     """The share of sign patterns whose mean is at least as far from 0; 1 where no pair differs."""
-    num_pairs: int
-    num_different: int
-    """The number of pairs that differ."""
 
 
 def paired_test(differences: Sequence[float]) -> PairedTest:
@@ -140,15 +141,7 @@ def paired_test(differences: Sequence[float]) -> PairedTest:
     different = np.array([value for value in differences if value])
     mean = float(np.sum(different) / max(1, len(differences)))
     if not len(different):
-        return PairedTest(0.0, 1.0, len(differences), 0)
+        return PairedTest(0.0, 1.0)
     signs = np.random.default_rng(0).choice((-1.0, 1.0), (FLIPS, len(different)))
     as_far = np.abs(signs @ different) >= abs(different.sum()) - 1e-9
-    return PairedTest(mean, float((as_far.sum() + 1) / (FLIPS + 1)), len(differences), len(different))
-
-
-def _by_prompt(responses: Mapping[ResponseKey, Rollout]) -> dict[tuple[int, int], float]:
-    """Return the mean reward of the responses to each prompt of each step."""
-    groups: dict[tuple[int, int], list[float]] = {}
-    for (step, prompt, _), rollout in responses.items():
-        groups.setdefault((step, prompt), []).append(rollout.reward)
-    return {key: fmean(rewards) for key, rewards in groups.items()}
+    return PairedTest(mean, float((as_far.sum() + 1) / (FLIPS + 1)))

@@ -13,8 +13,7 @@ from specrl.rollout.drafts.text_sources import TextCursor, TextSource
 class TextDrafts:
     """The text sources of one engine, and how likely each kind of their text is to be accepted.
 
-    A response keeps one cursor for each source that has text for it. The engine and the replay of recorded runs
-    (`specrl bench control`) both draft through this class.
+    A response keeps one cursor for each source that has text for it.
     """
 
     def __init__(self, sources: Sequence[TextSource], settings: ControlSettings) -> None:

@@ -1,4 +1,4 @@
-"""vLLM as it comes, in a process of its own: the plain generation that speculative generation is compared with.
+"""Stock vLLM, in a process of its own: the plain generation that speculative generation is compared with.
 
 Such an engine has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device
 has them. It runs in another process, because its environment variables and its compiled kernels are not those of

@@ -1,4 +1,4 @@
-"""Recorders inside an engine: what every token was picked from, and what the drafter proposes after every token.
+"""Recorders inside an engine: what every token was picked from, and which drafts were accepted.
 
 For benchmarks there is also an acceptance that is made up.
 """
@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.rollout.drafts.estimates import DraftLengths
 from specrl.rollout.drafts.outcome_log import VerifiedDraft
 from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
-from specrl.rollout.vllm.drafting.drafting import Drafting
 from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, request_seed
 
 LIKELY = 1e-3
@@ -108,46 +106,6 @@ class DraftLog:
                 context = self.sampler.records[request_id].prompt_length + start
                 self.drafts.append(VerifiedDraft(request_seed(params), context, count, len(kept) - 1))
         return rows
-
-
-@dataclass
-class DraftObserver:
-    """Asks the drafter for a draft of `k` tokens after every token, while the engine decodes without drafts.
-
-    A response does not depend on its drafts. So comparing the two shows how much of drafts of any length up to `k`
-    would have been accepted after every token. Use it as a context manager around generations of requests with distinct
-    seeds.
-    """
-
-    drafting: Drafting
-    k: int
-    drafts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    """Drafts by the request's seed and by the number of response tokens before the draft."""
-    confidences: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    """The drafter's confidence in each token of these drafts, in the same order."""
-
-    def __enter__(self) -> DraftObserver:
-        self._fixed, self.drafting.fixed = self.drafting.fixed, DraftLengths(self.k, 0)
-        self.drafting.runner.propose_draft_token_ids = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drafting.fixed = self._fixed
-        self.drafting.install()
-
-    def __call__(self, scheduler_output: Any, *arguments: Any) -> list[list[int]]:
-        """Note the drafter's proposals and return no draft for any request."""
-        proposals = self.drafting(scheduler_output, *arguments)
-        iteration = self.drafting.sampler.last
-        told = self.drafting.greedy.take() if self.drafting.greedy is not None else None
-        for index, (request_id, row, draft) in enumerate(zip(iteration.ids, iteration.rows, proposals, strict=True)):
-            if row:
-                record = self.drafting.sampler.records[request_id]
-                seed = request_seed(self.drafting.runner.requests[request_id].sampling_params)
-                self.drafts.setdefault(seed, {})[len(record.logprobs)] = draft
-                confidences = told[index].tolist() if told is not None else []
-                self.confidences.setdefault(seed, {})[len(record.logprobs)] = confidences
-        return [[] for _ in proposals]
 
 
 class SyntheticAcceptance:

@@ -1,1 +1,0 @@
-"""`specrl bench`: its sub-commands, and benchmarks as jobs."""

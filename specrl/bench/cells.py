@@ -1,0 +1,146 @@
+"""The trainings of `specrl bench run`: what each changes, and its configuration. This imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from specrl.config import Config, ConfigError, change_config, parse_config
+from specrl.keys import SECTIONS
+from specrl.lineage.changes import config_changes
+
+SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
+"""The sections of the configuration that a training may vary: earlier stages are those of the finished run."""
+SEED = "seed"
+BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training, by what it changes in the run's configuration."""
+
+    name: str
+    """The same for all seeds."""
+    changes: tuple[str, ...]
+    """`KEY=VALUE` each."""
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The changed keys with their values."""
+        return {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in self.changes)}
+
+    @property
+    def seed(self) -> str:
+        """The seed that it sets, which makes it a repetition and no cell of its own; empty for the run's own."""
+        return self.values.get(SEED, "")
+
+    @property
+    def label(self) -> str:
+        """The name with the seed."""
+        return f"{self.name} seed={self.seed}" if self.seed else self.name
+
+
+def parse_cells(vary: Sequence[str], bundles: Sequence[str]) -> tuple[Cell, ...]:
+    """Make a cell of every combination of a named bundle with a value of each varied key.
+
+    Args:
+        vary: `KEY=A,B,...` each.
+        bundles: `NAME: KEY=V, KEY=V` each; without changes it is the run as it was configured.
+    """
+    named = [_bundle(text) for text in bundles] or [("", ())]
+    combinations = list(product(*map(_axis, vary)))
+    cells: list[Cell] = []
+    for (name, changes), values in product(named, combinations):
+        words = [name, *(change for change in values if not change.startswith(f"{SEED}="))]
+        cells.append(Cell(" ".join(word for word in words if word) or "as configured", (*changes, *values)))
+    for number, cell in enumerate(cells):
+        if cell.label in {other.label for other in cells[:number]}:
+            raise ConfigError(f"bench run: two cells are called {cell.label!r}; give each --cell another name")
+    return tuple(cells)
+
+
+def _bundle(text: str) -> tuple[str, tuple[str, ...]]:
+    name, separator, changes = text.partition(":")
+    parts = [part for part in split(changes) if part]
+    if not separator or not name.strip() or not all("=" in part for part in parts):
+        raise ConfigError(f"--cell {text!r}: expected 'NAME: KEY=VALUE, KEY=VALUE', such as 'k1: speculation.k=1'")
+    return name.strip(), tuple(parts)
+
+
+def _axis(text: str) -> list[str]:
+    key, separator, values = text.partition("=")
+    parts = split(values)
+    if not separator or not key.strip() or not all(parts):
+        raise ConfigError(f"--vary {text!r}: expected KEY=A,B,..., such as speculation.k=1,3,5")
+    return [f"{key.strip()}={part}" for part in parts]
+
+
+def split(text: str) -> list[str]:
+    """Split at commas that are neither quoted nor in brackets."""
+    parts, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth += 0 if quoted else BRACKETS.get(letter, 0)
+        if letter == "," and not depth and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def config_of(config: Config, cell: Cell, steps: int, validate_every: int, sharers: int = 1) -> Config:
+    """Make the configuration of a cell's training.
+
+    A step more is configured than is taken, since the last step of a run writes a checkpoint.
+
+    Args:
+        config: The run's configuration.
+        steps: The number of steps that are taken.
+        sharers: The number of trainings that share a GPU.
+    """
+    for key in cell.values:
+        if key.split(".")[0] not in SECTIONS_OF_TRAINING:
+            allowed = ", ".join(dict.fromkeys(SECTIONS_OF_TRAINING))
+            raise ConfigError(f"{key}: bench run varies what trainings read; sections that are allowed: {allowed}")
+    asked = change_config(config, list(cell.changes))
+    if asked.resources_of("train").nodes > 1:
+        raise ConfigError("bench run trains on one node: add --set stage_resources.train.nodes=1 (and ranks_per_node)")
+    data: dict[str, Any] = json.loads(asked.model_dump_json(by_alias=True))
+    data["train"] |= {"num_steps": steps + 1, "checkpoint_every": steps + 1, "keep_checkpoints": 1}
+    data["train"] |= {"best_metric": None, "final": "last", "stop_when": None}
+    data["validate"] |= {"every": validate_every or steps, "sets": {}}
+    if asked.resources_of("train").gpus_per_rank:
+        data["engine"]["gpu_memory_fraction"] /= sharers
+    made = parse_config(data)
+    for change in config_changes(asked, made):
+        if change.key in cell.values and not change.key.startswith("engine."):
+            raise ConfigError(f"{change.key}: bench run sets it itself; see its --steps, --warm-up, --validate-every")
+    return made
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """Give a training a folder of its own."""
+    return config.model_copy(update={"name": folder.name, "runs_dir": folder.parent})
+
+
+def parameters(cell: Cell) -> Mapping[str, str]:
+    """Name the columns of a row that say which cell it belongs to."""
+    return {"cell": cell.name, **cell.values}
+
+
+def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:
+    """Find the speedups that belong to the run itself: its own configuration's, over plain decoding.
+
+    Returns:
+        The values by the names of their metrics; none where either was not measured.
+    """
+    baseline = change_config(config, list(cells[0].changes))
+    own = {cell.name for cell in cells[1:] if not cell.changes}
+    found = next((row for row in rows if row["cell"] in own), None)
+    if found is None or baseline.speculation.draft_method.drafts or baseline.bubbles.use != "none":
+        return {}
+    return {f"speedup/{name}": found[f"{name}_ratio"] for name in ("generation", "step", "end_to_end")}

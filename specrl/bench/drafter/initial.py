@@ -1,0 +1,74 @@
+"""The drafters that `specrl bench drafter --run` begins with: not trained, trained on general text, or on the task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrl.bench.cells import Cell
+from specrl.bench.drafter.instructions import instructions
+from specrl.bench.job import say
+from specrl.bench.options import DrafterOptions
+from specrl.bench.subject import Subject
+from specrl.config import Config
+from specrl.data.problems import Prompt, derive_seed
+from specrl.data.prompts import PromptSource
+from specrl.distributed import Ranks
+from specrl.models.sources import load_tokenizer
+from specrl.rollout.collect import Origin, collect
+from specrl.rollout.engine import Engine
+from specrl.schemas import Rollout
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.drafter.drafters import new_drafter
+from specrl.training.drafter.pretraining import pretrain
+from specrl.training.megatron.policy import Policy
+
+PLAIN = Cell("plain", ("speculation.method=none", "speculation.k=0", "bubbles.use=none"))
+
+
+def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folder: Path) -> dict[str, Path]:
+    """Make a drafter for each initialisation, and return their folders.
+
+    Each is trained on the policy's responses to as many prompts; one without training has the draft vocabulary of the
+    task's.
+    """
+    config, policy_dir = subject.config, subject.first_policy_dir
+    source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
+    engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
+    prompts = {
+        "none": source.pretraining(options.prompts),
+        "general": instructions(config, source.tokenizer, options.prompts),
+        "task": source.pretraining(options.prompts),
+    }
+    answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
+    engine.shutdown()
+    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, num_updates=1, seed=config.seed)
+    settings, found = config.drafter, {}
+    for name, rollouts in answers.items():
+        drafter = new_drafter(config, policy_dir, rollouts, ranks)
+        if name != "none":
+            sequences = [
+                TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
+                for index, rollout in enumerate(rollouts)
+            ]
+            pretrain(policy, drafter, pack(sequences, settings.tokens_per_micro_batch, counts_repeated=True), settings)
+        found[name] = folder / name
+        drafter.save(found[name], policy_version=0)
+        say(f"drafter {name}: {sum(len(rollout.response_tokens) for rollout in rollouts)} tokens")
+    return found
+
+
+def _answer(engine: Engine, prompts: list[Prompt], config: Config) -> list[Rollout]:
+    origin = Origin(derive_seed(config.seed, "initial drafters"), step=0)
+    return collect(engine, prompts, 1, config, None, origin).scored()[0]
+
+
+def cells_of(drafters: dict[str, Path]) -> tuple[Cell, ...]:
+    """Return the trainings: plain decoding, and with each drafter frozen and trained online."""
+    return (
+        PLAIN,
+        *(
+            Cell(f"{name}, {training}", (f'drafter.source="{folder}"', *changes))
+            for name, folder in drafters.items()
+            for training, changes in (("frozen", ("drafter.online_lr=0",)), ("online", ()))
+        ),
+    )

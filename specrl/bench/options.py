@@ -1,0 +1,151 @@
+"""The options of the four benchmarks, as their processes read them. A mistake in one is a `ConfigError` of one line.
+
+This imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrl.bench.cells import Cell
+from specrl.config import Config, ConfigError
+from specrl.config.methods import METHODS
+
+ADAPTIVE = "adaptive"
+TAIL = "tail64"
+"""The name of the long-tailed batch, which is 64 requests of natural length on one rank."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Those of `specrl bench run`."""
+
+    cells: tuple[Cell, ...]
+    """The trainings; the first of each seed is the baseline of that seed."""
+    steps: int
+    warm_up: int
+    together: int | None
+    """The number of trainings that are in memory at once, the baseline among them; None for all of a seed."""
+    validate_every: int
+    """The number of steps from one validation to the next; 0 validates after the last step alone."""
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> RunOptions:
+        """Read them from JSON."""
+        cells = tuple(Cell(cell["name"], tuple(cell["changes"])) for cell in values["cells"])
+        return cls(**{**values, "cells": cells})
+
+    @property
+    def groups(self) -> list[tuple[Cell, ...]]:
+        """The cells that take their steps in turn, baseline first: those of a seed, `together` at a time."""
+        found = []
+        for seed in dict.fromkeys(cell.seed for cell in self.cells):
+            baseline, *others = [cell for cell in self.cells if cell.seed == seed]
+            size = (self.together or len(self.cells)) - 1 or 1
+            parts = [others[start : start + size] for start in range(0, len(others), size)] or [[]]
+            found += [(baseline, *part) for part in parts]
+        return found
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Those of `specrl bench rollouts`."""
+
+    methods: tuple[str, ...]
+    """The draft methods; empty for all that the run's drafter allows."""
+    ks: tuple[int | str, ...]
+    batches: tuple[int | str, ...]
+    repeats: int
+    max_tokens: int
+    """The longest response at a fixed batch size."""
+
+    def methods_of(self, config: Config) -> tuple[str, ...]:
+        """Choose the draft methods to measure on a run."""
+        own = config.speculation.draft_method
+        allowed = tuple(
+            row.name for row in METHODS.values() if row.drafts and (row.model is None or row.same_model(own))
+        )
+        for method in self.methods:
+            if method not in allowed:
+                raise ConfigError(f"--methods {method}: this run has no drafter for it; allowed: {', '.join(allowed)}")
+        return self.methods or allowed
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Those of `specrl bench drafter`."""
+
+    model: Path | None
+    drafters: tuple[Path, ...]
+    data: Path | None
+    template: str | None
+    prompts: int
+    max_tokens: int
+    ks: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    batches: tuple[int, ...]
+    repeats: int
+    sources: tuple[str, ...]
+    """What the drafters of a run are initialised with: `none`, `general` or `task`."""
+    steps: int
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> DrafterOptions:
+        """Read them from JSON."""
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        paths = {key: values[key] and Path(values[key]) for key in ("model", "data")}
+        return cls(**{**values, **lists, **paths, "drafters": tuple(map(Path, values["drafters"]))})
+
+    def check(self, config: Config | None) -> None:
+        """Check that there is something to measure, on a run or, without one, on a file of prompts."""
+        given = {"--model": self.model, "--drafter": self.drafters, "--data": self.data}
+        missing = ", ".join(name for name, value in given.items() if not value)
+        if config is not None:
+            method = config.speculation.draft_method
+            if any(given.values()):
+                raise ConfigError("bench drafter: give either --run, or --model, --drafter and --data")
+            if method.model != "drafter" or method.texts or config.adopts_drafter:
+                raise ConfigError(
+                    f'bench drafter makes EAGLE-3 drafters; this run has speculation.method = "{method.name}" and '
+                    f'drafter.source = {config.drafter.source}; use one with "eagle3" and without drafter.source'
+                )
+            return
+        if missing:
+            raise ConfigError(f"bench drafter: {missing} is missing; give --model, --drafter and --data, or --run")
+        assert self.model is not None and self.data is not None
+        for name, folder in (("--model", self.model), *(("--drafter", folder) for folder in self.drafters)):
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"{name} {folder}: there is no such folder with a config.json")
+        if not self.data.is_file() or self.data.suffix != ".jsonl":
+            raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl")
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """Those of `specrl bench gpu`."""
+
+    sections: tuple[str, ...]
+    """Empty for all of them."""
+    short: bool
+
+
+def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Split a list with commas."""
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words:
+        if word not in allowed:
+            raise ConfigError(f"{option} {word}: allowed: {', '.join(allowed)}")
+    return words
+
+
+def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
+    """Split a list with commas of positive numbers and of these words."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in words and not (part.isdigit() and int(part)):
+            allowed = " or ".join(("positive numbers", *words))
+            raise ConfigError(f"{option} {text}: {part!r} is not allowed; allowed: {allowed}, separated by commas")
+    return tuple(part if part in words else int(part) for part in parts)

@@ -1,0 +1,136 @@
+"""The trainings of a group of cells, with all of their ranks on this machine, which take a step each in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specrl.artifacts import PretrainResult, read_result, write_result
+from specrl.bench.cells import Cell, config_of, in_folder
+from specrl.bench.job import say
+from specrl.bench.run.turns import Worker, await_all
+from specrl.bench.subject import Subject
+from specrl.config import ConfigError
+from specrl.context import StageContext
+from specrl.models.drafters import fetch_source
+from specrl.processes import LOOPBACK, free_port
+from specrl.training.drafter.io import adopt_drafter
+
+CONTEXT_FILE = "context.json"
+
+
+@dataclass
+class Training:
+    """The training of one cell, as far as it has come."""
+
+    cell: Cell
+    context: StageContext
+    workers: list[Worker] = field(default_factory=list)
+    """Its ranks."""
+    start_s: float = 0.0
+    """The wall time until its ranks had loaded everything, in seconds. Nothing else was started beside them."""
+    walls: list[float] = field(default_factory=list)
+    """The wall time of each step, from the order to take it until the last rank has taken it, in seconds."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the stage."""
+        return self.context.stage_dir
+
+    @property
+    def end_to_end_s(self) -> float:
+        """The wall time of the training: its start, and all steps with their validations."""
+        return self.start_s + sum(self.walls)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Read the metrics of each step, under their MLflow names."""
+        files = sorted((self.folder / "steps").glob("step=*.json"))
+        return [json.loads(path.read_text())["metrics"] for path in files]
+
+    def start(self, stack: ExitStack) -> None:
+        """Start the ranks, each with its own cores where there are enough, and wait until they have loaded all."""
+        began, port, ranks = time.monotonic(), free_port(), self.context.config.resources_of("train").ranks
+        self.workers = [stack.enter_context(self._worker(rank, ranks, port)) for rank in range(ranks)]
+        await_all(self.workers)
+        self.start_s = time.monotonic() - began
+
+    def step(self) -> None:
+        """Take one step on all ranks."""
+        began = time.monotonic()
+        for worker in self.workers:
+            worker.begin_step()
+        await_all(self.workers)
+        self.walls.append(time.monotonic() - began)
+
+    def _worker(self, rank: int, ranks: int, port: int) -> Worker:
+        threads, folder = self.context.config.resources_of("train").cpus_per_rank, self.folder.parent
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": LOOPBACK}
+        names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        worker = Worker(
+            f"rank {rank} of {self.cell.label}",
+            ["specrl.bench.run.rank", str(folder / CONTEXT_FILE)],
+            {name: str(value) for name, value in names.items()},
+            folder / f"rank-{rank}.log",
+        )
+        own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
+        if len(own) == threads:
+            os.sched_setaffinity(worker.process.pid, own)
+        return worker
+
+
+def make_training(
+    subject: Subject, cell: Cell, folder: Path, steps: int, validate_every: int, sharers: int
+) -> Training:
+    """Prepare the training of a cell in a folder, from the run's policy and drafter before RL."""
+    if "calibrate" not in subject.stages:
+        raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
+    config = config_of(subject.config, cell, steps, validate_every, sharers)
+    inputs = dict(subject.stages)
+    shutil.rmtree(folder, ignore_errors=True)
+    if config.adopts_drafter and config.drafter.source != subject.config.drafter.source:
+        adopt_drafter(fetch_source(config), subject.first_policy_dir, folder / "drafter")
+        result = read_result(inputs["pretrain"], PretrainResult)
+        inputs["pretrain"] = folder / "pretrain"
+        write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
+    context = StageContext(
+        config=in_folder(config, folder),
+        stage="train",
+        key=f"train-{folder.name}",
+        stage_dir=folder / "stage",
+        inputs=inputs,
+        mlflow_run_id="",
+    )
+    context.save(folder / CONTEXT_FILE)
+    return Training(cell, context)
+
+
+def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:
+    """Start trainings one after the other, and have them take a step each in turn; the baseline is the first of them.
+
+    The baseline starts last: the first to start reads files that are not cached yet, which must not count as a gain.
+
+    Raises:
+        RuntimeError: A rank failed; the message names its log.
+    """
+    with ExitStack() as stack:
+        for training in reversed(list(trainings.values())):
+            training.start(stack)
+        for step in range(steps):
+            for name in order_of(list(trainings), step):
+                trainings[name].step()
+            say(f"step {step}: " + ", ".join(f"{name} {one.walls[-1]:.1f} s" for name, one in trainings.items()))
+        for worker in (worker for training in trainings.values() for worker in training.workers):
+            worker.end()  # all ranks of a training leave together
+
+
+def order_of(names: list[str], step: int) -> list[str]:
+    """Order a round: each begins with the next name, and after all have begun one, the order is reversed."""
+    first = step % len(names)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if step // len(names) % 2 else order

@@ -1,0 +1,26 @@
+"""Medians with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median, the least and the greatest of repeated measurements."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Measure the spread of these values."""
+        return cls(median(values), min(values), max(values))
+
+
+def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
+    """Measure the spread of `fast[i] / slow[i]`: both come from round i, so that what slows down that round cancels."""
+    return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
