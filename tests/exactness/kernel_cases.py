@@ -262,7 +262,7 @@ def use_interpreter() -> None:
 
 
 def compare(name: str, rows: list[Row], max_num_reqs: int, seed: int) -> str | None:
-    """Return how the tensors differ that a kernel and the function in its place have written; None if they are equal."""
+    """Return how the tensors differ that a kernel and the function in its place write; None if they are equal."""
     stand_in = cpu_kernels.STAND_INS[name]
     module, kernel = name.rsplit(".", 1)
     original = getattr(importlib.import_module(f"{cpu_kernels.RUNNER}.{module}"), kernel)

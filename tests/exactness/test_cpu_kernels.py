@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """A request that reads a part of its prompt, one that ends it, one that decodes, or one whose drafts are stand-ins."""
+    """A request that reads a part of its prompt or its end, one that decodes, or one whose drafts are placeholders."""
     prefill = draw(st.integers(1, 40))
     kind = draw(st.sampled_from(["part", "end", "decode", "placeholders"]))
     is_dummy = draw(st.booleans())

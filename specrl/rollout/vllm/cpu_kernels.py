@@ -34,7 +34,8 @@ class StandIn:
         return partial(self._launch, grid)
 
     def _launch(self, grid: Grid, *arguments: Any, **options: Any) -> None:
-        self.function(grid, *(_array(value) for value in arguments), **options)
+        named = {name.lower(): value for name, value in options.items()}
+        self.function(grid, *(_array(value) for value in arguments), **named)
 
 
 def install() -> None:
@@ -153,7 +154,7 @@ def combine_sampled_and_draft_tokens(
     _drafts_stride: int,
     first_logits: Array,
     logits_indices: Array,
-    NUM_NEW_SAMPLED_TOKENS: int = 1,
+    num_new_sampled_tokens: int = 1,
     **_: Any,
 ) -> None:
     for request in range(grid[0]):
@@ -162,9 +163,9 @@ def combine_sampled_and_draft_tokens(
         logits_indices[first_logits[request] : first_logits[request + 1]] = np.arange(end - num_logits, end)
         if seq_lens[request] <= prefill_lens[row]:
             continue
-        if NUM_NEW_SAMPLED_TOKENS > 0 and seq_lens[request] - num_logits >= prefill_lens[row]:
+        if num_new_sampled_tokens > 0 and seq_lens[request] - num_logits >= prefill_lens[row]:
             input_ids[end - num_logits] = last_sampled[row, 0]
-        drafted = num_logits - NUM_NEW_SAMPLED_TOKENS
+        drafted = num_logits - num_new_sampled_tokens
         if drafted > 0:
             input_ids[end - drafted : end] = drafts[row, :drafted]
 
@@ -260,20 +261,20 @@ def compute_slot_mappings(
     slots: Array,
     _slots_stride: int,
     _rank: int,
-    CP_SIZE: int = 1,
-    PAD_ID: int = -1,
+    cp_size: int = 1,
+    pad_id: int = -1,
     **_: Any,
 ) -> None:
-    assert CP_SIZE == 1, "context parallelism does not exist on CPUs"
+    assert cp_size == 1, "context parallelism does not exist on CPUs"
     count = grid[1] - 1
     for group in range(grid[0]):
-        slots[group, starts[count] : max_num_tokens] = PAD_ID
+        slots[group, starts[count] : max_num_tokens] = pad_id
         size = int(block_sizes[group])
         table = _table(tables[group], int(strides[group]), 1 + int(idx_mapping[:count].max(initial=0)))
         for request in range(count):
             row, part = idx_mapping[request], slice(starts[request], starts[request + 1])
             if row < 0 or not enabled[group]:
-                slots[group, part] = PAD_ID
+                slots[group, part] = pad_id
                 continue
             block, offset = np.divmod(positions[part], size)
             slots[group, part] = table[row, block].astype(np.int64) * size + offset
@@ -288,14 +289,14 @@ def apply_write(
     contents: Array,
     ends: Array,
     groups: Array | None,
-    MULTI_GROUP: bool = False,
+    multi_group: bool = False,
     **_: Any,
 ) -> None:
     first = 0
     for write in range(grid[0]):
         new = contents[first : ends[write]]
         first, row, start = ends[write], int(rows[write]), int(starts[write])
-        if MULTI_GROUP:
+        if multi_group:
             assert groups is not None
             table = _table(output[groups[write]], int(strides[groups[write]]), row + 1)
             table[row, start : start + len(new)] = new
@@ -389,14 +390,14 @@ def drafter_decode_inputs(
     seq_lens: Array,
     max_model_len: int,
     max_num_reqs: int,
-    ADVANCE_DRAFT_POSITIONS: bool = True,
+    advance_draft_positions: bool = True,
     **_: Any,
 ) -> None:
     count = grid[0] - 1
     input_ids[:count] = drafts[:count]
     sampled_from[:count] += 1
     lengths = target_seq_lens[:count] - num_rejected[:count]
-    if ADVANCE_DRAFT_POSITIONS:
+    if advance_draft_positions:
         positions[:count] = np.minimum(positions[:count] + 1, max_model_len - 1)
         lengths = np.minimum(lengths + 1, max_model_len)
     seq_lens[:count], seq_lens[count:max_num_reqs] = lengths, 0
@@ -420,7 +421,7 @@ def update_draft_inputs(
     _hidden_size: int,
     max_model_len: int,
     num_steps: int,
-    ADVANCE_DRAFT_POSITIONS: bool = True,
+    advance_draft_positions: bool = True,
     **_: Any,
 ) -> None:
     count = grid[0]
@@ -429,7 +430,7 @@ def update_draft_inputs(
         return
     sampled_from[:count] += 1
     input_ids[:count], next_hidden[:count] = drafts[:count], hidden[:count]
-    if ADVANCE_DRAFT_POSITIONS:
+    if advance_draft_positions:
         positions[:count] = np.minimum(positions[:count] + 1, max_model_len - 1)
         seq_lens[:count] = np.minimum(seq_lens[:count] + 1, max_model_len)
 

@@ -34,8 +34,6 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.
 EXP = tuple(map(np.float32, (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 5.0000001e-1)))
 """The coefficients of e^r for |r| < ln 2 / 2 (Cephes), the highest power first."""
 C0, C1, C2, C3, C4, C5 = EXP
-BLOCK = 64
-"""The number of tokens in each block of a vocabulary that `exponential_sums` sums up."""
 PRODUCT_ROWS = 4
 """The number of rows that `few_products` multiplies a matrix with; the kernel has a sum for each of them."""
 ZERO, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
@@ -285,26 +283,6 @@ def _score(data: Any) -> None:
         sums[0, row], sums[1, row], sums[2, row] = highest, total, weighted
 
 
-def _exponential_sums(data: Any) -> None:
-    numbers = carray(data, 7, np.int64)
-    rows, width, stride, blocks, logits_at, scales_at, sums_at = numbers
-    logits, scales = carray(at(logits_at), (rows, stride), np.uint16), carray(at(scales_at), rows, np.float32)
-    sums = carray(at(sums_at), (rows, blocks), np.float32)
-    first, last = part(rows)
-    for row in range(first, last):
-        scale = scales[row]
-        for block in range(width // BLOCK):
-            total = np.float32(0.0)
-            for column in range(BLOCK):  # a fixed number, so that the compiler needs no remainder
-                total += _weight(logits[row, block * BLOCK + column], scale)
-            sums[row, block] = total
-        if width % BLOCK:
-            total = np.float32(0.0)
-            for column in range(width - width % BLOCK, width):
-                total += _weight(logits[row, column], scale)
-            sums[row, blocks - 1] = total
-
-
 def _few_products(data: Any) -> None:
     numbers = carray(data, 5, np.int64)
     rows, width, matrix_at, inputs_at, result_at = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
@@ -321,12 +299,6 @@ def _few_products(data: Any) -> None:
             sum2 += value * inputs[2, column]
             sum3 += value * inputs[3, column]
         result[0, row], result[1, row], result[2, row], result[3, row] = sum0, sum1, sum2, sum3
-
-
-@inlined
-def _weight(bits: Any, scale: Any) -> Any:
-    x = widen(bits) * scale
-    return ZERO if x < LOWEST else exp(x)
 
 
 swiglu = Kernel(_swiglu)
@@ -349,9 +321,6 @@ score = Kernel(_score)
 """Sums over a vocabulary: rows, width, stride between rows, factor f, whether to keep weights, logits x [rows, width]
 and result [3, rows] in float32. The results are m = max f x, sum e^(f x - m) and sum f x e^(f x - m); e^(f x - m) takes
 the place of the logits if it is to be kept."""
-exponential_sums = Kernel(_exponential_sums)
-"""Sums over blocks of `BLOCK` tokens: rows, width, stride between rows, blocks in a row, logits x [rows, width] and, in
-float32, factors f [rows] and result [rows, blocks]. A sum is that of e^(f x); what is below e^-87 counts as zero."""
 few_products = Kernel(_few_products)
 """Multiplies a matrix with a few rows, reading it once: rows of the matrix, width, matrix [rows, width] and, in
 float32, `PRODUCT_ROWS` inputs [PRODUCT_ROWS, width] and result [PRODUCT_ROWS, rows]."""
