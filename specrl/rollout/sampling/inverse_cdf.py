@@ -287,8 +287,10 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
     """Return `values` [rows, vocab] as [rows, blocks, BLOCK], with the last block filled up."""
-    rest = -values.shape[1] % BLOCK
-    return (torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values).unflatten(1, (-1, BLOCK))
+    num_blocks = -(-values.shape[1] // BLOCK)
+    rest = num_blocks * BLOCK - values.shape[1]
+    whole = torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values
+    return whole.view(-1, num_blocks, BLOCK)
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:

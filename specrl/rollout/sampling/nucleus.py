@@ -57,8 +57,9 @@ def _by_rank(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, rank
 
 def _highest(logits: Tensor, ranks: int) -> Tensor:
     """Return the tokens [rows, ranks] of each row's largest logits, sorted by them."""
-    rest = -logits.shape[1] % BLOCK
-    parts = torch.nn.functional.pad(logits, (0, rest), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    num_blocks = -(-logits.shape[1] // BLOCK)
+    padding = 0, num_blocks * BLOCK - logits.shape[1]
+    parts = torch.nn.functional.pad(logits, padding, value=-torch.inf).view(-1, num_blocks, BLOCK)
     if ranks >= parts.shape[1]:
         return torch.topk(logits, ranks).indices
     blocks = torch.topk(parts.amax(-1), ranks, sorted=False).indices

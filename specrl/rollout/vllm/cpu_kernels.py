@@ -54,7 +54,7 @@ def register_backend() -> None:
     """
     from triton.backends import Backend, backends
 
-    backends["cpu"] = Backend(_NoCompiler, _NoDriver)  # type: ignore[type-abstract]
+    backends["cpu"] = Backend(_NoCompiler, _NoDriver)
 
 
 class _NoDriver:
@@ -93,8 +93,7 @@ def _array(value: Any) -> Any:
 
 def _table(address: Any, stride: int, rows: int) -> Array:
     """Return the first rows of a block table, int32 [rows, stride], that begins at an address."""
-    memory = (ctypes.c_int32 * (rows * stride)).from_address(int(address))
-    return np.frombuffer(memory, np.int32).reshape(rows, stride)
+    return np.ctypeslib.as_array((ctypes.c_int32 * (rows * stride)).from_address(int(address))).reshape(rows, stride)
 
 
 def prepare_prefill_inputs(
