@@ -23,6 +23,13 @@ def pick(*arguments: Tensor) -> tuple[Tensor, ...]:
     return tuple(kernels.pick(*arguments))
 
 
+def verify(*arguments: Any) -> tuple[Tensor, ...]:
+    """Run `specrl.rollout.sampling.kernels.verify`."""
+    from specrl.rollout.sampling import kernels
+
+    return tuple(kernels.verify(*arguments))
+
+
 POINTERS = {"logits": "*{dtype}", "top_k": "*i64", "seeds": "*i64", "positions": "*i64", "tokens": "*i64"}
 POINTERS |= {
     "sums": "*fp64",
@@ -32,7 +39,9 @@ POINTERS |= {
     "vocab": "i32",
     "num_blocks": "i32",
 }
-CONSTANTS = {"all_blocks": 256, "bits": 16}
+POINTERS |= dict.fromkeys(["picked", "drafts", "stop_tokens"], "*i64") | {"width": "i32", "num_stops": "i32"}
+POINTERS |= dict.fromkeys(["starts", "limits", "counts"], "*i32")
+CONSTANTS = {"all_blocks": 256, "bits": 16, "all_columns": 16, "all_stops": 8}
 
 
 def compiled(capability: int, dtype: str) -> dict[str, tuple[str, int]]:
@@ -44,7 +53,7 @@ def compiled(capability: int, dtype: str) -> dict[str, tuple[str, int]]:
     from specrl.rollout.sampling import kernels
 
     found = {}
-    for kernel in (kernels.sum_blocks, kernels.keep_most_probable, kernels.choose_token):
+    for kernel in (kernels.sum_blocks, kernels.keep_most_probable, kernels.choose_token, kernels.accept):
         constants: dict[str, Any] = {name: CONSTANTS[name] for name in kernel.arg_names if name in CONSTANTS}
         signature = {name: POINTERS.get(name, "*fp32").format(dtype=dtype) for name in kernel.arg_names}
         signature |= dict.fromkeys(constants, "constexpr")

@@ -1,4 +1,4 @@
-"""`inverse_cdf.pick` in Triton, for GPUs: the same tokens, to the bit, without waiting for the device.
+"""`inverse_cdf.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
 A first kernel sums the weights of every block of the vocabulary, and a second one finds the block and the token in it,
 so that the logits are read once, and the chosen block once more. Rows with top-k or top-p pass through a third kernel
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specrl.rollout.sampling import inverse_cdf
 from specrl.rollout.sampling.inverse_cdf import MAX_VOCAB, Picked
+from specrl.rollout.sampling.verification import Verified
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 WIDTH = tl.constexpr(4096)
@@ -69,6 +70,45 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     limits = sums, references, whole, least, num_blocks
     choose_token[(rows,)](*row_of, *limits, seeds, positions, *picked, all_blocks, **OPTIONS)
     return picked
+
+
+def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, limits: Tensor, width: int) -> Verified:
+    """Verify the drafts of a batch, as `verification.verify` does, with its arguments."""
+    requests = len(limits)
+    found = Verified(picked.new_empty(requests, width), picked.new_empty(requests, dtype=torch.int32))
+    if requests:
+        shape = width, triton.next_power_of_2(width), stop_tokens.shape[1], triton.next_power_of_2(stop_tokens.shape[1])
+        accept[(requests,)](picked, drafts, starts, stop_tokens, limits, *found, *shape, num_warps=1)
+    return found
+
+
+@triton.jit
+def accept(
+    picked,
+    drafts,
+    starts,
+    stop_tokens,
+    limits,
+    tokens,
+    counts,
+    width,
+    all_columns: tl.constexpr,
+    num_stops,
+    all_stops: tl.constexpr,
+):
+    """Write what a request gets."""
+    request = tl.program_id(0)
+    first = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - first
+    column, stop = tl.arange(0, all_columns), tl.arange(0, all_stops)
+    token = tl.load(picked + first + column, mask=column < count, other=-1)
+    draft = tl.load(drafts + first + column + 1, mask=column + 1 < count, other=-1)
+    stops = tl.load(stop_tokens + request * num_stops + stop, mask=stop < num_stops, other=-1)
+    is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    goes_on = (column + 1 < count) & (draft == token) & ~is_stop
+    found = tl.minimum(tl.min(tl.where(goes_on, all_columns, column)) + 1, tl.load(limits + request)).to(tl.int32)
+    tl.store(tokens + request * width + column, tl.where(column < found, token, -1), mask=column < width)
+    tl.store(counts + request, found)
 
 
 @triton.jit
