@@ -60,6 +60,7 @@ def compiled(capability: int, dtype: str) -> dict[str, tuple[str, int]]:
         if "bits" in constants:
             constants["bits"] = 16 if dtype == "bf16" else 32
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernels.OPTIONS).asm
+        options = kernels.WHOLE_ROW if kernel is kernels.keep_most_probable else kernels.OPTIONS
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
         found[kernel.__name__] = code["ptx"], len(code["cubin"])
     return found

@@ -19,6 +19,8 @@ from specrl.rollout.sampling.inverse_cdf import MAX_VOCAB, Picked
 from specrl.rollout.sampling.verification import Verified
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+WHOLE_ROW = {**OPTIONS, "num_warps": 16}
+"""The options of the kernel whose programs read a whole row many times."""
 WIDTH = tl.constexpr(4096)
 """The number of logits that the search for the least logit reads at once."""
 BLOCK = tl.constexpr(inverse_cdf.BLOCK)
@@ -65,7 +67,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     sum_blocks[rows, num_blocks](*row_of, sums, references, num_blocks, **OPTIONS)
     bits = 16 if logits.dtype is torch.bfloat16 else 32
     keep_most_probable[(rows,)](
-        *row_of, top_k, top_p, sums, references, whole, least, num_blocks, all_blocks, bits, **OPTIONS
+        *row_of, top_k, top_p, sums, references, whole, least, num_blocks, all_blocks, bits, **WHOLE_ROW
     )
     limits = sums, references, whole, least, num_blocks
     choose_token[(rows,)](*row_of, *limits, seeds, positions, *picked, all_blocks, **OPTIONS)
