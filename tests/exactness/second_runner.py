@@ -50,7 +50,7 @@ def calls_of_an_iteration() -> KernelCalls:
     replacements.prepare()
     replacements.install()
     from specrl.rollout.sampling import kernels
-    from specrl.rollout.sampling.verification import Sampling
+    from specrl.rollout.sampling.devices import Sampling
     from specrl.rollout.vllm import device_sampler
 
     launched: list[str] = []

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from specrl.rollout.sampling.inverse_cdf import Picked, pick_at
 
 
 class Verified(NamedTuple):
@@ -18,24 +15,6 @@ class Verified(NamedTuple):
     """[requests, width] int64, -1 beyond a request's tokens."""
     counts: Tensor
     """[requests] int32, at least 1: the accepted draft tokens and one more, up to a stop token and the limit."""
-
-
-class Sampling(NamedTuple):
-    """How tokens are picked and drafts verified on a device; the results are the same on every one."""
-
-    pick: Callable[..., Picked]
-    """With the arguments of `pick_at`."""
-    verify: Callable[..., Verified]
-    """With the arguments of `verify`."""
-
-
-def sampling_on(device: torch.device) -> Sampling:
-    """Return what samples on a device: Triton kernels on CUDA, which never wait for it, and PyTorch elsewhere."""
-    if device.type != "cuda":
-        return Sampling(pick_at, verify)
-    from specrl.rollout.sampling import kernels
-
-    return Sampling(kernels.pick, kernels.verify)
 
 
 def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, limits: Tensor, width: int) -> Verified:
