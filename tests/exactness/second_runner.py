@@ -119,7 +119,7 @@ def generate(
     replacements.install()
     from vllm import LLM, SamplingParams
 
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 32}
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 192, "max_num_seqs": 32}
     arguments |= {"kv_cache_memory_bytes": 128 << 20, "async_scheduling": True, "block_size": 32} | options
     llm = LLM(
         model=str(policy),
