@@ -131,7 +131,7 @@ class Engine:
         self._vllm = VllmEngine({**arguments, **(overrides or {})}, keeps_routes=keeps_routes)
         self._runner = self._vllm.runner
         self.precision.loaded(self._vllm.policy, None)
-        self._sampler = InvariantSampler(self._runner, longest)
+        self._sampler = InvariantSampler(self._runner)
         self._sampler.install()
         self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
         self.tokenizer: Any = load_tokenizer(policy_dir)

@@ -1,4 +1,4 @@
-"""Errors that are raised when an engine is found wrong after a refit."""
+"""Errors that are raised when an engine is found wrong."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ class PolicyParityError(RefitError):
 
 class DrafterCollapseError(RefitError):
     """The engine's drafter is not the trainer's, or its drafts are no longer accepted."""
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The policy's logits are no distribution to sample from: one is NaN or +inf, or all are -inf."""

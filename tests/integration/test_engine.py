@@ -12,6 +12,7 @@ import pytest
 
 from specrl.models.tiny import CHARACTERS, SPECIAL
 from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.rollout.exactness import measure_exactness
 from specrl.rollout.matched import matched_pair
 from tests.exactness.engines import logprobs_of, mixed_requests, running
@@ -216,6 +217,21 @@ def test_the_engine_works_on_after_an_error_in_the_middle(engine: Engine) -> Non
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests, on_progress=fail)
     assert [response.tokens for response in engine.generate(requests).responses] == expected
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_logits_that_are_not_finite_are_an_error_with_the_request(engine: Engine, top_p: float) -> None:
+    norm = engine._vllm.policy.model.norm.weight.data
+    request = Request(prompt_tokens=[5, 6, 7], seed=1, max_tokens=4, temperature=1.0, top_p=top_p)
+    kept, norm[0] = norm[0].item(), float("nan")
+    try:
+        with pytest.raises(NonFiniteLogitsError, match=r"logits for token 3 of request \S+ are not finite"):
+            engine.generate([request])
+    finally:
+        norm[0] = kept
+    engine.reset_prefix_cache()
+    assert len(engine.generate([request]).responses) == 1
 
 
 @pytest.mark.engine

@@ -16,21 +16,20 @@ JUST_BELOW_ONE = 1 - 2.0**-24
 
 
 def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Row by row, over the whole vocabulary: everything at least as probable as the last one inside stays."""
+    """Row by row, over the whole vocabulary: every logit that is at least that of the last token inside stays."""
     scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
     probs = weights(logits, temperature, torch.zeros_like(top_k), torch.ones_like(top_p))  # nothing is dropped
-    torch.testing.assert_close(probs, (scaled - scaled.amax(-1, keepdim=True)).exp(), rtol=1e-4, atol=1e-30)
+    torch.testing.assert_close(probs, (scaled - scaled.amax(-1, keepdim=True)).exp(), rtol=1e-4, atol=2.0**-35)
     for row in range(len(probs)):
-        values, k, p = probs[row], int(top_k[row]), float(top_p[row])
+        order = logits[row].float().sort(descending=True)
+        values, weight, k, p = order.values, probs[row, order.indices], int(top_k[row]), float(top_p[row])
         if 0 < k < len(values):
-            values = values[values >= values.sort(descending=True).values[k - 1]]
-        least = values.amin()
+            weight, values = weight[values >= values[k - 1]], values[values >= values[k - 1]]
+        least = values[-1]
         if p < 1:
-            mass = values.sum(dtype=torch.float64)
-            ordered = values[values >= (1 - p) * mass / len(values)].sort(descending=True).values
-            inside = torch.searchsorted(ordered.double().cumsum(0), mass * p)
-            least = ordered[inside.clamp(max=len(ordered) - 1)]
-        probs[row, probs[row] < least] = 0
+            cumulative = weight.double().cumsum(0)
+            least = values[torch.searchsorted(cumulative, cumulative[-1] * p).clamp(max=len(values) - 1)]
+        probs[row, logits[row].float() < least] = 0
     return probs
 
 
@@ -68,7 +67,7 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     expected = reference(logits, temperature, top_k, top_p)
     assert torch.equal(weights(logits, temperature, top_k, top_p), expected)
     u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, u)
+    tokens, logprobs, log_kept_mass, _ = pick(logits, temperature, top_k, top_p, u)
     drawn = temperature > 0
     cdf = expected.double().cumsum(-1)
     upper, mass = cdf.gather(-1, tokens[:, None])[:, 0], expected.double().gather(-1, tokens[:, None])[:, 0]
@@ -93,18 +92,19 @@ def test_nuclei_of_any_size_are_found(scale: float, top_k: int, top_p: float) ->
     assert torch.equal(weights(logits, *settings), reference(logits, *settings))
 
 
-def test_few_rows_are_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[int] = []
-    slow = nucleus.least_probability
+def test_the_whole_vocabulary_is_sorted_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_whole: list[int] = []
+    by_rank = nucleus._by_rank
 
-    def counted(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-        alone.append(top_k)
-        return slow(probs, top_k, top_p)
+    def counted(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        if ranks == logits.shape[1]:
+            sorted_whole.append(len(logits))
+        return by_rank(logits, weights, top_k, top_p, ranks)
 
-    monkeypatch.setattr(nucleus, "least_probability", counted)
+    monkeypatch.setattr(nucleus, "_by_rank", counted)
     logits = torch.randn(200, 20_000, generator=torch.Generator().manual_seed(7)) * 5
     weights(logits, torch.ones(200), torch.zeros(200, dtype=torch.int64), torch.full((200,), 0.9))
-    assert len(alone) < 20
+    assert sum(sorted_whole) < 20
 
 
 def test_the_size_of_a_piece_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,40 +2,56 @@
 
 One uniform u(seed, position) from a counter-based generator picks the token by inverse CDF over the policy's processed
 probabilities, drafted or not; a draft is accepted when it is that token (Daliri, Musco, Suresh: "Coupling without
-communication and drafter-invariant speculative decoding", 2024). Every operation works on one row or one value at a
-time, so that a row's token does not depend on what else is in the batch.
+communication and drafter-invariant speculative decoding", 2024).
+
+Which token a row of logits gives is defined to the bit, so that neither the batch nor the device nor the order of a sum
+can change it. A token's weight is 2 ** ((logit - reference) * scale) in steps of 2^-35, where `scale` is log2(e) /
+temperature and the reference is the largest logit of the token's block of `BLOCK` tokens. The power is computed by FP32
+multiplications and additions that are rounded one by one, which every device does alike. Weights are integers (in units
+of 2^-35), and so sums of them are exact in FP64. The sums of the blocks are brought to the row's largest logit, rounded
+down to integers, and the token is found in two levels: first its block, then the token in it. Rows with top-k or top-p
+take the row's largest logit as every block's reference. `kernels` computes the same in Triton.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specrl.rollout.sampling.nucleus import BLOCK, blocks, most_probable
+from specrl.rollout.sampling.nucleus import is_limited, least_kept
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
-CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""The number of logits worked on at once: in FP32, 2 MiB on a CPU, which fit its caches, and 256 MiB on a GPU."""
-COMMON_TOTAL = (1e-10, 1e30)
-"""The range of sums of exp(logit) for which FP32 needs no shift by the largest logit. Within it the pass over the
-vocabulary that finds the largest logit is saved."""
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""The number of logits worked on at once: in FP32, 1 MiB on a CPU, which fits its caches, and 256 MiB on a GPU."""
 
+BLOCK = 1024
+"""The number of tokens in a block. Another number would be another definition: weights are relative to their block."""
+UNIT = 2.0**35
+"""The weight of a block's most probable token."""
+MAX_VOCAB = 2**18
+"""The largest vocabulary. Sums of as many weights are below 2^53, up to which FP64 holds every integer."""
 LOG2_E = math.log2(math.e)
-"""Exponentials are powers of two of what is multiplied by this: on CPUs `exp2` takes a third of the time of `exp`."""
-VECTORS, GRAIN = 32, 32768
-"""On a CPU `exp2` computes this many values at once, and the rest of a thread's share one by one with other rounding;
-a thread gets at least so many values."""
-
-JUST_BELOW = 1 - 2.0**-52
-"""The factor that makes an FP64 number smaller by one or two units in its last place."""
+LOWEST = -64.0
+"""The exponent from which on all weights are 0."""
+POWER = (
+    1.0,
+    0.6931471824645996,
+    0.24022646248340607,
+    0.05550328642129898,
+    0.009618489071726799,
+    0.0013399930903688073,
+    0.0001534581242594868,
+)
+"""The coefficients, exact in FP32, of a polynomial for 2^x from -1/2 to 1/2, lowest first; its error is 1e-7."""
+ROUNDER = 1.5 * 2.0**23
+"""FP32 numbers of this size have no fraction: adding it rounds to an integer, which the low bits then hold."""
 
 
 class Picked(NamedTuple):
@@ -49,6 +65,17 @@ class Picked(NamedTuple):
     """[rows] FP32, in nats: the logarithm of the probability that the tokens kept by top-k and top-p have together
     before the others are dropped. Added to `logprobs`, it gives the log-probs under the whole distribution at the
     row's temperature. It is exactly 0 where nothing is dropped by rule, and 0 where greedy."""
+    is_finite: Tensor
+    """[rows] bool: false where a logit is NaN or +inf, or all are -inf. The row's token, 0, then means nothing."""
+
+
+class BlockSums(NamedTuple):
+    """The sums of the weights of each block."""
+
+    sums: Tensor
+    """[rows, blocks] FP64, integers."""
+    references: Tensor
+    """[rows, blocks] FP32, the logits whose weight is `UNIT`."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -87,48 +114,62 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Picked:
-    """Pick one token per row by inverse CDF at `u`.
+    """Pick one token per row by inverse CDF at `u`; all tensors are on one device.
 
     Args:
-        logits: [rows, vocab], any floating type.
-        temperature: [rows] FP32 on the CPU; 0 is greedy.
-        top_k: [rows] int64 on the CPU; 0 is all tokens.
-        top_p: [rows] FP32 on the CPU; 1 is all tokens.
-        u: [rows] FP64 in [0, 1), on the logits' device.
-
-    Returns:
-        The tokens and their log-probs, on the logits' device.
+        logits: [rows, vocab], any floating type; at most `MAX_VOCAB` tokens.
+        temperature: [rows] FP32; 0 is greedy.
+        top_k: [rows] int64; 0 is all tokens.
+        top_p: [rows] FP32; 1 is all tokens.
+        u: [rows] FP64 in [0, 1).
     """
-    is_greedy = temperature.numpy() == 0
-    zeros = torch.zeros(logits.shape[0], device=logits.device)
-    if is_greedy.all():
-        return Picked(most_likely(logits), zeros, zeros)
-    (tokens, logprobs, masses), totals = _draw(logits, temperature, top_k, top_p, u, None)
-    least, most = torch.aminmax(totals)  # both are NaN if any of them is
-    if not (least.item() > COMMON_TOTAL[0] and most.item() < COMMON_TOTAL[1]):
-        rows = ((totals > COMMON_TOTAL[0]) & (totals < COMMON_TOTAL[1])).logical_not_().nonzero()[:, 0]
-        own = rows.to(temperature.device)
-        settings = temperature[own], top_k[own], top_p[own]
-        (tokens[rows], logprobs[rows], masses[rows]), _ = _draw(
-            logits[rows], *settings, u[rows], _largest(logits[rows])
-        )
-    if is_greedy.any():
-        greedy = torch.from_numpy(is_greedy).to(logits.device)
-        tokens = torch.where(greedy, most_likely(logits), tokens)
-        logprobs, masses = torch.where(greedy, zeros, logprobs), torch.where(greedy, zeros, masses)
-    return Picked(tokens, logprobs, masses)
+    assert logits.shape[1] <= MAX_VOCAB, logits.shape
+    scales = _scales(temperature)
+    found = block_sums(logits, scales)
+    largest = found.references.amax(-1, keepdim=True)  # [rows, 1], NaN if any logit is
+    factors = _factors(found, largest, scales)
+    sums, references = (found.sums * factors).floor_(), found.references
+    least, whole = torch.full_like(largest, -torch.inf), sums
+    is_finite = largest[:, 0].isfinite()
+    limited = is_finite & (temperature > 0) & (is_limited(top_k, logits.shape[1]) | (top_p < 1))
+    if limited.any():
+        rows = limited.nonzero()[:, 0]
+        whole, factors, references = sums.clone(), factors.clone(), references.clone()
+        settings = largest[rows], scales[rows], top_k[rows], top_p[rows]
+        sums[rows], whole[rows], least[rows] = _kept_sums(logits[rows], *settings)
+        references[rows], factors[rows] = largest[rows], 1
+    tokens = _invert(logits, scales, BlockSums(sums, references), factors, least, u)
+    totals = sums.sum(-1)
+    exponents = (logits.gather(1, tokens) - largest).float() * scales
+    logprobs = (exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)
+    log_kept_mass = (totals / whole.sum(-1)).log()
+    greedy = temperature == 0
+    best = most_likely(logits) if greedy.any() else tokens[:, 0]
+    return Picked(
+        torch.where(greedy, best, tokens[:, 0]).masked_fill_(~is_finite, 0),
+        logprobs.masked_fill_(greedy, 0).masked_fill_(~is_finite, torch.nan).float(),
+        log_kept_mass.masked_fill_(greedy | ~is_finite, 0).float(),
+        is_finite,
+    )
+
+
+def pick_at(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Picked:
+    """Pick one token per row at u(seed, position), with the arguments of `pick` and of `uniforms`."""
+    return pick(logits, temperature, top_k, top_p, uniforms(seeds, positions))
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return the probabilities that `pick` picks by, [rows, vocab] FP32, scaled so that the largest of a row is 1.
 
-    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k has left. Both keep every token that
-    is at least as probable as the last one inside, ties included: the set depends on the row's values, not on the order
+    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k has left. Both keep every token whose
+    logit is at least that of the last one inside, ties included: the set depends on the row's values, not on the order
     of a sort. The arguments are those of `pick`.
     """
-    scales = _scales(temperature, logits.device)
-    found = _exponentials(logits, scales, _largest(logits)).clone()
-    return most_probable(found, top_k, top_p)[0] if _are_limited(top_k, top_p) else found
+    wide = logits.float()
+    found = _weights(wide - _bounded(wide.amax(-1, keepdim=True)), _scales(temperature))
+    return found.masked_fill_(wide < least_kept(wide, found, top_k, top_p)[:, None], 0).div_(UNIT)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -138,15 +179,12 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
         logits: [rows, vocab], any floating type.
         tokens: [rows] int64.
     """
-    rows, vocab = logits.shape
-    size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
-    largest, totals = _largest(logits), torch.empty(rows, dtype=torch.float64, device=logits.device)
-    for start in range(0, rows, size):
-        part = slice(start, start + size)
-        found = blocks(_exponentials(logits[part], LOG2_E, largest[part]))
-        torch.sum(found.sum(-1), -1, dtype=torch.float64, out=totals[part])
-    chosen = logits.gather(1, tokens[:, None]).float() - largest
-    return (chosen[:, 0].double() - totals.log()).float()
+    scales = torch.full((len(logits), 1), LOG2_E, device=logits.device)
+    found = block_sums(logits, scales)
+    largest = found.references.amax(-1, keepdim=True)
+    totals = (found.sums * _factors(found, largest, scales)).sum(-1)
+    exponents = (logits.gather(1, tokens[:, None]) - largest).float() * scales
+    return ((exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)).float()
 
 
 def most_likely(logits: Tensor) -> Tensor:
@@ -154,144 +192,105 @@ def most_likely(logits: Tensor) -> Tensor:
 
     On CPUs torch's own argmax over a vocabulary is not vectorised; this one is faster.
     """
-    rows, vocab = logits.shape
-    if vocab % BLOCK:
-        return logits.argmax(-1)
-    block = logits.view(rows, -1, BLOCK).amax(-1).argmax(-1, keepdim=True)
+    block = _split(logits).amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _block(logits, block).argmax(-1)
 
 
-def _draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, shift: Tensor | None
-) -> tuple[Picked, Tensor]:
-    """Return what was picked and, of the kept tokens, the sums of exp((logit - shift) / temperature) [rows] FP64.
-
-    Greedy rows are sampled at temperature 1.
-
-    Instead of a cumulative sum over the vocabulary there are two levels: first the block, then the token in it. Block
-    sums are FP32 over 64 values (relative error below 2^-21), everything after them is FP64. No token of probability 0
-    is picked. The exponentials of the block are computed a second time, because keeping all of them would be slower.
-    """
-    scales = _scales(temperature, logits.device)
-    sums, whole, least = _block_sums(logits, scales, top_k, top_p, shift)
-    across = sums.cumsum(-1, dtype=torch.float64)
-    totals = across[:, -1]
-    target = (u * totals)[:, None]
-    block = _first_above(across, target)
-    before = across.gather(-1, block) - sums.gather(-1, block)
-    chosen = _exponentials(_block(logits, block), scales, shift)
-    if whole is not sums:
-        chosen = chosen.masked_fill_(chosen < least[:, None], 0)
-    inside = (target - before).clamp_(min=0)  # rounding may put it below, where a token of probability 0 would do
-    token = _first_above(chosen.cumsum(-1, dtype=torch.float64), inside)
-    logprobs = (chosen.gather(-1, token)[:, 0] / totals).log().float()
-    log_kept_mass = torch.zeros_like(logprobs)
-    if whole is not sums:
-        log_kept_mass = (totals / whole.cumsum(-1, dtype=torch.float64)[:, -1]).log().float()
-    return Picked((block * BLOCK + token)[:, 0], logprobs, log_kept_mass), totals
-
-
-def _block_sums(
-    logits: Tensor, scales: Tensor | float, top_k: Tensor, top_p: Tensor, shift: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of the `_exponentials` that are kept, the sums of all of them, and the least one that is kept.
-
-    Both sums are by block, FP32 [rows, blocks], and the same tensor if no row has top-k or top-p. The least is FP32
-    [rows], and 0 where everything is kept. A row's sums do not depend on whether other rows are limited.
-    """
-    limited = (top_k > 0) | (top_p < 1)
-    if not limited.any():
-        sums = _sums(logits, scales, shift)
-        return sums, sums, torch.zeros(len(logits), device=logits.device)
-    if limited.all():
-        return _limited_sums(logits, scales, top_k, top_p, shift)
-    sums = torch.empty(len(logits), -(-logits.shape[1] // BLOCK), device=logits.device)
-    whole, least = torch.empty_like(sums), torch.empty(len(logits), device=logits.device)
-    for own in (limited, ~limited):
-        rows = own.to(logits.device)
-        scale = scales[rows] if isinstance(scales, Tensor) else scales
-        by = shift[rows] if shift is not None else None
-        sums[rows], whole[rows], least[rows] = _block_sums(logits[rows], scale, top_k[own], top_p[own], by)
-    return sums, whole, least
-
-
-def _sums(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:
-    """Return the sums of each block's `_exponentials`, FP32 [rows, blocks]."""
+def block_sums(logits: Tensor, scales: Tensor) -> BlockSums:
+    """Sum the weights of every block of `logits` [rows, vocab], with `scales` FP32 [rows, 1]."""
     rows, vocab = logits.shape
-    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    for part, found in _by_chunks(logits, scales, shift):
-        torch.sum(blocks(found), -1, out=sums[part])
-    return sums
+    num_blocks = -(-vocab // BLOCK)
+    sums = torch.empty(rows, num_blocks, dtype=torch.float64, device=logits.device)
+    references = torch.empty(rows, num_blocks, device=logits.device)
+    for part in _chunks(logits):
+        split = _split(logits[part])
+        references[part] = split.amax(-1)
+        distances = split.float() - _bounded(references[part])[:, :, None]
+        sums[part] = _weights(distances, scales[part, :, None]).sum(-1, dtype=torch.float64)
+    return BlockSums(sums, references)
 
 
-def _limited_sums(
-    logits: Tensor, scales: Tensor | float, top_k: Tensor, top_p: Tensor, shift: Tensor | None
+def _kept_sums(
+    logits: Tensor, largest: Tensor, scales: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums over what top-k and top-p keep and over everything, [rows, blocks], and the least that is kept.
-
-    The least exponential that is kept is FP32 [rows].
-    """
+    """Return sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of everything, and the least logit
+    that is kept, FP32 [rows, 1]. Weights are relative to the row's `largest` logit [rows, 1]."""
     rows, vocab = logits.shape
-    sums = torch.empty(rows, -(-vocab // BLOCK), device=logits.device)
-    whole, least = torch.empty_like(sums), torch.zeros(rows, device=logits.device)
-    for part, found in _by_chunks(logits, scales, shift):
-        torch.sum(blocks(found), -1, out=whole[part])
-        kept, least[part] = most_probable(found, top_k[part], top_p[part])
-        torch.sum(blocks(kept), -1, out=sums[part])
-    return sums, whole, least
+    kept = torch.empty(rows, -(-vocab // BLOCK), dtype=torch.float64, device=logits.device)
+    whole, least = torch.empty_like(kept), torch.empty_like(largest)
+    for part in _chunks(logits):
+        wide = logits[part].float()
+        found = _weights(wide - _bounded(largest[part]), scales[part])
+        whole[part] = _split(found, 0.0).sum(-1, dtype=torch.float64)
+        least[part] = least_kept(wide, found, top_k[part], top_p[part])[:, None]
+        kept[part] = _split(found.masked_fill_(wide < least[part], 0), 0.0).sum(-1, dtype=torch.float64)
+    return kept, whole, least
 
 
-def _by_chunks(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the `_exponentials` of a few rows at a time, with the place of these rows."""
+def _invert(logits: Tensor, scales: Tensor, found: BlockSums, factors: Tensor, least: Tensor, u: Tensor) -> Tensor:
+    """Return the tokens [rows, 1] at `u`, of which none has weight 0; arbitrary ones for rows that are not finite.
+
+    `found.sums` are the blocks' sums times `factors`, rounded down; tokens below `least` [rows, 1] are left out.
+    """
+    across = found.sums.cumsum(-1)
+    totals = across[:, -1:]
+    target = torch.minimum((u[:, None] * totals).floor_(), totals - 1)
+    block = torch.searchsorted(across, target, right=True).clamp_(max=across.shape[1] - 1)
+    inside = target - (across.gather(1, block) - found.sums.gather(1, block))
+    chosen = _block(logits, block).float()
+    found_weights = _weights(chosen - _bounded(found.references.gather(1, block)), scales)
+    found_weights.masked_fill_(chosen < least, 0)
+    within = (found_weights.cumsum(-1, dtype=torch.float64) * factors.gather(1, block)).floor_()
+    token = torch.searchsorted(within, inside, right=True)
+    return (block * BLOCK + token).clamp_(max=logits.shape[1] - 1)
+
+
+def _factors(found: BlockSums, largest: Tensor, scales: Tensor) -> Tensor:
+    """Return what brings each block's sum to the row's largest logit, FP64 [rows, blocks], at most 1."""
+    return _powers((_bounded(found.references) - _bounded(largest)) * scales).div_(UNIT).double()
+
+
+def _weights(distances: Tensor, scales: Tensor) -> Tensor:
+    """Return the weights, FP32 integers, of logits at `distances` (at most 0) from their reference; overwrite these."""
+    return _powers(distances.mul_(scales)).floor_()
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return UNIT * 2 ** exponent, FP32, of exponents of at most 0; overwrites them. From `LOWEST` on it is below 1."""
+    exponents.clamp_(min=LOWEST)
+    rounded = exponents + ROUNDER
+    exponents.sub_(rounded - ROUNDER)
+    result = exponents * (POWER[-1] * UNIT)
+    for coefficient in reversed(POWER[1:-1]):
+        result.add_(coefficient * UNIT).mul_(exponents)
+    result.add_(POWER[0] * UNIT)
+    result.view(torch.int32).add_(rounded.view(torch.int32).bitwise_left_shift_(23))  # to the bits of the exponent
+    return result
+
+
+def _bounded(references: Tensor) -> Tensor:
+    """Return references that can be subtracted: 0 for blocks whose logits are all -inf."""
+    return references.masked_fill(references == -torch.inf, 0)
+
+
+def _scales(temperature: Tensor) -> Tensor:
+    """Return log2(e) / temperature, FP32 [rows, 1]; greedy rows are taken to be at 1."""
+    divisors = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
+    return (torch.full_like(divisors, LOG2_E) / divisors)[:, None]
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
     rows, vocab = logits.shape
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab)
-    for start in range(0, rows, size):
-        part = slice(start, start + size)
-        scale = scales[part] if isinstance(scales, Tensor) else scales
-        yield part, _exponentials(logits[part], scale, shift[part] if shift is not None else None)
+    return (slice(start, start + size) for start in range(0, rows, size))
 
 
-def _exponentials(logits: Tensor, scales: Tensor | float, shift: Tensor | None) -> Tensor:
-    """Return 2 ** ((logits - shift) * scales), FP32, which later calls overwrite.
-
-    The bits depend on the values alone and not on where they stand: no value is among those that a thread has left over
-    (`VECTORS`), because numbers without meaning fill up the threads' shares.
-    """
-    size = logits.numel()
-    memory = _workspace(logits.device, _even(size) if logits.device.type == "cpu" else size)
-    scaled = memory[:size].view(logits.shape)
-    scaled.copy_(logits)
-    if shift is not None:
-        scaled.sub_(shift)
-    scaled.mul_(scales)
-    memory.exp2_()
-    return scaled
-
-
-def _even(size: int) -> int:
-    """Return how many values, at least `size`, CPU threads share so that each gets a multiple of `VECTORS`."""
-    threads = 0
-    while (found := min(torch.get_num_threads(), -(-size // GRAIN))) != threads:
-        threads = found
-        size += -size % (VECTORS * threads)
-    return size
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """Return the largest logit of each row, FP32 [rows, 1]."""
-    return logits.amax(-1, keepdim=True).float()
-
-
-def _scales(temperature: Tensor, device: torch.device) -> Tensor | float:
-    """Return log2(e) / temperature, FP32 [rows, 1], a number if all are 1; greedy rows are taken to be at 1."""
-    values = temperature.numpy()  # NumPy, here and below, avoids torch's overhead per operation
-    if not ((values != 1) & (values != 0)).any():
-        return LOG2_E
-    return (LOG2_E / torch.where(temperature == 0, torch.ones_like(temperature), temperature)).to(device)[:, None]
-
-
-def _are_limited(top_k: Tensor, top_p: Tensor) -> bool:
-    return bool((top_k.numpy() > 0).any() or (top_p.numpy() < 1).any())
+def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
+    """Return `values` [rows, vocab] as [rows, blocks, BLOCK], with the last block filled up."""
+    num_blocks = -(-values.shape[1] // BLOCK)
+    rest = num_blocks * BLOCK - values.shape[1]
+    whole = torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values
+    return whole.view(-1, num_blocks, BLOCK)
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:
@@ -301,34 +300,3 @@ def _block(logits: Tensor, block: Tensor) -> Tensor:
     if vocab % BLOCK == 0:
         return logits.gather(1, index)
     return logits.gather(1, index.clamp(max=vocab - 1)).masked_fill(index >= vocab, -torch.inf)
-
-
-def _workspace(device: torch.device, elements: int) -> Tensor:
-    """Return FP32 memory to work in, [elements].
-
-    On a CPU it is kept for the next call, because fresh pages cost more than the work itself; on a GPU torch's
-    allocator keeps it.
-    """
-    if device.type != "cpu":
-        return torch.empty(elements, device=device)
-    return _cpu_workspace(1 << elements.bit_length())[:elements]
-
-
-@cache
-def _cpu_workspace(elements: int) -> Tensor:
-    with torch.inference_mode(False):  # it serves calls inside and outside of that mode
-        return torch.empty(elements)
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the index [rows, 1] int64 of the first value of each row with which the sum exceeds the target.
-
-    Rounding may put the target at or above the last sum; it is then taken to be just below, so that such a value exists
-    and is positive. For a row whose sum is zero or overflows the index is arbitrary; `pick` draws such a row again.
-
-    Args:
-        cumulative: FP64 [rows, n], the sums of a row's first 1, 2, ..., n values.
-        target: FP64 [rows, 1].
-    """
-    target = torch.minimum(target, cumulative[:, -1:] * JUST_BELOW)
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
 from specrl.rollout.drafts.text_acceptance import NO_TEXT, Kind
 from specrl.rollout.drafts.text_sources import TextCursor
-from specrl.rollout.sampling.inverse_cdf import logprobs_of, pick, uniforms
+from specrl.rollout.errors import NonFiniteLogitsError
+from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
 from specrl.rollout.vllm.experts.routes import routes_of
 
 SEED = "specrl_seed"
@@ -58,8 +59,7 @@ class RequestRecord:
     """What the sampler and the drafting keep of one running request."""
 
     prompt_length: int
-    uniforms: np.ndarray[Any, np.dtype[np.float64]]
-    """u(seed, position) for the positions from `prompt_length` on."""
+    seed: int
     temperature: float
     top_k: int
     top_p: float
@@ -106,6 +106,16 @@ class PickedRows(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     log_kept_mass: list[float]
+    is_finite: list[bool]
+
+
+def picker(device: torch.device) -> Callable[..., Picked]:
+    """Return what picks tokens on a device, with the arguments of `pick_at`: the same tokens on every device."""
+    if device.type != "cuda":
+        return pick_at
+    from specrl.rollout.sampling import kernels
+
+    return kernels.pick
 
 
 @dataclass
@@ -129,13 +139,13 @@ class InvariantSampler:
     the engine's request id; the engine removes the record of a request that ends.
     """
 
-    def __init__(self, runner: Any, longest_draft: int) -> None:
+    def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.longest_draft = longest_draft
         self.records: dict[str, RequestRecord] = {}
         self.stats = SpeculationStats()
         self.last = Iteration()
         self._routes = routes_of(runner)
+        self._pick_rows = picker(runner.device)
 
     def install(self) -> None:
         """Take the place of the runner's `_sample`, and of what scores prompts."""
@@ -166,20 +176,15 @@ class InvariantSampler:
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
 
     def _admit(self, ids: list[str]) -> None:
-        """Make records of requests seen for the first time, with the uniforms of all their positions."""
-        new = [request_id for request_id in ids if request_id not in self.records]
-        if not new:
-            return
-        states = [self.runner.requests[request_id] for request_id in new]
-        longest = max(state.sampling_params.max_tokens for state in states) + self.longest_draft + 1
-        seeds = torch.tensor([[request_seed(state.sampling_params)] for state in states])
-        positions = torch.tensor([[state.num_prompt_tokens] for state in states]) + torch.arange(longest)
-        table = uniforms(seeds, positions).numpy()
-        for request_id, state, row in zip(new, states, table, strict=True):
+        """Make records of requests seen for the first time."""
+        for request_id in ids:
+            if request_id in self.records:
+                continue
+            state = self.runner.requests[request_id]
             params = state.sampling_params
             self.records[request_id] = RequestRecord(
                 prompt_length=state.num_prompt_tokens,
-                uniforms=row,
+                seed=request_seed(params),
                 temperature=params.temperature,
                 top_k=max(params.top_k, 0),
                 top_p=params.top_p,
@@ -190,14 +195,16 @@ class InvariantSampler:
 
     def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
         repeats = np.array(counts) + 1
-        u = np.concatenate([r.uniforms[s : s + n + 1] for r, s, n in zip(records, starts, counts, strict=True)])
+        offsets = np.concatenate([np.arange(count) for count in repeats])
+        first = np.array([record.prompt_length + start for record, start in zip(records, starts, strict=True)])
         settings = (
-            np.array([record.temperature for record in records], dtype=np.float32),
-            np.array([record.top_k for record in records], dtype=np.int64),
-            np.array([record.top_p for record in records], dtype=np.float32),
+            np.array([record.temperature for record in records], dtype=np.float32).repeat(repeats),
+            np.array([record.top_k for record in records], dtype=np.int64).repeat(repeats),
+            np.array([record.top_p for record in records], dtype=np.float32).repeat(repeats),
+            np.array([record.seed for record in records], dtype=np.int64).repeat(repeats),
+            first.repeat(repeats) + offsets,
         )
-        temperature, top_k, top_p = (torch.from_numpy(setting.repeat(repeats)) for setting in settings)
-        picked = pick(logits, temperature, top_k, top_p, torch.from_numpy(u).to(logits.device))
+        picked = self._pick_rows(logits, *(torch.from_numpy(setting).to(logits.device) for setting in settings))
         return PickedRows(*(values.tolist() for values in picked))
 
     def _verify(
@@ -229,6 +236,11 @@ class InvariantSampler:
             decoding.append(start > 0 and not discarded[index] and read == record.prompt_length + start - 1)
             if discarded[index]:
                 continue
+            if not all(picked.is_finite[kept]):
+                at = record.prompt_length + start + picked.is_finite[kept].index(False)
+                raise NonFiniteLogitsError(
+                    f"the policy's logits for token {at} of request {request_id} are not finite: are its weights?"
+                )
             record.logprobs[start:] = picked.logprobs[kept]
             record.log_kept_mass[start:] = picked.log_kept_mass[kept]
             if count:

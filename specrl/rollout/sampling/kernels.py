@@ -1,0 +1,310 @@
+"""`inverse_cdf.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
+
+A first kernel sums the weights of every block of the vocabulary, and a second one finds the block and the token in it,
+so that the logits are read once, and the chosen block once more. Rows with top-k or top-p pass through a third kernel
+between them, which finds the least logit that is kept by bisection over its bits. No block size is tuned, and no sum
+depends on its order, because sums of weights are exact; so a row's token does not depend on its batch. Multiplications
+and additions must not be fused (`OPTIONS`): that would round differently from `inverse_cdf`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specrl.rollout.sampling import inverse_cdf
+from specrl.rollout.sampling.inverse_cdf import MAX_VOCAB, Picked
+from specrl.rollout.sampling.verification import Verified
+
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+WHOLE_ROW = {**OPTIONS, "num_warps": 16}
+"""The options of the kernel whose programs read a whole row many times."""
+WIDTH = tl.constexpr(4096)
+"""The number of logits that the search for the least logit reads at once."""
+BLOCK = tl.constexpr(inverse_cdf.BLOCK)
+UNIT = tl.constexpr(inverse_cdf.UNIT)
+LOWEST = tl.constexpr(inverse_cdf.LOWEST)
+ROUNDER = tl.constexpr(inverse_cdf.ROUNDER)
+LOG2_E = tl.constexpr(inverse_cdf.LOG2_E)
+LOG_2 = tl.constexpr(0.6931471805599453)
+POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6 = (
+    tl.constexpr(coefficient * inverse_cdf.UNIT) for coefficient in inverse_cdf.POWER
+)
+TO_UNIFORM = tl.constexpr(2.0**-53)
+LEAST_KEY = tl.constexpr(-(2**31))
+ALL_BUT_SIGN = tl.constexpr(2**31 - 1)
+
+
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Picked:
+    """Pick one token per row at u(seed, position), as `inverse_cdf.pick` does; all tensors are on one device.
+
+    Args:
+        logits: [rows, vocab], FP32 or BF16, rows contiguous; at most `MAX_VOCAB` tokens.
+        temperature: [rows] FP32; 0 is greedy.
+        top_k: [rows] int64; 0 is all tokens.
+        top_p: [rows] FP32; 1 is all tokens.
+        seeds: [rows] int64, in [0, 2^63).
+        positions: [rows] int64.
+    """
+    rows, vocab = logits.shape
+    assert vocab <= MAX_VOCAB and logits.stride(1) == 1, (logits.shape, logits.stride())
+    num_blocks = triton.cdiv(vocab, inverse_cdf.BLOCK)
+    all_blocks = triton.next_power_of_2(num_blocks)
+    sums = logits.new_empty(rows, num_blocks, dtype=torch.float64)
+    references = logits.new_empty(rows, num_blocks, dtype=torch.float32)
+    whole, least = logits.new_empty(rows, dtype=torch.float64), logits.new_empty(rows, dtype=torch.float32)
+    picked = Picked(
+        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty(rows, dtype=torch.float32),
+        logits.new_empty(rows, dtype=torch.float32),
+        logits.new_empty(rows, dtype=torch.bool),
+    )
+    if not rows:
+        return picked
+    row_of = logits, logits.stride(0), vocab, temperature
+    sum_blocks[rows, num_blocks](*row_of, sums, references, num_blocks, **OPTIONS)
+    bits = 16 if logits.dtype is torch.bfloat16 else 32
+    keep_most_probable[(rows,)](
+        *row_of, top_k, top_p, sums, references, whole, least, num_blocks, all_blocks, bits, **WHOLE_ROW
+    )
+    limits = sums, references, whole, least, num_blocks
+    choose_token[(rows,)](*row_of, *limits, seeds, positions, *picked, all_blocks, **OPTIONS)
+    return picked
+
+
+def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, limits: Tensor, width: int) -> Verified:
+    """Verify the drafts of a batch, as `verification.verify` does, with its arguments."""
+    requests = len(limits)
+    found = Verified(picked.new_empty(requests, width), picked.new_empty(requests, dtype=torch.int32))
+    if requests:
+        shape = width, triton.next_power_of_2(width), stop_tokens.shape[1], triton.next_power_of_2(stop_tokens.shape[1])
+        accept[(requests,)](picked, drafts, starts, stop_tokens, limits, *found, *shape, num_warps=1)
+    return found
+
+
+@triton.jit
+def accept(
+    picked,
+    drafts,
+    starts,
+    stop_tokens,
+    limits,
+    tokens,
+    counts,
+    width,
+    all_columns: tl.constexpr,
+    num_stops,
+    all_stops: tl.constexpr,
+):
+    """Write what a request gets."""
+    request = tl.program_id(0)
+    first = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - first
+    column, stop = tl.arange(0, all_columns), tl.arange(0, all_stops)
+    token = tl.load(picked + first + column, mask=column < count, other=-1)
+    draft = tl.load(drafts + first + column + 1, mask=column + 1 < count, other=-1)
+    stops = tl.load(stop_tokens + request * num_stops + stop, mask=stop < num_stops, other=-1)
+    is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    goes_on = (column + 1 < count) & (draft == token) & ~is_stop
+    found = tl.minimum(tl.min(tl.where(goes_on, all_columns, column)) + 1, tl.load(limits + request)).to(tl.int32)
+    tl.store(tokens + request * width + column, tl.where(column < found, token, -1), mask=column < width)
+    tl.store(counts + request, found)
+
+
+@triton.jit
+def sum_blocks(logits, stride, vocab, temperature, sums, references, num_blocks):
+    """Write the sum of the weights of one block of one row, and its largest logit: NaN if a logit is NaN or +inf."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = _load(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab)
+    largest = tl.max(x)
+    is_finite = tl.min((x < float("inf")).to(tl.int32)) == 1  # false for NaN, too
+    total = tl.sum(_weights(x, _bounded(largest), _scale(tl.load(temperature + row))).to(tl.float64))
+    tl.store(sums + row * num_blocks + block, total)
+    tl.store(references + row * num_blocks + block, tl.where(is_finite, largest, float("nan")))
+
+
+@triton.jit
+def keep_most_probable(
+    logits,
+    stride,
+    vocab,
+    temperature,
+    top_k,
+    top_p,
+    sums,
+    references,
+    whole,
+    least,
+    num_blocks,
+    all_blocks: tl.constexpr,
+    bits: tl.constexpr,
+):
+    """Replace the sums of a row with top-k or top-p by those of what is kept, relative to the row's largest logit, and
+    write the least logit that is kept and the sum of all weights; `whole` is 0 for other rows."""
+    row = tl.program_id(0).to(tl.int64)
+    t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    has_top_k = (k > 0) & (k < vocab)
+    if (t == 0) | ((not has_top_k) & (p >= 1)):
+        tl.store(whole + row, 0.0)
+        tl.store(least + row, float("-inf"))
+        return
+    logits += row * stride
+    scale = _scale(t)
+    of_blocks = tl.arange(0, all_blocks)
+    maxima = tl.load(references + row * num_blocks + of_blocks, mask=of_blocks < num_blocks, other=float("-inf"))
+    largest = _bounded(tl.max(maxima))
+    threshold = tl.full((), LEAST_KEY, tl.int64) >> (32 - bits)
+    if has_top_k:
+        for bit in range(bits):
+            candidate = threshold + (tl.full((), 1, tl.int64) << (bits - 1 - bit))
+            count = tl.full((), 0, tl.int64)
+            for start in range(0, vocab, WIDTH):
+                token = start + tl.arange(0, WIDTH)
+                key = _key(_load(logits, token, vocab), bits)
+                count += tl.sum(((key >= candidate) & (token < vocab)).to(tl.int32))
+            threshold = tl.where(count >= k, candidate, threshold)
+    if p < 1:
+        kept = threshold
+        target = _mass(logits, vocab, largest, scale, kept, bits) * p.to(tl.float64)
+        threshold = tl.full((), LEAST_KEY, tl.int64) >> (32 - bits)
+        for bit in range(bits):
+            candidate = threshold + (tl.full((), 1, tl.int64) << (bits - 1 - bit))
+            mass = _mass(logits, vocab, largest, scale, tl.maximum(candidate, kept), bits)
+            threshold = tl.where(mass >= target, candidate, threshold)
+    total = tl.full((), 0.0, tl.float64)
+    for block in range(num_blocks):
+        x = _load(logits, block * BLOCK + tl.arange(0, BLOCK), vocab)
+        w = _weights(x, largest, scale).to(tl.float64)
+        total += tl.sum(w)
+        tl.store(sums + row * num_blocks + block, tl.sum(tl.where(_key(x, bits) >= threshold, w, 0.0)))
+    tl.store(whole + row, total)
+    tl.store(least + row, _logit(threshold, bits))
+
+
+@triton.jit
+def choose_token(
+    logits,
+    stride,
+    vocab,
+    temperature,
+    sums,
+    references,
+    whole,
+    least,
+    num_blocks,
+    seeds,
+    positions,
+    tokens,
+    logprobs,
+    log_kept_mass,
+    is_finite,
+    all_blocks: tl.constexpr,
+):
+    """Write what is picked for a row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    t, all_mass = tl.load(temperature + row), tl.load(whole + row)
+    scale, is_greedy, is_limited = _scale(t), t == 0, all_mass > 0
+    of_blocks = tl.arange(0, all_blocks)
+    in_row = of_blocks < num_blocks
+    maxima = tl.load(references + row * num_blocks + of_blocks, mask=in_row, other=float("-inf"))
+    largest = tl.max(maxima)
+    finite = (tl.min((maxima < float("inf")).to(tl.int32)) == 1) & (largest > float("-inf"))
+
+    reference = tl.where(is_limited, _bounded(largest), _bounded(maxima))
+    factor = (_powers((reference - _bounded(largest)) * scale) / UNIT).to(tl.float64)
+    across = tl.floor(tl.load(sums + row * num_blocks + of_blocks, mask=in_row, other=0.0) * factor)
+    total = tl.sum(across)
+    u = _uniform(tl.load(seeds + row), tl.load(positions + row))
+    target = tl.minimum(tl.floor(u * total), total - 1)
+    block = tl.sum((tl.cumsum(across, 0) <= target).to(tl.int32))
+    block = tl.where(is_greedy, tl.argmax(maxima, 0), tl.minimum(block, num_blocks - 1))
+    is_chosen = of_blocks == block
+    inside = target - tl.sum(tl.where(of_blocks < block, across, 0.0))
+
+    x = _load(logits, block * BLOCK + tl.arange(0, BLOCK), vocab)
+    w = _weights(x, tl.sum(tl.where(is_chosen, reference, 0.0)), scale).to(tl.float64)
+    w = tl.where(x < tl.load(least + row), 0.0, w)
+    within = tl.floor(tl.cumsum(w, 0) * tl.sum(tl.where(is_chosen, factor, 0.0)))
+    token = tl.where(is_greedy, tl.argmax(x, 0), tl.sum((within <= inside).to(tl.int32)))
+    token = tl.where(finite, tl.minimum(block * BLOCK + token, vocab - 1), 0)
+
+    exponent = ((tl.load(logits + token).to(tl.float32) - largest) * scale).to(tl.float64)
+    logprob = tl.where(is_greedy, 0.0, (exponent - tl.log2(total / UNIT)) * LOG_2)
+    kept = tl.where(is_limited & (not is_greedy), tl.log(total / tl.where(is_limited, all_mass, 1.0)), 0.0)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, tl.where(finite, logprob, float("nan")).to(tl.float32))
+    tl.store(log_kept_mass + row, tl.where(finite, kept, 0.0).to(tl.float32))
+    tl.store(is_finite + row, finite)
+
+
+@triton.jit
+def _uniform(seed, position):
+    low, high, _, _ = tl.philox(seed, position.to(tl.uint32), 0, 0, 0)
+    bits = (high.to(tl.uint64) << 21) | (low.to(tl.uint64) >> 11)
+    return bits.to(tl.float64) * TO_UNIFORM
+
+
+@triton.jit
+def _load(logits, token, vocab):
+    return tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _scale(temperature):
+    return tl.div_rn(tl.full((), LOG2_E, tl.float32), tl.where(temperature == 0, 1.0, temperature))
+
+
+@triton.jit
+def _bounded(reference):
+    return tl.where(reference == float("-inf"), 0.0, reference)
+
+
+@triton.jit
+def _weights(x, reference, scale):
+    return tl.floor(_powers((x - reference) * scale))
+
+
+@triton.jit
+def _powers(exponent):
+    exponent = tl.maximum(exponent, LOWEST)
+    rounded = exponent + ROUNDER
+    x = exponent - (rounded - ROUNDER)
+    power = x * POWER_6
+    power = (power + POWER_5) * x
+    power = (power + POWER_4) * x
+    power = (power + POWER_3) * x
+    power = (power + POWER_2) * x
+    power = (power + POWER_1) * x
+    power = power + POWER_0
+    bits = power.to(tl.int32, bitcast=True) + (rounded.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass(logits, vocab, largest, scale, threshold, bits: tl.constexpr):
+    """The sum of the weights of the logits whose key is at least `threshold`."""
+    mass = tl.full((), 0.0, tl.float64)
+    for start in range(0, vocab, WIDTH):
+        x = _load(logits, start + tl.arange(0, WIDTH), vocab)
+        w = _weights(x, largest, scale).to(tl.float64)
+        mass += tl.sum(tl.where(_key(x, bits) >= threshold, w, 0.0))
+    return mass
+
+
+@triton.jit
+def _key(x, bits: tl.constexpr):
+    """An integer of so many bits that is larger where x is; the last bits of BF16 tell nothing."""
+    key = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 and 0 are the same
+    return (key ^ ((key >> 31) & ALL_BUT_SIGN)) >> (32 - bits)
+
+
+@triton.jit
+def _logit(key, bits: tl.constexpr):
+    """The logit whose key it is."""
+    key = key.to(tl.int32)
+    if bits == 16:
+        key = (key << 16) | tl.where(key < 0, 0xFFFF, 0)
+    return (key ^ ((key >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)

@@ -1,0 +1,137 @@
+"""The drafter-invariant sampler on vLLM's second model runner: nothing in it waits for the device.
+
+`InvariantSampler` and `InvariantVerifier` take the places of the runner's `Sampler` and `RejectionSampler`; see
+`replacements`. Log-probs, and whether logits were finite, leave with the tokens through vLLM's own output: a token's
+log-probs have two columns, its own and, under the token `KEPT_MASS`, the logarithm of the mass that top-k and top-p
+kept; a row that is not finite counts as one with NaNs, which vLLM makes an error that names the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
+
+from specrl.rollout.sampling.devices import sampling_on
+from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of
+from specrl.rollout.sampling.verification import Verified
+
+MOST_STOP_TOKENS = 8
+"""How many stop tokens a request may have."""
+KEPT_MASS = -1
+"""The token under which the log of the kept mass leaves."""
+
+
+class InvariantSampler(Sampler):  # type: ignore[misc]
+    """Picks a token for every row of logits from the request's seed and the token's position alone."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.compute_nans = True
+        self.sampling = sampling_on(arguments["device"])
+        size = arguments["max_num_reqs"]
+        self.stop_tokens = UvaBackedTensor((size, MOST_STOP_TOKENS), torch.int64)
+        self.longest = UvaBackedTensor(size, torch.int32)
+        """The length of each sequence, prompt included, at which it ends."""
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        """Keep what the verification of drafts needs to know of a request."""
+        super().add_request(req_idx, sampling_params)
+        stops = list(sampling_params.stop_token_ids or ())
+        if len(stops) > MOST_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
+        self.stop_tokens.np[req_idx] = stops + [-1] * (MOST_STOP_TOKENS - len(stops))
+        self.longest.np[req_idx] = self.req_states.max_seq_len[req_idx]
+
+    def apply_staged_writes(self) -> None:
+        """Send what `add_request` kept to the device."""
+        super().apply_staged_writes()
+        self.stop_tokens.copy_to_uva()
+        self.longest.copy_to_uva()
+
+    def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """Pick the next token of each request; drafts are left to `InvariantVerifier`."""
+        positions = input_batch.positions[input_batch.logits_indices]
+        picked = self.pick(logits, input_batch.expanded_idx_mapping, positions)
+        ones = input_batch.seq_lens.new_ones(input_batch.num_reqs)
+        return self.output(input_batch, picked, Verified(picked.tokens[:, None], ones))
+
+    def pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
+        """Pick the token that follows each row; `requests` [rows] are the runner's numbers of the rows' requests."""
+        states = self.sampling_states
+        settings = states.temperature, states.top_k, states.top_p, states.seeds
+        return self.sampling.pick(logits, *(values.gpu[requests] for values in settings), positions + 1)
+
+    def remaining(self, requests: Tensor) -> Tensor:
+        """Return how many tokens each request may still get, at least 1: of one that has ended they are thrown away."""
+        found: Tensor = self.longest.gpu[requests] - self.req_states.total_len.gpu[requests]
+        return found.clamp(min=1)
+
+    def output(self, input_batch: InputBatch, picked: Picked, verified: Verified) -> SamplerOutput:
+        """Return vLLM's output for a batch."""
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verified.counts,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        rows, starts = len(picked.tokens), input_batch.cu_num_logits
+        bad = (~picked.is_finite).int()
+        bad_before = torch.cat((bad.new_zeros(1), bad.cumsum(0, dtype=torch.int32)))
+        return SamplerOutput(
+            sampled_token_ids=verified.tokens,
+            logprobs_tensors=LogprobsTensors(
+                torch.stack((picked.tokens, torch.full_like(picked.tokens, KEPT_MASS)), 1),
+                torch.stack((picked.logprobs, picked.log_kept_mass), 1),
+                torch.zeros_like(picked.tokens),
+                input_batch.cu_num_logits_np.tolist() if rows != input_batch.num_reqs else None,
+            ),
+            num_nans=bad_before[starts[1:].long()] - bad_before[starts[:-1].long()],
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+
+class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
+    """Accepts a draft token if it is the token that the sampler picks there."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Pick a token for every row of logits, and verify the drafts of each request."""
+        assert draft_logits is None and invalid_drafts is None, "drafts are greedy, and there are no grammars"
+        requests = input_batch.expanded_idx_mapping
+        drafts, positions = gather_draft_sampled(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            requests,
+            input_batch.expanded_local_pos,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        picked = self.sampler.pick(logits, requests, positions)
+        places = input_batch.idx_mapping
+        stops, limits = self.sampler.stop_tokens.gpu[places], self.sampler.remaining(places)
+        width = self.num_speculative_steps + 1
+        verified = self.sampler.sampling.verify(picked.tokens, drafts, input_batch.cu_num_logits, stops, limits, width)
+        return self.sampler.output(input_batch, picked, verified)
+
+
+def score(logits: Tensor, num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:
+    """Return the log-probs of the tokens of a prompt, given the logits before each, without their ranks."""
+    assert num_logprobs == 0, "a prompt is scored by its own tokens alone"
+    ranks = torch.zeros(len(token_ids), dtype=torch.int64, device=logits.device)
+    return LogprobsTensors(token_ids[:, None], logprobs_of(logits, token_ids)[:, None], ranks)
