@@ -141,14 +141,14 @@ class EnginesOwn(InvariantSampler):
             given = [token for token in row if token != -1]
             tokens += given + [-1] * (count + 1 - len(given))
         nothing = [0.0] * len(tokens)
-        return PickedRows(tokens, nothing, nothing)
+        return PickedRows(tokens, nothing, nothing, [True] * len(tokens))
 
 
 @contextmanager
 def sampling_by(engine: Engine, kind: type[InvariantSampler]) -> Iterator[None]:
     """The engine samples with another sampler for a while."""
     runner, installed = engine._runner, engine._sampler
-    engine._sampler = runner._sample = kind(runner, installed.longest_draft)
+    engine._sampler = runner._sample = kind(runner)
     drafting = engine._drafting
     assert drafting is not None
     drafting.sampler = engine._sampler
