@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specrl.config import Config
 from specrl.models.shapes import ModelShape
 from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
-from specrl.projection.traffic import GB, Speeds
+from specrl.projection.traffic import GB, HOST_GB_PER_S, disk_speed
 
 BF16 = 2
 OTHER_BYTES = GIB  # of rollouts, logs and reports
@@ -20,28 +20,23 @@ class CheckpointPlan:
     gib: float
     copy_s: float  # that a step waits until the state is copied to host memory
     write_s: float  # until it is written, beside the next step
-    number: int  # on disk at the same time, one that is being written among them
+    number: int  # on disk at the same time, the best one and one that is being written among them
 
 
-def checkpoint_plan(rank: Rank, speeds: Speeds) -> CheckpointPlan:
-    """Count what a checkpoint of the train stage costs."""
+def checkpoint_plan(rank: Rank) -> CheckpointPlan:
     drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
     size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
-    own = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS
-    return CheckpointPlan(size / GIB, own / GB / speeds.host, size / GB / speeds.disk, most_checkpoints(rank.config))
+    copy_s = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS / GB / HOST_GB_PER_S
+    return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
 
 
 def most_checkpoints(config: Config) -> int:
-    """Count the most checkpoints at the same time; the best one and one that is being written are among them."""
     train = config.train
     number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
     return number + (train.num_steps // train.keep_every if train.keep_every else 0)
 
 
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
-    """Count the most bytes that a run may need: the policies of three stages, checkpoints, and 1 GiB.
-
-    The policy's `shape` is None where it is not known.
-    """
+    """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
     parameters = shape.parameters if shape is not None else 0
     return parameters * (3 * BF16 + most_checkpoints(config) * MASTER_AND_MOMENTS) + OTHER_BYTES

@@ -15,12 +15,12 @@ from specrl.projection.budgets import Budget, rank_of, stage_budgets
 from specrl.projection.disk import CheckpointPlan, checkpoint_plan
 from specrl.projection.fit import Fit, what_fits
 from specrl.projection.memory import GIB
-from specrl.projection.traffic import Speeds, Transfer, step_traffic
+from specrl.projection.traffic import Transfer, assumptions, step_traffic
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The job of one stage; all counts are of the whole job."""
+    """The job of one stage, with what all its nodes have together."""
 
     stage: StageName
     nodes: int
@@ -35,8 +35,6 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, the memory of their ranks, and what a step of training sends and stores."""
-
     name: str
     model: str
     shape: ModelShape
@@ -44,7 +42,7 @@ class Plan:
     budgets: tuple[Budget, ...]
     traffic: tuple[Transfer, ...]
     checkpoint: CheckpointPlan
-    speeds: Speeds
+    assumed: tuple[str, ...]  # about transfers and checkpoints
     algorithms: tuple[str, ...]  # with their options; what becomes of long prompts, and the reward
     notes: tuple[str, ...]  # about what will run, but perhaps more slowly than intended
 
@@ -52,11 +50,7 @@ class Plan:
 def plan(
     config: Config, queues: Mapping[StageName, str] | None = None, options: Mapping[StageName, str] | None = None
 ) -> Plan:
-    """Plan a run.
-
-    Args:
-        queues: Where the job of each stage waits, in the scheduler's words; the partitions by default.
-        options: The options with which the job of each stage is submitted, in the scheduler's words.
+    """Plan a run; `queues` and `options` of each stage are in the scheduler's words.
 
     Raises:
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
@@ -69,16 +63,15 @@ def plan(
         advice = what_fits(config, shape)
         raise ConfigError("\n".join([*fit.misfits, *([advice] if advice else [])]))
     trainer = rank_of(config, "train", shape)
-    speeds = Speeds.of(config, trainer.gpu)
     return Plan(
         name=config.name,
         model=config.model.source,
         shape=shape,
         jobs=tuple(_job(config, stage, queues or {}, options or {}) for stage in STAGES),
         budgets=tuple(fit.budgets),
-        traffic=tuple(step_traffic(trainer, speeds)),
-        checkpoint=checkpoint_plan(trainer, speeds),
-        speeds=speeds,
+        traffic=tuple(step_traffic(trainer)),
+        checkpoint=checkpoint_plan(trainer),
+        assumed=assumptions(config),
         algorithms=(
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
@@ -106,10 +99,7 @@ def _job(
 
 
 def device_bytes(config: Config, stage: StageName) -> int:
-    """Count the memory that a rank needs on its GPU apart from the engine's share, which is a part of the GPU's own.
-
-    It is 0 without a GPU, and where the model's shape is not known.
-    """
+    """Count what a rank needs on its GPU beside the engine; 0 without a GPU, or where the shape is not known."""
     try:
         shape = model_shape(config.model)
     except ConfigError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from specrl.config.rollout import BubbleUse
-from specrl.projection.refit import Layout, Links, refit_cost
+from specrl.projection.refit import Layout, refit_cost
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, simulate
 from specrl.projection.simulator.workload import Workload, dealt
@@ -123,6 +123,6 @@ class StepModel:
         tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
         mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
         forward = 2 * shape.active_parameters * tokens / (gpus * hardware.bf16_flops * mfu)
-        links = Links(hardware.network_bandwidth, hardware.link_bandwidth)
-        refit = refit_cost(shape, self.layout).seconds(links, spans_nodes=self.layout.pipeline_parallel > 1)
+        cost = refit_cost(shape, self.layout)
+        refit = cost.seconds(between_stages=hardware.network_bandwidth, inside=hardware.link_bandwidth)
         return self.logprob_passes * forward, 3 * forward, refit
