@@ -204,14 +204,14 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
 
 
 def attention_scores(rank: Rank) -> float:
-    # Without a gradient: float32 before and after the softmax, then once more in the compute type.
+    """Count scores without a gradient: float32 before and after the softmax, then once more in the compute type."""
     heads = rank.shape.num_heads / rank.config.policy.tensor_parallel
     count = min(rank.longest_micro_batch * heads * rank.config.model.max_length, ATTENTION_SCORES)
     return count * (2 * FP32 + rank.dtype_bytes)
 
 
 def calibration_items(rank: Rank) -> list[MemoryItem]:
-    # Its layers are Megatron's local ones, on GPUs too, and its sequences are cut.
+    """Count the policy with Megatron's local layers, on GPUs too, for sequences that are cut."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
     model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
@@ -225,7 +225,7 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
 
 
 def logits(rank: Rank) -> MemoryItem:
-    # Their gradient overwrites them.
+    """Count the logits of a micro-batch, which their gradient overwrites."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
     whole = rank.longest_micro_batch * columns
     how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
@@ -340,7 +340,7 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
 
 
 def default_engine_items(rank: Rank) -> list[MemoryItem]:
-    # On GPUs it and the rank's own engine sleep in turn, and one of them always has its weights in host memory.
+    """Count vLLM's own engine: on GPUs, it or the rank's always sleeps, with its weights in host memory."""
     runtime = 2 * HOST_RUNTIME_GIB[rank.gpu] * GIB
     weights = sum(item.gib * GIB for item in engine_items(rank, speculate=False) if item.phase is None)
     cache = 0.0 if rank.gpu else rank.config.engine.kv_cache_gib * GIB
@@ -364,9 +364,8 @@ def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
 def refit_item(rank: Rank) -> MemoryItem:
     """Count the largest tensor on its way, the embeddings, or those that the engine waits with.
 
-    vLLM keeps the whole tensors of a module, such as all experts of a layer,
-    until the last one is there; then it makes its own part of the module anew in the compute type. A rank that holds
-    the whole policy hands out its parameters, which take nothing.
+    vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
+    its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters.
     """
     shape, layout, size = rank.shape, rank.layout, rank.dtype_bytes
     vocabulary = vocabulary_bytes(shape, layout, size)
@@ -381,8 +380,7 @@ def refit_item(rank: Rank) -> MemoryItem:
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:
-    # A checkpoint is written from a copy while the next step runs, on the first rank with the drafter's. Every rank
-    # keeps the last good drafter.
+    """Count what a checkpoint is written from while the next step runs, and the last good drafter, on every rank."""
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:

@@ -12,10 +12,12 @@ from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
-from specrl.projection.disk import CheckpointPlan, checkpoint_plan
 from specrl.projection.fit import Fit, what_fits
-from specrl.projection.memory import GIB
-from specrl.projection.traffic import Transfer, assumptions, step_traffic
+from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
+from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
+
+BF16 = 2
+OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class PlannedJob:
     minutes: int
     partition: str
     options: str  # with which it is submitted, in the scheduler's words
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """One checkpoint: FP32 masters and moments of the policy and of the drafter, present and best state."""
+
+    gib: float
+    copy_s: float  # that a step waits until the state is copied to host memory
+    write_s: float  # until it is written, beside the next step
+    number: int  # on disk at the same time, the best one and one that is being written among them
 
 
 @dataclass(frozen=True)
@@ -106,3 +118,22 @@ def device_bytes(config: Config, stage: StageName) -> int:
         return 0
     budgets = stage_budgets(stage, rank_of(config, stage, shape))
     return sum(round(budget.needed_gib * GIB) for budget in budgets if budget.place == "GPU, trainer")
+
+
+def checkpoint_plan(rank: Rank) -> CheckpointPlan:
+    drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
+    size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
+    copy_s = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS / GB / HOST_GB_PER_S
+    return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
+
+
+def most_checkpoints(config: Config) -> int:
+    train = config.train
+    number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
+    return number + (train.num_steps // train.keep_every if train.keep_every else 0)
+
+
+def disk_bytes(config: Config, shape: ModelShape | None) -> int:
+    """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
+    parameters = shape.parameters if shape is not None else 0
+    return parameters * (3 * BF16 + most_checkpoints(config) * MASTER_AND_MOMENTS) + OTHER_BYTES
