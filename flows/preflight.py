@@ -22,8 +22,7 @@ from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
-from specrl.projection.disk import disk_bytes
-from specrl.projection.plan import plan
+from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server

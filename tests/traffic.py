@@ -19,18 +19,15 @@ class Traffic(TorchDispatchMode):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self._stage = policy.pp_rank
-        self.broadcast_bytes = self.gathered_bytes = self.messages = self.peak_bytes = 0
+        self.broadcast_bytes = self.gathered_bytes = self.peak_bytes = 0
         self._known = {parameter.untyped_storage()._cdata for parameter in policy.model.parameters()}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.c10d.broadcast_.default:
-            self.messages += 1
-            if args[2] != self._stage:
-                self.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
+        if func is torch.ops.c10d.broadcast_.default and args[2] != self._stage:
+            self.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
         elif func is torch.ops.c10d._allgather_base_.default:
-            self.messages += 1
             self.gathered_bytes += args[0].nbytes - args[1].nbytes
         self._note(result)
         return result
@@ -52,6 +49,5 @@ def refit_traffic(policy: Policy) -> dict[str, int]:
     return {
         "stage_bytes": traffic.broadcast_bytes,
         "rank_bytes": traffic.gathered_bytes,
-        "messages": traffic.messages,
         "peak_bytes": traffic.peak_bytes,
     }

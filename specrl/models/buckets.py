@@ -1,7 +1,6 @@
 """How the tensors of a layer are grouped into messages when weights travel between ranks.
 
-The exporter (`training/megatron/export.py`) sends these messages, and the plan (`projection/refit.py`) counts them.
-Nothing here imports torch.
+The exporter (`training/megatron/export.py`) sends these messages. Nothing here imports torch.
 """
 
 from __future__ import annotations

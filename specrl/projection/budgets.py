@@ -30,19 +30,16 @@ class Budget:
 
     @property
     def needed_gib(self) -> float:
-        """The memory that the items need at their peak, in GiB."""
         return memory.peak_gib(self.items)
 
 
 def rank_of(config: Config, stage: StageName, shape: ModelShape) -> Rank:
-    """Describe one rank of a stage, with its layout."""
     asked = config.resources_of(stage)
     shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
     return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))
 
 
 def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
-    """Count each kind of memory that a rank of the stage uses."""
     asked = rank.config.resources_of(stage)
     trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
     if stage == "train" and rank.route_bytes:
@@ -51,7 +48,7 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         trainer.append(MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how))
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
-        host += [*memory.copy_items(rank), memory.rollout_item(rank)]
+        host += memory.copy_items(rank)
     if stage == "validate" and rank.config.validate_.default_engine and rank.config.speculation.draft_method.drafts:
         host += memory.default_engine_items(rank)
     if not rank.gpu:
@@ -136,11 +133,7 @@ def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
 
 
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
-    """Find problems and notes about the engine's KV cache, one line each.
-
-    It is a problem if not even one sequence of `model.max_length` tokens fits, and worth a note if fewer than
-    `engine.max_num_seqs` of them fit.
-    """
+    """Find problems of the KV cache, in which one sequence must fit, and notes, where `engine.max_num_seqs` do not."""
     if not _engine_items(stage, rank):
         return [], []
     config = rank.config
@@ -161,7 +154,6 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
 
 
 def overflow(budget: Budget) -> str:
-    """Say which items are too large for a budget, and what to change."""
     largest = sorted(budget.items, key=lambda item: item.gib, reverse=True)[:3]
     names = ", ".join(f"{item.name} {item.gib:.1f}" for item in largest)
     return (

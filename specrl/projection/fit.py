@@ -11,24 +11,19 @@ from specrl.models.layout import layout_problems
 from specrl.models.shapes import ModelShape
 from specrl.projection.budgets import Budget, check_kv, overflow, rank_of, stage_budgets
 
-MOST_CHANGES = 3
-"""The most settings that are changed together."""
-GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))
-"""The values of `engine.gpu_memory_fraction` that are tried."""
+MOST_CHANGES = 3  # settings that are changed together
+GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))  # values of `engine.gpu_memory_fraction` that are tried
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found about the memory and the layout of a configuration."""
-
     budgets: list[Budget]
-    problems: list[str]  # what memory cannot mend
+    problems: list[str]  # of the layout, which memory cannot mend
     small_caches: list[str]  # KV caches that do not hold a single sequence
     notes: list[str]
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Fit:
-        """Look at the layout and, if it suits the model, at the memory of each stage."""
         fit = cls([], layout_problems(config, shape), [], [])
         for stage in STAGES if not fit.problems else ():
             rank = rank_of(config, stage, shape)
@@ -40,17 +35,14 @@ class Fit:
 
     @property
     def lacking(self) -> list[Budget]:
-        """The memories that are too small."""
         return [budget for budget in self.budgets if budget.needed_gib > budget.available_gib]
 
     @property
     def misfits(self) -> list[str]:
-        """All lines that keep the run from being submitted."""
         return [*self.problems, *self.small_caches, *map(overflow, self.lacking)]
 
     @property
     def excess(self) -> float:
-        """A number that grows with what is missing; 0 where everything fits."""
         missing = sum(budget.needed_gib / max(budget.available_gib, 1e-9) - 1 for budget in self.lacking)
         return math.inf if self.problems else len(self.small_caches) + missing
 
@@ -63,26 +55,23 @@ def what_fits(config: Config, shape: ModelShape) -> str:
     chosen: dict[str, str] = {}
     fit = Fit.of(config, shape)
     while 0 < fit.excess < math.inf and len(chosen) < MOST_CHANGES:
-        tried = list(_tried(config, shape, fit, chosen))
-        best = min(tried, key=lambda found: found[1].excess, default=None)
-        if best is None or best[1].excess >= fit.excess:
+        tried = []
+        for key, value in _changes(config, fit):
+            if key not in chosen and (changed := _changed(config, key, value)):
+                tried.append((key, value, changed, Fit.of(changed, shape)))
+        best = min(tried, key=lambda found: found[-1].excess, default=None)
+        if best is None or best[-1].excess >= fit.excess:
             return ""
-        (key, value), fit = best
+        key, value, config, fit = best
         chosen[key] = value
     return "" if fit.excess else "this would fit: " + " ".join(f"--set {key}={value}" for key, value in chosen.items())
 
 
-def _tried(
-    config: Config, shape: ModelShape, fit: Fit, chosen: dict[str, str]
-) -> Iterator[tuple[tuple[str, str], Fit]]:
-    for key, value in _changes(config, fit):
-        if key in chosen:
-            continue
-        try:
-            changed = change_config(config, [f"{name}={text}" for name, text in {**chosen, key: value}.items()])
-        except ConfigError:
-            continue
-        yield (key, value), Fit.of(changed, shape)
+def _changed(config: Config, key: str, value: str) -> Config | None:
+    try:
+        return change_config(config, [f"{key}={value}"])
+    except ConfigError:
+        return None
 
 
 def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:

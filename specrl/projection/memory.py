@@ -18,7 +18,7 @@ from specrl.models.buckets import BUCKET_BYTES
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
-from specrl.projection.refit import Layout, refit_cost
+from specrl.projection.refit import Layout, vocabulary_bytes
 
 GIB = 2**30
 FP32 = 4
@@ -29,29 +29,23 @@ PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy
 SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
 GRAPHS = "engine's CUDA graphs"
 GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
-PREGENERATED = 0.5  # the assumed share of the next step's tokens that idle engines generate before it
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)
 ATTENTION_SCORES = 2**26  # held at once by a pass without a gradient (`megatron/attention/local.py`)
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
 CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/kinds/layers.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
-CHUNK_BYTES = 64 * 2**20  # the largest message in each direction (`specrl.distributed.arrays`)
-GENERATED_BYTES, TRAINED_BYTES, LIST_BYTES = 20, 21, 40  # per token: generated with text, trained on, a stored text's
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of the memory plan: its size, the factors it was computed from, in words, and when it exists."""
-
     name: str
     gib: float
-    how: str
+    how: str  # the factors it was computed from, in words
     phase: str | None = None  # of a step; None for the whole stage
 
 
 def peak_gib(items: Iterable[MemoryItem]) -> float:
-    """Add what exists for the whole stage and the largest phase."""
     resident, phases = 0.0, {"": 0.0}
     for item in items:
         if item.phase is None:
@@ -63,7 +57,7 @@ def peak_gib(items: Iterable[MemoryItem]) -> float:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a stage: the model, the configuration and the layout, which determine what it must hold."""
+    """One rank of a stage, with the model, the configuration and the layout, which determine what it must hold."""
 
     shape: ModelShape
     config: Config
@@ -72,39 +66,33 @@ class Rank:
 
     @property
     def dtype_bytes(self) -> int:
-        """The bytes of one number in the compute type."""
         return 2 if self.config.model.dtype == "bfloat16" else FP32
 
     @property
     def longest_micro_batch(self) -> int:
-        """The tokens of the largest micro-batch; a sequence above the limit is a micro-batch by itself."""
+        # A sequence above the limit is a micro-batch by itself.
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
 
     @property
     def layout(self) -> Layout:
-        """How the trainer's ranks share the policy."""
         policy = self.config.policy
         return Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel)
 
     @property
     def route_bytes(self) -> int:
-        """The bytes in which the experts of one token are kept, in all layers; 0 without experts."""
         shape = self.shape
         return shape.num_layers * shape.experts_per_token * (1 if shape.num_experts <= EXPERTS_IN_A_BYTE else 2)
 
     @property
     def layers(self) -> int:
-        """The number of the policy's layers that a rank of the largest pipeline stage holds."""
         return -(-self.shape.num_layers // self.config.policy.pipeline_parallel)
 
     @property
     def expert_parameters(self) -> float:
-        """The parameters of experts that a rank holds: expert parallelism divides them, tensor parallelism does not."""
         return self.layers * self.shape.expert_parameters_per_layer / self.config.policy.expert_parallel
 
     @property
     def shared_parameters(self) -> float:
-        """The parameters of the policy, experts aside, that a rank of the largest pipeline stage holds."""
         shape, policy = self.shape, self.config.policy
         both_ends = policy.pipeline_parallel == 1 and not shape.tied
         embeddings = shape.embedding_parameters * (2 if both_ends else 1)
@@ -113,33 +101,25 @@ class Rank:
 
     @property
     def policy_parameters(self) -> float:
-        """The parameters of the policy that a rank of the largest pipeline stage holds."""
         return self.shared_parameters + self.expert_parameters
 
     @property
     def expert_data_parallel(self) -> int:
-        """The number of ranks that hold the same experts, among which their optimizer is divided."""
         policy = self.config.policy
         return max(self.data_parallel * policy.tensor_parallel // policy.expert_parallel, 1)
 
     @property
     def optimizer_parameters(self) -> float:
-        """The parameters whose masters and moments the distributed optimizer keeps on one rank."""
+        """Those whose masters and moments the distributed optimizer keeps on one rank."""
         return self.shared_parameters / self.data_parallel + self.expert_parameters / self.expert_data_parallel
 
     @cached_property
     def drafter_shape(self) -> ModelShape:
-        """The policy's shape with the attention heads of the drafter."""
         return with_source_heads(self.config, self.shape)
 
     @property
     def drafter_parameters(self) -> int:
-        """The parameters of the drafter.
-
-        With hidden size H, EAGLE-3 has a projection from all features, decoder layers, of which the first one's
-        attention reads 2 H, and a head over the draft vocabulary. A multi-token-prediction layer has a projection from
-        2 H, a layer like the policy's, and two or three more norms.
-        """
+        """Those of EAGLE-3, whose first layer's attention reads twice the hidden size, or of a layer of the policy."""
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
         if self.config.speculation.draft_method.is_policy_layer:
@@ -154,7 +134,6 @@ class Rank:
 
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
-    """Count what a rank's part of the policy needs in Megatron-core, trained or not, with FP8 linear layers or not."""
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     count, layout = rank.policy_parameters, rank.layout
     experts = f", EP {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
@@ -178,16 +157,13 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Count the activations of one micro-batch of `longest_micro_batch` tokens.
+    """Count the activations of the largest micro-batch.
 
     A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
-    tensor-parallel rank. Divided by their number are 2 (Q + KV) numbers for query, key, value and attention output
-    (with a QK norm 4), 3 F for the SwiGLU and, in training on a CPU, which has no fused backward pass
-    of attention, heads x longest sequence for the softmax. PyTorch's norms on a CPU keep what they have
-    normalised, and what they normalise, in float32. On a GPU a prompt's keys and values, 2 KV numbers, are kept once
-    for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
-    heads, F the width of the MLP, or of all experts of a token, each of which adds 2 H numbers; tensor-parallel ranks
-    then share the sequence, so that everything is divided.
+    tensor-parallel rank. Divided among them are 2 (Q + KV) numbers for query, key, value and attention output (with a
+    QK norm 4) and 3 F for the SwiGLU. On a GPU a prompt's keys and values are kept once for each of the responses that
+    share it. H is the hidden size, Q and KV the channels of all query and key heads, F the width of the MLP, or of all
+    experts of a token, each of which adds 2 H; then tensor-parallel ranks share the sequence: everything is divided.
 
     With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
     holds as many micro-batches as there are stages, so that the pipeline size cancels.
@@ -212,12 +188,12 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
     heads, with_norm = shape.query_size + shape.kv_size, 2 if shape.family.qk_norm else 0
     sharded = (2 + (with_norm if rank.gpu else 0)) * heads + 3 * shape.active_mlp_size
     norms = 0.0
-    if not rank.gpu:  # in float32 the input is there anyway
+    if not rank.gpu:  # PyTorch's norms keep output and input in float32, in which the input is there anyway
         inputs_and_outputs = 2 if rank.dtype_bytes < FP32 else 1
         norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads / config.policy.tensor_parallel)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
-    elif trainable:
+    elif trainable:  # no fused backward pass of attention: the softmax is kept
         sharded += shape.num_heads * config.model.max_length
     whole = 4 * shape.hidden_size
     if shape.num_experts:
@@ -228,14 +204,14 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
 
 
 def attention_scores(rank: Rank) -> float:
-    """Count the bytes of attention scores without a gradient: float32 before and after the softmax, then once more."""
+    """Count scores without a gradient: float32 before and after the softmax, then once more in the compute type."""
     heads = rank.shape.num_heads / rank.config.policy.tensor_parallel
     count = min(rank.longest_micro_batch * heads * rank.config.model.max_length, ATTENTION_SCORES)
     return count * (2 * FP32 + rank.dtype_bytes)
 
 
 def calibration_items(rank: Rank) -> list[MemoryItem]:
-    """Count Megatron's local layers, on GPUs too, and the log-probs to compare with, for sequences that are cut."""
+    """Count the policy with Megatron's local layers, on GPUs too, for sequences that are cut."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
     model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
@@ -249,7 +225,7 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
 
 
 def logits(rank: Rank) -> MemoryItem:
-    """Count all logits in the compute type, which their gradient overwrites, and two chunks in float32."""
+    """Count the logits of a micro-batch, which their gradient overwrites."""
     columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
     whole = rank.longest_micro_batch * columns
     how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
@@ -257,11 +233,9 @@ def logits(rank: Rank) -> MemoryItem:
 
 
 def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
-    """Count what training the drafter needs: the drafter, whole on every rank, and the features it learns from.
+    """Count the drafter, whole on every rank, and the features it learns from.
 
-    Args:
-        responses: The number of responses of all data-parallel ranks together, each at most `model.max_length` long.
-        pretraining: Whether it is trained in windows, before the RL steps.
+    `responses` are those of all data-parallel ranks together. In `pretraining` it learns in windows.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -288,12 +262,11 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
 
 
 def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
-    """Count one micro-batch of so many tokens of the drafter's training, with its weights and their gradients.
+    """Count one micro-batch of the drafter's training, with its weights and their gradients.
 
-    Every token holds features, norms, keys and values, and their gradients. The draft chains that are in memory hold,
-    for every step of the training-time test, the gradient of the logits, and for every layer norms in float32, the
-    inputs of matrix products and the attention's weights; to these come the temporaries of one step's forward and
-    backward pass. All layers but the last one hold as much as a step for every token, too.
+    Every token holds features, norms, keys and values, and their gradients. The draft chains in memory hold, for every
+    step of the training-time test, the gradient of the logits and what each layer keeps; to these come the temporaries
+    of one step. All layers but the last one hold as much as a step for every token, too.
     """
     shape, drafter, size = rank.drafter_shape, rank.config.drafter, rank.dtype_bytes
     hidden, steps = shape.hidden_size, drafter.ttt_steps
@@ -341,13 +314,11 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
 
 
 def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> list[MemoryItem]:
-    """Count what the vLLM engine needs without its KV cache; its head is a separate matrix, tied or not.
-
-    Without an FP8 recipe, in a stage that is not `calibrated`, it computes in the compute type.
-    """
+    """Count what vLLM needs without its KV cache; before the stage that calibrates it, it computes in no FP8."""
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
     linear = shape.num_layers * shape.linear_parameters_per_layer / parallel
+    # Tied or not, its head is a matrix of its own.
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
     fp8 = rank.gpu and calibrated and config.precision.generation == "fp8"
     saved = (size - 1) * linear if fp8 else 0.0
@@ -369,10 +340,7 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
 
 
 def default_engine_items(rank: Rank) -> list[MemoryItem]:
-    """Count vLLM's default engine in host memory: two processes and, on a CPU, weights and KV cache.
-
-    On GPUs that engine and the rank's own sleep in turn, and one of them always has its weights in host memory.
-    """
+    """Count vLLM's own engine: on GPUs, it or the rank's always sleeps, with its weights in host memory."""
     runtime = 2 * HOST_RUNTIME_GIB[rank.gpu] * GIB
     weights = sum(item.gib * GIB for item in engine_items(rank, speculate=False) if item.phase is None)
     cache = 0.0 if rank.gpu else rank.config.engine.kv_cache_gib * GIB
@@ -381,69 +349,38 @@ def default_engine_items(rank: Rank) -> list[MemoryItem]:
 
 
 def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
-    """Count the bytes of one token's keys and values in all layers on one rank, the drafter's, never in FP8, included.
-
-    A rank has at least one KV head, however many ranks there are. `calibrated` is as in `engine_items`.
-    """
+    """Count the keys and values of one token on one rank, the drafter's, which are never in FP8, included."""
     size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes
     method = rank.config.speculation.draft_method
     layers = rank.config.drafter.num_layers if not method.is_policy_layer else 1
     drafter = layers * rank.dtype_bytes if method.has_weights else 0
 
-    def channels(shape: ModelShape) -> float:
+    def channels(shape: ModelShape) -> float:  # of at least one head, however many ranks there are
         return max(shape.num_kv_heads / rank.config.engine.tensor_parallel, 1) * shape.head_dim
 
     return 2 * (rank.shape.num_layers * size * channels(rank.shape) + drafter * channels(rank.drafter_shape))
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Count what a refit holds beside the parameters: the tensors of a message, or those that the engine waits with.
+    """Count the largest tensor on its way, the embeddings, or those that the engine waits with.
 
     vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
-    its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters,
-    which take nothing.
+    its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters.
     """
     shape, layout, size = rank.shape, rank.layout, rank.dtype_bytes
-    peak = refit_cost(shape, layout, element_size=size).peak_bytes
+    vocabulary = vocabulary_bytes(shape, layout, size)
     if max(layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel) == 1:
-        return _item("refit buffer", peak, "tensors on their way, in parts and whole", "refit")
+        return _item("refit buffer", vocabulary, "tensors on their way", "refit")
     attention = shape.hidden_size * (shape.query_size + 2 * shape.kv_size)
     mlp = shape.expert_parameters_per_layer or 2 * shape.hidden_size * shape.intermediate_size
     module = max(attention, mlp) * size
     waiting = module + module / rank.config.engine.tensor_parallel + min(module, BUCKET_BYTES)
     how = f"tensors on their way, or a module of {module / GIB:.2f} GiB that the engine waits for"
-    return _item("refit buffer", max(peak, waiting), how, "refit")
-
-
-def rollout_bytes(rank: Rank, mean_tokens: float) -> tuple[float, float]:
-    """Count what a rank receives of a step's rollouts of so many tokens, and what it holds of them in host memory.
-
-    Its tokens and log-probs come to a rank that trains on them, at most all of its share, and pre-generated text to
-    where its prompt is answered.
-    """
-    config, ranks = rank.config, rank.config.resources_of("train").ranks
-    tokens = config.train.prompts_per_step * config.train.samples_per_prompt * mean_tokens / ranks
-    trained = tokens * config.policy.tensor_parallel * config.policy.pipeline_parallel
-    generated = tokens * config.engine.tensor_parallel
-    stored = generated * (PREGENERATED if config.bubbles.pregenerates else 0.0)
-    received = trained * (2 * FP32 + rank.route_bytes) + stored * FP32 if ranks > 1 else 0.0
-    held = generated * (GENERATED_BYTES + rank.route_bytes) + trained * (TRAINED_BYTES + rank.route_bytes)
-    return received, held + stored * LIST_BYTES + 2 * min(CHUNK_BYTES, received)
-
-
-def rollout_item(rank: Rank) -> MemoryItem:
-    """Count the host memory of a step's rollouts, if all of them have the full length."""
-    train = rank.config.train
-    how = f"{train.prompts_per_step * train.samples_per_prompt} of full length on all ranks"
-    return _item("rollouts of a step", rollout_bytes(rank, rank.config.model.max_length)[1], how)
+    return _item("refit buffer", max(vocabulary * (1 + 1 / layout.tensor_parallel), waiting), how, "refit")
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:
-    """Count the copies in host memory of what the stage trains.
-
-    A checkpoint is written from a copy of the rank's part of the optimizer and, on the first rank, of the drafter while
-    the next step runs. The guard of the drafter keeps its last good version on every rank.
-    """
+    """Count what a checkpoint is written from while the next step runs, and the last good drafter, on every rank."""
     how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
     if rank.config.speculation.draft_method.has_weights:

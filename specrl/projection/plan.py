@@ -12,15 +12,17 @@ from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
-from specrl.projection.disk import CheckpointPlan, checkpoint_plan
 from specrl.projection.fit import Fit, what_fits
-from specrl.projection.memory import GIB
-from specrl.projection.traffic import Speeds, Transfer, step_traffic
+from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
+from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
+
+BF16 = 2
+OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The job of one stage; all counts are of the whole job."""
+    """The job of one stage, with what all its nodes have together."""
 
     stage: StageName
     nodes: int
@@ -34,9 +36,17 @@ class PlannedJob:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The jobs of a run, the memory of their ranks, and what a step of training sends and stores."""
+class CheckpointPlan:
+    """One checkpoint: FP32 masters and moments of the policy and of the drafter, present and best state."""
 
+    gib: float
+    copy_s: float  # that a step waits until the state is copied to host memory
+    write_s: float  # until it is written, beside the next step
+    number: int  # on disk at the same time, the best one and one that is being written among them
+
+
+@dataclass(frozen=True)
+class Plan:
     name: str
     model: str
     shape: ModelShape
@@ -44,7 +54,7 @@ class Plan:
     budgets: tuple[Budget, ...]
     traffic: tuple[Transfer, ...]
     checkpoint: CheckpointPlan
-    speeds: Speeds
+    assumed: tuple[str, ...]  # about transfers and checkpoints
     algorithms: tuple[str, ...]  # with their options; what becomes of long prompts, and the reward
     notes: tuple[str, ...]  # about what will run, but perhaps more slowly than intended
 
@@ -52,11 +62,7 @@ class Plan:
 def plan(
     config: Config, queues: Mapping[StageName, str] | None = None, options: Mapping[StageName, str] | None = None
 ) -> Plan:
-    """Plan a run.
-
-    Args:
-        queues: Where the job of each stage waits, in the scheduler's words; the partitions by default.
-        options: The options with which the job of each stage is submitted, in the scheduler's words.
+    """Plan a run; `queues` and `options` of each stage are in the scheduler's words.
 
     Raises:
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
@@ -69,16 +75,15 @@ def plan(
         advice = what_fits(config, shape)
         raise ConfigError("\n".join([*fit.misfits, *([advice] if advice else [])]))
     trainer = rank_of(config, "train", shape)
-    speeds = Speeds.of(config, trainer.gpu)
     return Plan(
         name=config.name,
         model=config.model.source,
         shape=shape,
         jobs=tuple(_job(config, stage, queues or {}, options or {}) for stage in STAGES),
         budgets=tuple(fit.budgets),
-        traffic=tuple(step_traffic(trainer, speeds)),
-        checkpoint=checkpoint_plan(trainer, speeds),
-        speeds=speeds,
+        traffic=tuple(step_traffic(trainer)),
+        checkpoint=checkpoint_plan(trainer),
+        assumed=assumptions(config),
         algorithms=(
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
@@ -106,13 +111,29 @@ def _job(
 
 
 def device_bytes(config: Config, stage: StageName) -> int:
-    """Count the memory that a rank needs on its GPU apart from the engine's share, which is a part of the GPU's own.
-
-    It is 0 without a GPU, and where the model's shape is not known.
-    """
+    """Count what a rank needs on its GPU beside the engine; 0 without a GPU, or where the shape is not known."""
     try:
         shape = model_shape(config.model)
     except ConfigError:
         return 0
     budgets = stage_budgets(stage, rank_of(config, stage, shape))
     return sum(round(budget.needed_gib * GIB) for budget in budgets if budget.place == "GPU, trainer")
+
+
+def checkpoint_plan(rank: Rank) -> CheckpointPlan:
+    drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
+    size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
+    copy_s = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS / GB / HOST_GB_PER_S
+    return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
+
+
+def most_checkpoints(config: Config) -> int:
+    train = config.train
+    number = train.keep_checkpoints + 1 + (1 if config.validate_.every else 0)
+    return number + (train.num_steps // train.keep_every if train.keep_every else 0)
+
+
+def disk_bytes(config: Config, shape: ModelShape | None) -> int:
+    """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
+    parameters = shape.parameters if shape is not None else 0
+    return parameters * (3 * BF16 + most_checkpoints(config) * MASTER_AND_MOMENTS) + OTHER_BYTES

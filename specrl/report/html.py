@@ -98,7 +98,6 @@ def _result_charts(run_dir: Path) -> list[Chart]:
 
 
 def _bubble_charts(steps_dir: Path) -> list[Chart]:
-    """Return Gantt charts of the first, the middle and the last step, and a chart of how much idle time was used."""
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
     if max((len(record.get("ranks", [])) for record in records), default=0) < 2:  # restarts may change their number
         return []

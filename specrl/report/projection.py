@@ -48,14 +48,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
             print_line(console, f"{job.stage}: {job.options}")
     for place in dict.fromkeys(budget.place for budget in plan.budgets):
         _print_place(console, place, [budget for budget in plan.budgets if budget.place == place])
-    _print_traffic(console, plan)
-    checkpoint = plan.checkpoint
-    print_line(
-        console,
-        f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
-        f"in {checkpoint.write_s:.0f} s beside the next; at most {checkpoint.number} at a time",
-    )
-    print_line(console, "assumed: " + "; ".join(plan.speeds.lines))
+    if any(job.gpus for job in plan.jobs):
+        _print_traffic(console, plan)
     for note in plan.notes:
         print_line(console, f"note: {note}")
 
@@ -81,18 +75,22 @@ def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
 
 
 def _print_traffic(console: Console, plan: Plan) -> None:
-    rows: list[tuple[str, ...]] = []
-    for item in plan.traffic:
-        numbers = (item.inside_gib, item.network_gib, item.seconds(plan.speeds))
-        rows.append((item.name, *(f"{number:.2f}" for number in numbers), item.how))
-    sums = (
-        sum(item.inside_gib for item in plan.traffic),
-        sum(item.network_gib for item in plan.traffic),
-        sum(item.seconds(plan.speeds) for item in plan.traffic),
-    )
-    rows.append(("all", *(f"{number:.2f}" for number in sums), "for one rank"))
+    numbers = [(item.inside_gib, item.network_gib, item.seconds) for item in plan.traffic]
+    sums = [sum(column) for column in zip((0.0, 0.0, 0.0), *numbers, strict=True)]
+    names = [(item.name, item.how) for item in plan.traffic]
+    rows = [
+        (name, *(f"{number:.2f}" for number in row), how)
+        for (name, how), row in zip([*names, ("all", "for one rank")], [*numbers, sums], strict=True)
+    ]
     columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
     print_table(console, "Received by one rank in a step of training", columns, rows)
+    checkpoint = plan.checkpoint
+    print_line(
+        console,
+        f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
+        f"in {checkpoint.write_s:.0f} s beside the next; at most {checkpoint.number} at a time",
+    )
+    print_line(console, "assumed: " + "; ".join(plan.assumed))
 
 
 def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:

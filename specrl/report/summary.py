@@ -104,7 +104,6 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
 
 
 def _events(stages: Mapping[str, StageRecord]) -> list[dict[str, Any]]:
-    """Return the events of all stages, in the order of time: changes of settings, restarts, and what went wrong."""
     found = [
         {"stage": name, **asdict(event)} for name, stage in stages.items() for event in read_events(stage.stage_dir)
     ]
@@ -116,7 +115,6 @@ def _pick(result: PrepareResult | TrainResult | ValidateResult | ExportResult, *
 
 
 def _validation(validation: ValidateResult | None, curve: Sequence[SetScore]) -> dict[str, Any] | None:
-    """Return what `validate` measured and the curve of training; None where there is neither."""
     if validation is None and not curve:
         return None
     names = ("accuracy_before", "accuracy_after", "num_prompts", "exactness")
@@ -196,7 +194,6 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
 
 
 def _change_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what was changed while the run went on."""
     changed = [event for event in summary["events"] if event["kind"] in CHANGES]
     return [(f"from step {event['step']} on", event["text"]) for event in changed]
 
@@ -211,7 +208,6 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Return the accuracy on each of the held-out sets after the first, before and after training."""
     if validation is None:
         return []
     pairs = zip(validation.before[1:], validation.after[1:], strict=False)  # of another version, perhaps
@@ -225,7 +221,6 @@ def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
 
 
 def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:
-    """Return the best of the policies that were validated, and why training ended early, where that is so."""
     if train is None:
         return []
     early = [("training", f"ended early: {train.stopped_early}")] if train.stopped_early else []
@@ -237,7 +232,6 @@ def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:
 
 
 def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return what the exactness tests found: speculation may change nothing but near-ties."""
     if not exactness:
         return []
     cells = exactness.get("num_cells")  # results of earlier versions have none
@@ -293,7 +287,6 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return what drafts gained in training by the controller's own trials, if it had any."""
     if not estimate:
         return []
     ratios = f"generation {estimate['generation']:.2f}x, step {estimate['step']:.2f}x"
@@ -315,7 +308,6 @@ def _precision_words(precision: Mapping[str, Any]) -> str:
 
 
 def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Return the acceptance, and each matched pair with its range, which shows whether a ratio differs from 1."""
     speculation = summary["speculation"]
     if not speculation or speculation["method"] == "none":
         return []
@@ -336,7 +328,6 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
 
 
 def _text_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Return the text that the matched pairs drafted from, for methods that draft from text."""
     if validation is None or validation.text is None:
         return []
     text = validation.text
@@ -346,7 +337,6 @@ def _text_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
 
 
 def _source_rows(pair: SpeedPair, validation: ValidateResult | None) -> list[tuple[str, str]]:
-    """Return the share of each source of drafts in the tokens of a matched pair, for methods that draft from text."""
     if validation is None or validation.text is None:
         return []
     shares = sorted(pair.token_share.items(), key=lambda item: -item[1])
@@ -355,7 +345,6 @@ def _source_rows(pair: SpeedPair, validation: ValidateResult | None) -> list[tup
 
 
 def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:
-    """Return the row of a matched pair against vLLM as it comes, where that was measured."""
     if pair.default is None:
         return []
     default = pair.default
@@ -367,7 +356,6 @@ def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:
 
 
 def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:
-    """Return a stage's job and, where it was started more than once, why each time it ended."""
     if segments is None or segments["number"] < 2:
         return job_id
     return f"{job_id} ({segments['number']} times: {', '.join(reason or 'running' for reason in segments['reasons'])})"

@@ -7,7 +7,7 @@ import pytest
 from specrl.models.buckets import BUCKET_BYTES, buckets
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import KNOWN_SHAPES, ModelShape
-from specrl.projection.refit import Layout, Links, refit_cost
+from specrl.projection.refit import Layout, refit_cost
 
 EXPERTS = ModelShape(FAMILIES["qwen3"], 96, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536)
 """A Qwen3-235B-A22B with two layers more, which four stages divide."""
@@ -16,9 +16,9 @@ EXPERTS = ModelShape(FAMILIES["qwen3"], 96, 4096, 12288, 64, 4, 128, 151936, Fal
 @pytest.mark.parametrize(
     ("shape", "layout", "seconds"),
     [
-        (KNOWN_SHAPES["Qwen/Qwen3-8B"], Layout(4), 0.035),
-        (KNOWN_SHAPES["Qwen/Qwen3-32B"], Layout(8, 2), 0.32),
-        (EXPERTS, Layout(8, 4, 8), 2.4),
+        (KNOWN_SHAPES["Qwen/Qwen3-8B"], Layout(4), 0.027),
+        (KNOWN_SHAPES["Qwen/Qwen3-32B"], Layout(8, 2), 0.29),
+        (EXPERTS, Layout(8, 4, 8), 2.14),
     ],
     ids=["8B", "32B", "235B"],
 )
@@ -30,14 +30,12 @@ def test_a_gpu_receives_its_part_over_the_network_and_the_rest_inside_its_node(
     assert cost.sent_bytes == pytest.approx(model / ranks if stages > 1 else 0, rel=0.01)
     assert cost.stage_bytes == pytest.approx(model / ranks * (1 - 1 / stages), rel=0.12)
     assert cost.rank_bytes == pytest.approx(model * (1 - 1 / ranks), rel=0.01)
-    assert cost.messages < 20 * 3 * shape.num_layers
-    assert cost.peak_bytes <= max(2 * shape.parameters_per_layer, 2 * 1.3 * shape.embedding_parameters)
-    assert cost.seconds(Links(), spans_nodes=True) == pytest.approx(seconds, rel=0.1)
+    assert cost.seconds(between_stages=50e9, inside=450e9) == pytest.approx(seconds, rel=0.02)
 
 
 def test_one_rank_sends_nothing() -> None:
     cost = refit_cost(KNOWN_SHAPES["Qwen/Qwen3-8B"], Layout())
-    assert (cost.stage_bytes, cost.rank_bytes, cost.messages) == (0, 0, 0)
+    assert (cost.stage_bytes, cost.rank_bytes, cost.sent_bytes) == (0, 0, 0)
 
 
 def test_small_tensors_travel_together_and_large_ones_alone() -> None:

@@ -25,8 +25,7 @@ from specrl.projection.simulator.workload import Lengths, Responses, Workload
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,
 as published for an EAGLE-3 drafter that was trained on the task."""
-MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
-"""The assumed median response length, as a share of the limit, and the standard deviation of its logarithm."""
+MEDIAN_SHARE, SPREAD = 1 / 6, 0.9  # of response lengths: the median as a share of the limit; of the logarithm
 MEASURED_K = 3
 """The most drafts at which the simulator agrees with measurements: beyond, it predicts gains where losses were
 published (`published.py`), so that no advice is built on them."""
@@ -34,8 +33,6 @@ published (`published.py`), so that no advice is built on them."""
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of generating, and what it takes."""
-
     name: str
     speculation: Speculation
     time: StepTime
@@ -44,11 +41,7 @@ class Choice:
 
 
 def hardware_of(config: Config, name: str | None) -> Hardware:
-    """Find the GPU of a name, or else the one whose memory is nearest to what the train stage asks for.
-
-    Raises:
-        ConfigError: The name is unknown, or there is none and the train stage asks for no GPU.
-    """
+    """Find the GPU of a name, or else the one whose memory is nearest to what the train stage asks for."""
     resources = config.resources_of("train")
     if name is None and not resources.gpus_per_rank:
         raise ConfigError(
@@ -64,15 +57,7 @@ def hardware_of(config: Config, name: str | None) -> Hardware:
 def model_of(
     config: Config, hardware: Hardware, responses: Responses | None = None, gpus: int | None = None
 ) -> StepModel:
-    """Make the simulated run of a configuration.
-
-    Args:
-        responses: By default log-normal lengths with a sixth of the limit as their median.
-        gpus: By default the ranks of the train stage.
-
-    Raises:
-        ConfigError: The GPUs do not make whole engines.
-    """
+    """Make the simulated run of a configuration, by default with log-normal lengths and the train stage's ranks."""
     limit, policy = config.sampling.max_response_tokens, config.policy
     parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
     gpus = gpus or config.resources_of("train").ranks
@@ -100,11 +85,7 @@ def model_of(
 
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
-    """Simulate no speculation, every k up to the longest, and each use of idle time without drafts and with the best k.
-
-    Args:
-        rates: As in `acceptance_length`.
-    """
+    """Simulate every k, and each use of idle time without drafts and with the best k."""
     plain = model.synchronous(Speculation())
 
     def choice(name: str, speculation: Speculation) -> Choice:
@@ -121,7 +102,6 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
 
 
 def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
-    """Say what the simulation of a configuration assumes, a line for each."""
     responses = model.workload.prompts * model.workload.samples
     lines = [
         f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",

@@ -32,7 +32,7 @@ class EngineModel:
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def at(self, running: int, generated: float) -> float:
-        """Compute the seconds of an iteration of `running` requests with so many generated tokens on average."""
+        """Compute the seconds of an iteration of `running` requests with that mean of generated tokens."""
         rows = running * (self.k + 1)
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
@@ -78,17 +78,14 @@ class EngineModel:
 
     @cached_property
     def _drafter_parameters(self) -> float:
-        """The weights of an EAGLE-3 drafter without its embeddings: see `memory.Rank.drafter_parameters`."""
+        # Of EAGLE-3: see `memory.Rank.drafter_parameters`.
         shape, hidden = self.shape, self.shape.hidden_size
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
     def _drafting_s(self, running: int, context: float) -> float:
-        """Compute the seconds of the drafter's passes and of its products for the positions that were verified.
-
-        There are k passes of one position of each request, or one of k positions. That one reads weights and cache
-        once, and has as many products as k passes.
-        """
+        # k passes of one position of each request, or one of k positions, which reads weights and cache once; then the
+        # products for the positions that were verified.
         passes, positions = (1, self.k) if self.parallel else (self.k, 1)
         parameters = self._drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16

@@ -18,10 +18,7 @@ from specrl.data.dealing import piece
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """How fast an engine decodes, and how it divides its idle time."""
-
-    iteration_s: Callable[[int, float], float]
-    """The seconds of an iteration, by the number of running requests and the mean number of their tokens so far."""
+    iteration_s: Callable[[int, float], float]  # by the number of running requests and the mean of their tokens so far
     replayed_tokens: float  # per request and iteration along stored text
     pregeneration_share: float = 0.9  # of a bubble, with `both`: as the engine begins
 
@@ -37,27 +34,21 @@ class SimulatedResponse:
     sample: int = 0  # among the responses to its prompt
 
     def iterations(self, stored: float, replayed_tokens: float) -> float:
-        """Count its iterations with so many tokens of stored text."""
         followed = min(stored, self.length)
         return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
 
 
 @dataclass
 class GenerationTime:
-    """One step's generation."""
-
     seconds: float  # until the slowest engine has finished
     idle_s: float  # that engines wait for the slowest one, summed over engines
     used_s: float  # of `idle_s`, put to use
     iterations: float  # of the engine that needs most
-    stored: dict[tuple[int, int], float] = field(default_factory=dict)
-    """The number of pre-generated tokens of each of the next step's responses, by (prompt, sample)."""
+    stored: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens for the next step, by (prompt, sample)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What one engine has decoded."""
-
     seconds: float
     iterations: float
     tokens: list[float]  # of each response at the end
@@ -70,12 +61,9 @@ def decode(
     most_running: int,
     limit: float = float("inf"),
 ) -> Decoding:
-    """Decode responses together on one engine.
+    """Decode responses together on one engine, at most `most_running` at once and for `limit` seconds.
 
-    Args:
-        stored: The number of tokens of stored text that each response has to follow.
-        most_running: The largest number of responses that run at once, `engine.max_num_seqs`.
-        limit: The seconds after which decoding stops.
+    `stored` are the tokens of stored text that each response has to follow.
     """
     needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
     paces = [item.length / need for item, need in zip(responses, needs, strict=True)]
@@ -107,13 +95,7 @@ def decode(
 def simulate(
     steps: Sequence[Sequence[Sequence[SimulatedResponse]]], speed: DecodingSpeed, use: BubbleUse, most_running: int
 ) -> list[GenerationTime]:
-    """Simulate the generation of consecutive steps.
-
-    Args:
-        steps: The responses of each step and engine; those to the same prompt are adjacent.
-        use: `bubbles.use`.
-        most_running: The largest number of responses that run at once on an engine, `engine.max_num_seqs`.
-    """
+    """Simulate the generation of consecutive steps, with the responses of each engine, those to a prompt adjacent."""
     times: list[GenerationTime] = []
     stored: dict[tuple[int, int], float] = {}
     for number, shares in enumerate(steps):

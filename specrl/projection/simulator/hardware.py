@@ -53,7 +53,6 @@ class Efficiency:
     expert_mfu: float = 0.053  # the same with experts: so that generation has its published share at 235B
 
     def lines(self) -> list[str]:
-        """Say what is assumed, a line for each."""
         return [
             f"the engine's products reach {self.flops:.0%} of the peak and its reads {self.bandwidth:.0%} of the "
             "bandwidth; they overlap in part (root of the sum of squares)",

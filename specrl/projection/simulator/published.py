@@ -23,42 +23,32 @@ from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import Speculation, StepModel, StepTime
 from specrl.projection.simulator.workload import Lengths, Workload
 
-LOGPROB_PASSES = 2
-"""The forward passes beside the update, for the log-probs of the policy and of the reference."""
+LOGPROB_PASSES = 2  # beside the update: of the policy and of the reference
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published figure beside the simulated one."""
-
     setting: str
     quantity: str
     published: float
-    predicted: float | None
-    """None where too little of the setting is known to simulate it."""
-    chosen_on: bool
-    """Whether constants of the simulator were chosen on this row, so that agreement with it proves nothing."""
-    k: int | None
-    """The drafts of each request and iteration; None where it is not known."""
+    predicted: float | None  # None where too little of the setting is known to simulate it
+    chosen_on: bool  # whether constants of the simulator were, so that agreement with it proves nothing
+    k: int | None  # None where it is not known
 
     @property
     def ratio(self) -> float | None:
-        """The predicted figure as a multiple of the published one."""
         return None if self.predicted is None else self.predicted / self.published
 
     def as_json(self) -> dict[str, Any]:
-        """Give all fields and the ratio."""
         return {**asdict(self), "ratio": self.ratio}
 
 
 def qwen3_8b(lengths: Lengths) -> StepModel:
-    """Make the measured run of Qwen3-8B on 32 GB200 in BF16, with an engine on each GPU."""
     engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["GB200"])
     return StepModel(engine, 32, Workload(512, 16, lengths), logprob_passes=LOGPROB_PASSES)
 
 
 def qwen3_235b(gpus: int) -> StepModel:
-    """Make the projected run of Qwen3-235B-A22B in FP8, with an engine on 64 GPUs of an NVLink domain."""
     engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
     workload = Workload(256, 16, Lengths(3000, 0.8, 32768))
     return StepModel(engine, gpus, workload, logprob_passes=LOGPROB_PASSES, layout=Layout(4, 2, 32))
@@ -94,7 +84,6 @@ def published_rows() -> list[PublishedRow]:
 
 
 def mean_error(rows: Sequence[PublishedRow], k: tuple[int, ...] = (3, 5, 7)) -> float:
-    """Average the relative errors, without their signs, of the rows with those k on which nothing was chosen."""
     return fmean(abs(row.ratio - 1) for row in rows if row.ratio is not None and not row.chosen_on and row.k in k)
 
 

@@ -11,19 +11,15 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from specrl.config.rollout import BubbleUse
-from specrl.projection.refit import Layout, Links, refit_cost
+from specrl.projection.refit import Layout, refit_cost
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, simulate
 from specrl.projection.simulator.workload import Workload, dealt
 
-STEPS = 3
-"""The number of steps that are simulated."""
-DIVISIONS = 8
-"""In a run with a lag, an eighth of the GPUs is the smallest share that is tried for generation."""
+STEPS = 3  # that are simulated
+DIVISIONS = 8  # with a lag, an eighth of the GPUs is the smallest share that is tried for generation
 LONGEST_K = 7
-"""The largest number of drafts that is simulated, unless the drafter has learned fewer positions."""
-REPLAYED_TOKENS = 6.0
-"""Tokens per iteration along pre-generated text, as measured at k = 7 (0.17 decoding steps per token)."""
+REPLAYED_TOKENS = 6.0  # an iteration along pre-generated text: 0.17 decoding steps per token, measured at k = 7
 
 
 @dataclass(frozen=True)
@@ -36,11 +32,9 @@ class Speculation:
 
 
 def acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Add up the tokens of a request per iteration with k drafts.
+    """Add up the tokens per iteration with k drafts, of which at position 1, 2, ... such shares are accepted.
 
-    Args:
-        rates: The share of drafts whose token at position 1, 2, ... is accepted. Beyond the last one the rates go on
-            falling by the factor between the last two.
+    Beyond the last one the rates go on falling by the factor between the last two.
     """
     known = list(rates[:k])
     factor = rates[-1] / rates[-2] if len(rates) > 1 else rates[-1]
@@ -51,7 +45,7 @@ def acceptance_length(rates: Sequence[float], k: int) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step, part by part."""
+    """The seconds of a step and its parts."""
 
     generation: float
     idle_share: float  # of the engines' time in generation
@@ -64,8 +58,6 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A run whose steps are simulated."""
-
     engine: EngineModel
     gpus: int  # of all engines and the trainer
     workload: Workload
@@ -77,14 +69,12 @@ class StepModel:
     seed: int = 0
 
     def synchronous(self, speculation: Speculation) -> StepTime:
-        """Compute the mean time of a step in which all GPUs generate and then train."""
         return self._step(speculation, self.gpus)
 
     def lagged(self, speculation: Speculation, lag: int) -> StepTime:
-        """Compute the mean time of a step in which the policy may be `lag` steps older than the one that is trained.
+        """Divide the GPUs among generation and training so that the step is shortest.
 
-        Some GPUs generate only and the others train only, in the division that makes the step shortest. The responses
-        of `lag` steps are generated together.
+        The policy that generates may be `lag` steps older, whose responses are generated together.
         """
         assert lag >= 1
         engines = self.gpus // self.engine.gpus
@@ -100,12 +90,7 @@ class StepModel:
         return StepTime(generation, idle, used, logprob, update, refit, busy + refit + self.other_s)
 
     def generation(self, speculation: Speculation, gpus: int, together: int = 1) -> tuple[float, float, float]:
-        """Compute the seconds of a step's generation, the share of idle time, and how much of that is used.
-
-        Args:
-            gpus: The number of GPUs that generate.
-            together: The number of steps whose responses are generated at the same time.
-        """
+        """Compute the seconds of a step's generation, the share of idle time, and how much of that is used."""
         engines, pace = max(1, gpus // self.engine.gpus), speculation.acceptance_length
         drawn = self.workload.draw(STEPS * together, self.seed)
         batches = [list(chain(*drawn[first : first + together])) for first in range(0, len(drawn), together)]
@@ -123,6 +108,6 @@ class StepModel:
         tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
         mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
         forward = 2 * shape.active_parameters * tokens / (gpus * hardware.bf16_flops * mfu)
-        links = Links(hardware.network_bandwidth, hardware.link_bandwidth)
-        refit = refit_cost(shape, self.layout).seconds(links, spans_nodes=self.layout.pipeline_parallel > 1)
+        cost = refit_cost(shape, self.layout)
+        refit = cost.seconds(between_stages=hardware.network_bandwidth, inside=hardware.link_bandwidth)
         return self.logprob_passes * forward, 3 * forward, refit

@@ -16,15 +16,12 @@ from specrl.data.dealing import deal_longest_first
 from specrl.projection.simulator.generation import SimulatedResponse
 from specrl.schemas import read_folder
 
-LONGEST = 16
-"""The last position whose acceptance is read of a run."""
+LONGEST = 16  # position whose acceptance is read of a run
 
 
 class Drawn(NamedTuple):
-    """One response; `gain` is what is accepted of its drafts per iteration, relative to all responses."""
-
     tokens: int
-    gain: float = 1.0
+    gain: float = 1.0  # what is accepted of its drafts per iteration, relative to all responses
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class Lengths:
     alike: float = 0.5  # the share of the logarithm's variance that is between prompts
 
     def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
-        """Draw the responses to each prompt, all drafted equally well."""
         common = math.sqrt(self.alike) * generator.standard_normal((prompts, 1))
         own = math.sqrt(1 - self.alike) * generator.standard_normal((prompts, samples))
         drawn = np.clip((self.median * np.exp(self.spread * (common + own))).round(), 1, self.limit).astype(int)
@@ -57,11 +53,7 @@ class MeasuredRun:
 
     @classmethod
     def read(cls, steps_dir: Path, rollouts_dir: Path) -> MeasuredRun:
-        """Read a run from the records of its steps and from its rollouts.
-
-        Raises:
-            ValueError: The folder has no steps.
-        """
+        """Read the records of a run's steps and its rollouts; raise `ValueError` if there are none."""
         records = [json.loads(path.read_text())["metrics"] for path in sorted(steps_dir.glob("step=*.json"))]
         rows = list(read_folder(rollouts_dir))
         if not records or not rows:
@@ -82,7 +74,7 @@ class MeasuredRun:
         )
 
     def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
-        """Draw measured prompts, and as many responses of each as are asked for, again and again if it has fewer."""
+        # A prompt with fewer responses than are asked for gives them again and again.
         chosen = generator.integers(len(self.groups), size=prompts)
         return [[group[i % len(group)] for i in range(samples)] for group in (self.groups[i] for i in chosen)]
 
@@ -96,25 +88,19 @@ Responses = Lengths | MeasuredRun
 
 @dataclass(frozen=True)
 class Workload:
-    """The responses of a step."""
-
     prompts: int
     samples: int  # of each prompt
     lengths: Responses
 
     def draw(self, steps: int, seed: int) -> list[list[list[Drawn]]]:
-        """Draw the responses of each step and prompt; the same seed draws the same."""
         generator = np.random.default_rng(seed)
         return [self.lengths.draw(self.prompts, self.samples, generator) for _ in range(steps)]
 
 
 def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) -> list[list[SimulatedResponse]]:
-    """Deal prompts to engines as training does, with the typical length of all responses expected of each.
+    """Deal prompts to engines as training does, with the typical length expected of each.
 
-    Args:
-        groups: The responses to each prompt.
-        k: The number of drafts.
-        pace: The mean tokens of a response per iteration.
+    `pace` is the mean of the tokens of a response per iteration with k drafts.
     """
     expected = fmean(item.tokens for group in groups for item in group)
     shares = deal_longest_first([expected] * len(groups), engines, room=-(-len(groups) // engines))
