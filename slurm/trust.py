@@ -122,7 +122,7 @@ def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
                 f"note: members of group {name} can write to {path} and put another folder in the place of {run_dir}; "
                 f'cluster.trusted_groups = ["{name}"] says that they are trusted'
             )
-    return notes
+    return list(dict.fromkeys(notes))  # a path may lead through a folder twice
 
 
 def _places(run_dir: Path) -> list[Path]:

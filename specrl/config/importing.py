@@ -28,6 +28,6 @@ def import_function(key: str, path: str) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the module is a user's, and may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # the module is a user's, and may fail in any way while it is imported
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f'{key} = "{path}" cannot be imported: {reason}') from error

@@ -26,10 +26,19 @@ LINE_CHARACTERS = "\n\t"
 ENVIRONMENT_FILE = "put it into a file that only you can read, as NAME=VALUE, and name that: cluster.environment_file"
 
 SECRET_NAME = re.compile(
-    r".*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)|.+_(?:KEY|PWD|PASS)|(?:.+_)?CREDENTIALS?", re.IGNORECASE
+    r".*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|SSHPASS)|.+_(?:KEY|PWD|PASS)|(?:.+_)?CREDENTIALS?",
+    re.IGNORECASE,
 )
 """Names of variables and settings that hold secrets: HF_TOKEN, PGPASSWORD, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
-ASSIGNMENT = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(?=[\"']?[^\s\"'$`;&|])")
+_NO_SECRET = r"(?:~|\.{1,2})?/[\w.@%:,/-]*|\d{1,5}|(?i:true|false|yes|no|on|off)"
+"""The path of a file, a small number, or a switch: MASTER_KEY=~/.ssh/key, PAD_TOKEN=0."""
+_END = r"[\"']?(?:[\s;&|)]|$)"
+_TEXT = r"[\"']?(?:[^\s\"'$`;&|]|\$\{\w+:?[-=+][^\s}$`])|\$'"
+"""The beginning of a value that is text, or of the text that `${NAME:-text}` falls back on."""
+_STANDS_THERE = rf"(?![\"']?(?:{_NO_SECRET}){_END})(?={_TEXT})"
+ASSIGNMENT = re.compile(
+    rf"(?<![\w$])([A-Za-z_]\w*)\+?={_STANDS_THERE}|\b(?:setenv|set)(?: +-\w+)* +([A-Za-z_]\w*) +{_STANDS_THERE}"
+)
 """A variable of a shell that is given a value which stands there, and not one that another variable or program has."""
 OPTION = re.compile(r"--?(?:[\w-]*-)?(?:token|secret|password|passwd|passphrase|api-?key)[= ]+(?=[\"']?[^\s\"'$`;&|-])")
 SECRET = re.compile(
@@ -45,6 +54,9 @@ SECRET = re.compile(
     r")"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|(?i:authorization: *(?:basic|bearer|token) +)(?=[^\s\"'$`])"
+    r"|\bwandb +login +(?:-\S+ +)*(?=[0-9a-f]{16})"
+    r"|\bcurl\b.* (?:-u|--user)[ =]*(?=[\"']?[^\s\"'$:]+:[^\s\"'$])"
+    r"|\blogin +\S+ +password +(?=[^\s\"'$`])"  # .netrc
 )
 """Secrets that are known by their form, wherever they stand."""
 IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|https?://[^\s/@:$]+@")
@@ -106,7 +118,7 @@ def shown(text: str) -> str:
 def secret_name(line: str) -> str | None:
     """Return the name of the secret in a line of a shell or a word of a command, or None where none is seen."""
     if (named := next(_secret_assignments(line), None)) is not None:
-        return named[1]
+        return named[1] or named[2]
     if (option := OPTION.search(line)) is not None:
         return option[0].rstrip("= ")
     return "a token, a key or a password" if SECRET.search(line) or IN_ADDRESS.search(line) else None
@@ -122,7 +134,7 @@ def redacted(text: str) -> str:
 
 def _secret_assignments(text: str) -> Iterator[re.Match[str]]:
     for found in ASSIGNMENT.finditer(text):
-        if SECRET_NAME.fullmatch(found[1]):
+        if SECRET_NAME.fullmatch(found[1] or found[2]):
             yield found
 
 

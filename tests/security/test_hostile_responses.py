@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -144,6 +145,7 @@ def test_right_answers_keep_the_score_of_the_library(
     [
         ("countdown", "({0})"),
         ("countdown", "+({0}) "),
+        ("countdown", "{0}."),
         ("puzzle24", "(({0}))"),
         ("polynomial_multiplication", "2*({0})/2"),
         ("polynomial_multiplication", "({0}) + 0**3"),
@@ -155,6 +157,30 @@ def test_right_answers_may_be_any_expression(name: str, spelled: str) -> None:
     generator = make_generator(GeneratorConfig(name=name))
     problem = next(iter(generator.problems(3)))
     assert generator.score("Answer: " + spelled.format(problem.answer), problem.answer, problem.entry) == 1.0
+
+
+@pytest.mark.parametrize("constant", ["c", "K", "C1", "C_1", "constant"])
+def test_the_constant_of_integration_may_have_any_name(constant: str) -> None:
+    problem = problem_of("simple_integration")
+    spelled = problem.answer.replace("C", constant)
+    generator = make_generator(GeneratorConfig(name="simple_integration"))
+    assert generator.score(f"Answer: {spelled}", problem.answer, problem.entry) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("complex_arithmetic", "nan"),
+        ("complex_arithmetic", "1 + NaNi"),
+        ("number_sorting", re.sub(r"-?\d+(?:\.\d+)?", "nan", problem_of("number_sorting").answer)),
+        ("number_sorting", re.sub(r"'-?\d+(?:\.\d+)?'", "NaN", problem_of("number_sorting").answer)),
+        ("game_of_life_halting", "anything"),
+    ],
+)
+def test_what_a_scorer_wrongly_takes_for_right_counts_as_wrong(name: str, answer: str) -> None:
+    problem, generator = problem_of(name), make_generator(GeneratorConfig(name=name))
+    assert generator.score(f"Answer: {answer}", problem.answer, problem.entry) == 0.0
+    assert generator.score(f"Answer: {problem.answer}", problem.answer, problem.entry) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -482,6 +508,33 @@ def test_the_command_scores_as_a_run_does(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "right").write_text(f"Answer: {found['answer']}")
     assert invoke([*command, str(tmp_path / "right"), "--problem", "1"]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("import sys; sys.exit(0)", 2),
+        ("import os; os._exit(0)", 2),
+        ("print('loaded', flush=True)\ndef score(*texts): return 0.5", 0),
+    ],
+)
+def test_the_command_imports_a_reward_in_its_sandbox_alone(
+    module: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tried_reward.py").write_text(module)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(8)))
+    (tmp_path / "c.toml").write_text(
+        'name = "x"\n[data]\nsource = "file"\npath = "rows.jsonl"\nreward = "tried_reward:score"\n'
+    )
+    assert invoke(["reward", "c.toml", "--response", "c.toml", "--json", "-"]) == code
+    shown = capfd.readouterr()
+    if code:
+        assert "data.reward = 'tried_reward:score'" in shown.err.replace('"', "'") and shown.err.count("\n") == 1
+    else:
+        assert json.loads(shown.out)["score"] == 0.5 and "loaded" in shown.err
+    assert "tried_reward" not in sys.modules
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"9" * 20_000_000, None])

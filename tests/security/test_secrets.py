@@ -14,7 +14,7 @@ import pytest
 from flows.cli import EXIT_USAGE, invoke
 from flows.folder import write_config
 from slurm.backend import JobError
-from slurm.environment import ROOT, job_environment
+from slurm.environment import ROOT, job_environment, snapshot_code
 from slurm.environment_file import read_environment_file
 from slurm.sbatch import describe
 from slurm.slurm_backend import _outside_jobs
@@ -80,7 +80,7 @@ def test_a_rank_has_the_variables_of_the_file_and_nothing_is_recorded(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     context = make_context()
-    job = attach_or_submit(context, "tests.security.test_secrets:main", ROOT)
+    job = attach_or_submit(context, "tests.security.test_secrets:main", snapshot_code(context.config.run_dir))
     assert job is not None
     wait(job, context, lambda state, progress: None)
     seen = json.loads((context.stage_dir / "seen.json").read_text())
@@ -99,7 +99,7 @@ def test_a_file_that_is_open_to_others_ends_the_job_with_one_line(
 ) -> None:
     secrets.chmod(0o640)
     context = make_context()
-    job = attach_or_submit(context, "tests.security.test_secrets:main", ROOT)
+    job = attach_or_submit(context, "tests.security.test_secrets:main", snapshot_code(context.config.run_dir))
     assert job is not None
     with pytest.raises(JobError) as failed:
         wait(job, context, lambda state, progress: None)
@@ -188,6 +188,15 @@ SECRETS = (
     f"wandb login --token {VALUE}",
     f"mysql --password={VALUE}",
     f"curl -H 'Authorization: Bearer {VALUE}' x",
+    f"curl -s -u user:{VALUE} x",
+    f"export XYZ_TOKEN=$'{VALUE}'",
+    f"export XYZ_TOKEN=${{XYZ_TOKEN:-{VALUE}}}",
+    f"export XYZ_TOKEN+={VALUE}",
+    f"setenv XYZ_TOKEN {VALUE}",
+    f"aws configure set aws_secret_access_key {VALUE}",
+    f"export SSHPASS={VALUE}",
+    f"echo machine example.org login user password {VALUE} > ~/.netrc",
+    "wandb login --relogin 0123456789abcdefghijklmnop",
 )
 HARMLESS = (
     "module load cuda/13",
@@ -205,6 +214,11 @@ HARMLESS = (
     "cd task-sk-learn-experiments",
     "cd /scratch/hf_checkpoints/sk-learn-experiments",
     "export PWD=/scratch",
+    "export GOOGLE_APPLICATION_CREDENTIALS=/home/me/gcp.json",
+    "export MASTER_KEY=~/.ssh/master.pem; export OLD_PWD='/scratch/me'",
+    "export HF_HUB_DISABLE_IMPLICIT_TOKEN=1 PAD_TOKEN=0 MAX_TOKEN=4096 IS_KEY=true",
+    'export HF_TOKEN="${HF_TOKEN:-}"',
+    "docker run -u 1000:1000 image; set -o pipefail; source ~/.secrets/token.sh",
 )
 
 

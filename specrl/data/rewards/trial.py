@@ -10,7 +10,7 @@ from specrl.config import Config, ConfigError
 from specrl.data.held_out import make_problems
 from specrl.data.problems import Problem, Prompt, fit_all
 from specrl.data.rendering import CHAT, check_template
-from specrl.data.rewards.functions import make_reward, shortened
+from specrl.data.rewards.functions import shortened
 from specrl.data.rewards.pool import RewardError, RewardPool
 
 SHOWN = 400
@@ -56,7 +56,6 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
         ConfigError: There is no such problem or reward, or the configuration's data is wrong.
     """
     check_template(config.data.template)
-    make_reward(config.data)
     problem = make_problems(config.data, config.seed, fit_all).draw("train", 0, number + 1, 0)[number]
     pool = RewardPool(config.data)
     try:

@@ -91,6 +91,7 @@ def main(rank: Connection) -> None:
     """
     parent = rank.recv()
     become_helper(parent)
+    os.dup2(2, 1)  # what a reward's import prints: standard output may be JSON, see `specrl reward --json -`
     order: Order = rank.recv()
     sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]  # responses are scored in another folder
     sections = [DataConfig.model_validate_json(section) for section in order.sections]

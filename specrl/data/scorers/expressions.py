@@ -57,7 +57,7 @@ class NotAnAnswerError(ValueError):
 
 
 def bounded_expression(text: str, names: Collection[str] = ()) -> str:
-    """Return an arithmetic expression, written anew.
+    """Return an arithmetic expression, written anew; its numbers as they were, since some scorers look for digits.
 
     Args:
         names: The variables that it may hold. With none it consists of numbers and operators alone.
@@ -71,7 +71,17 @@ def bounded_expression(text: str, names: Collection[str] = ()) -> str:
         raise NotAnAnswerError("the expression has too many functions to be simplified")
     if _size(tree, frozenset(names)) > LARGEST_SIZE:
         raise NotAnAnswerError("the expression is too large to be computed")
-    return ast.unparse(tree)
+    return ast.unparse(_AsWritten(text.strip()).visit(tree))
+
+
+class _AsWritten(ast.NodeTransformer):
+    """Puts the text of each number, `5.` or `1e3`, in the place of its value."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Name:
+        return ast.Name(ast.get_source_segment(self._text, node) or "", ast.Load())
 
 
 def bounded_listing(text: str) -> str:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from specrl.data.scorers.expressions import (
+    LONGEST,
     LONGEST_LISTING,
     NotAnAnswerError,
     bounded_expression,
@@ -34,6 +35,8 @@ HARMLESS = frozenset(("re.compile", "json.loads", "json.load"))
 """Calls of functions with such a name that do none of this."""
 LONGEST_CUBE = 1_000
 """The turns of a cube in one answer."""
+CONSTANT_OF_INTEGRATION = re.compile(r"[A-DF-HJ-MPRT-Za-z](?:_?\d)?|[Cc]onst(?:ant)?")
+"""What answers call it. E, I, N, O, Q and S are SymPy's own."""
 
 Entry = Mapping[str, Any]
 Guard = Callable[[str, Entry], str]
@@ -58,14 +61,29 @@ def polynomial(answer: str, entry: Entry) -> str:
 
 
 def antiderivative(answer: str, entry: Entry) -> str:
-    """Allow arithmetic on numbers, functions, the problem's variable and the constant of integration."""
-    return bounded_expression(answer, [str(entry["metadata"]["variable"]), "C"])
+    """Allow arithmetic on numbers, functions, the problem's variable and a constant of integration."""
+    constants = filter(CONSTANT_OF_INTEGRATION.fullmatch, re.findall(r"[A-Za-z]\w*", answer[:LONGEST]))
+    return bounded_expression(answer, {str(entry["metadata"]["variable"]), *constants})
 
 
 def listing(answer: str, entry: Entry) -> str:
     """Allow a right answer, and any list."""
     right = (entry["answer"], *entry["metadata"].get("valid_answers", ()))
     return answer if answer in [text.strip() for text in right] else bounded_listing(answer)
+
+
+def finite(answer: str, entry: Entry) -> str:
+    """Allow numbers alone: NaN is at no distance from any number, and the scorer takes it for the right one."""
+    if re.search("nan|inf", answer, re.IGNORECASE):
+        raise NotAnAnswerError("the answer is no finite number")
+    return plain(answer, entry)
+
+
+def same(answer: str, entry: Entry) -> str:
+    """Allow the right answer alone: the scorer takes any text for it."""
+    if answer.casefold() != str(entry["answer"]).casefold():
+        raise NotAnAnswerError("the answer is another one")
+    return answer
 
 
 def short_number(answer: str, _: Entry) -> str:
@@ -115,9 +133,9 @@ def _on(guard: Guard, *calls: str) -> Review:
 
 _COMPARING = (
     "ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation "
-    "caesar_cipher chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits count_primes "
+    "caesar_cipher chain_sum circuit_logic color_cube_rotation count_bits count_primes "
     "course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships "
-    "figlet_font fraction_simplification futoshiki game_of_life_halting gcd graph_color group_anagrams gsm_symbolic "
+    "figlet_font fraction_simplification futoshiki gcd graph_color group_anagrams gsm_symbolic "
     "isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting "
     "letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid needle_haystack "
     "number_filtering number_format number_sequence palindrome_generation palindrome_partitioning path_star "
@@ -132,13 +150,15 @@ REVIEWED: dict[str, Review] = {
     "bitwise_arithmetic": _on(plain, "eval"),  # of the problem's own text
     "boxnet": Review(refusals=(AttributeError, IndexError, KeyError, TypeError)),
     "calendar_arithmetic": Review(refusals=(OverflowError,)),
+    "complex_arithmetic": _on(finite),
     "codeio": Review(refusals=(RecursionError,)),
     "coin_flip": _on(short_number),
     "countdown": _on(numbers_only, "parse_expr"),
     "game_of_life": Review(refusals=(KeyError,)),
+    "game_of_life_halting": _on(same),
     "intermediate_integration": _on(antiderivative, "parse_expr", "simplify"),
     "n_queens": _on(listing, "eval"),
-    "number_sorting": _on(plain, "eval"),  # of the problem's own text
+    "number_sorting": _on(finite, "eval"),  # of the problem's own text
     "polynomial_multiplication": _on(polynomial, "parse_expr"),
     "prime_factorization": Review(refusals=(ValueError,)),
     "propositional_logic": _on(formula, "simplify"),  # a method of its own
