@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specrl.models.tiny import CHARACTERS, SPECIAL
@@ -94,27 +92,6 @@ def test_response_seeds_are_a_pure_function_without_collisions() -> None:
     assert len(seeds) == 3 * 20 * 20 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert response_seed(1, 2, 3, 4) == response_seed(1, 2, 3, 4)
-
-
-@pytest.mark.engine
-def test_the_kv_cache_takes_memory_where_it_is_used_and_uses_the_same_again(engine: Engine) -> None:
-    memory = engine._runner.kv_caches[0].untyped_storage()
-    engine.reset_prefix_cache()
-    engine.generate(mixed_requests(4, seed=7))
-    used = pages_in_memory(memory.data_ptr(), memory.nbytes())
-    engine.reset_prefix_cache()
-    engine.generate(mixed_requests(4, seed=7))
-    assert used == pages_in_memory(memory.data_ptr(), memory.nbytes())
-    assert 0 < used < memory.nbytes() // resource.getpagesize() // 2
-
-
-def pages_in_memory(address: int, size: int) -> int:
-    """Return how many of the pages of some memory of this process the system has given it."""
-    page = resource.getpagesize()
-    with Path("/proc/self/pagemap").open("rb") as file:
-        file.seek(address // page * 8)
-        entries = np.frombuffer(file.read(size // page * 8), np.uint64)
-    return int((entries >> np.uint64(63)).sum())
 
 
 @pytest.mark.engine
