@@ -128,9 +128,8 @@ class Delivery:
         if self.unknown:
             raise RefitError(f"refit was sent {', '.join(self.unknown)}, which the model on disk does not have")
         if self.missing:
-            raise RefitError(
-                f"refit was not sent {', '.join(sorted(self.missing))}; the engine's weights are incomplete until a refit sends all of them"
-            )
+            missing = ", ".join(sorted(self.missing))
+            raise RefitError(f"refit was not sent {missing}; until one sends all, the engine's weights are incomplete")
         if self._heads_differ:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
