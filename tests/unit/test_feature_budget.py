@@ -163,34 +163,6 @@ def mean_logprob(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[
     return -logprobs.sum() / 36, {}
 
 
-def test_the_last_layers_mlp_computes_only_what_is_read(policy_dir: Path, ranks: Ranks) -> None:
-    texts = [([1, 2, 3] * 4, [4 + index] * 6) for index in range(3)] + [([9] * 15, [index] * 9) for index in range(2)]
-    batches = pack([TokenSequence.of(*text, index) for index, text in enumerate(texts)], 100)
-    assert [len(batch.tokens) for batch in batches] == [12 + 3 * 6 + 15 + 2 * 9]
-    read = len(batches[0].predictors.unique())
-    computed: list[int] = []
-
-    def trained(layers: tuple[int, ...], *, recompute: bool) -> tuple[dict[str, float], Features, dict[str, Tensor]]:
-        config = PolicyConfig(lr=1e-2, clip_grad=1e9, recompute=recompute)
-        policy = Policy(policy_dir, config, dtype="float32", ranks=ranks, seed=0)
-        mlp = policy.model.decoder.layers[-1].mlp
-        mlp.register_forward_pre_hook(lambda _, args: computed.append(len(args[0])))
-        metrics, [features] = policy.train_step(batches, mean_logprob, features=FeatureSpec(layers, torch.arange(8)))
-        return metrics, features, {name: tensor.clone() for name, tensor in policy.hf_weights()}
-
-    metrics, _, weights = trained((3,), recompute=False)
-    assert computed == [read] and read == 3 * 6 + 2 * 9 - 5 + 2
-    again, features, same = trained((3, 6), recompute=False)  # the output of the last layer is kept at all places
-    assert computed == [read, read, len(batches[0].tokens) - read]
-    assert again == metrics and all(torch.equal(same[name], tensor) for name, tensor in weights.items())
-    expected, whole, others = trained((3, 6), recompute=True)  # which computes all of them, and twice
-    assert computed[3:] == [len(batches[0].tokens)] * 2
-    assert metrics == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(features.hidden, whole.hidden, rtol=1e-4, atol=1e-5)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, others[name], rtol=0, atol=2e-3)  # Adam makes whole steps of noise
-
-
 def assert_parts(features: list[Features], everything: list[Features]) -> None:
     """Each row is a part of one of the whole sequences, to the bit."""
     whole = [row for item in everything for row in sequences(item)]
