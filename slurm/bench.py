@@ -19,8 +19,8 @@ from specrl.context import StageContext
 
 ENTRY = "slurm.bench:main"
 """The function of a job that runs a benchmark."""
-JOB_FILE, PAGE_FILE, JSON_FILE = "job.json", "page.md", "rows.json"
-"""The files in the folder of a job's results: what to run, and what it wrote."""
+JOB_FILE, PAGE_FILE = "job.json", "page.md"
+"""The files in the folder of a job's results: what to run, and the page, with the rows beside it."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of a job's rank, which a benchmark must not take for those of its own ranks."""
 
@@ -40,7 +40,7 @@ def main(context: StageContext) -> None:
     started = time.monotonic()
     path = context.stage_dir / JOB_FILE
     job = BenchJob.load(path)
-    environment = bench_environment(context.config.resources_of("bench"), job.threads)
+    environment = bench_environment(context.config.resources_of("bench"))
     run_bench(job, path, {name: value for name, value in environment.items() if name not in OF_RANKS})
     write_result(context.stage_dir, BenchResult(seconds=time.monotonic() - started))
 
@@ -64,15 +64,14 @@ def run_bench(job: BenchJob, path: Path, environment: Mapping[str, str]) -> None
         raise JobError(f"bench {job.name} failed: {error}; log: {log}")
 
 
-def bench_environment(resources: Resources | None, threads: int | None) -> dict[str, str]:
+def bench_environment(resources: Resources | None) -> dict[str, str]:
     """Return the environment of a benchmark's process, with the threads and the devices of a rank.
 
     Args:
         resources: The rank's resources; None for all cores and devices of this machine.
-        threads: The number of CPU threads; None for those of the rank.
     """
     cores = len(os.sched_getaffinity(0))
-    count = str(threads or (cores if resources is None else min(resources.cpus_per_rank, cores)))
+    count = str(cores if resources is None else min(resources.cpus_per_rank, cores))
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
     if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -8,11 +8,12 @@ heavy, since the command line imports it.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from specrl.artifacts import write_json
 from specrl.bench.subject import Subject, find_subject
@@ -31,15 +32,15 @@ class BenchJob:
     folder: Path
     """The folder of what it leaves beside page and rows."""
     page: Path
-    """The Markdown page; its charts lie beside it."""
-    json_path: Path
-    """The file to which the rows are written as JSON."""
     run_dir: Path | None = None
     """The finished run that is measured; None for a benchmark without one."""
     changes: tuple[str, ...] = ()
     """The run's settings that are measured with another value, `KEY=VALUE` each."""
-    threads: int | None = None
-    """The number of CPU threads of the process; if it is None, all cores that it may use or that its job asks for."""
+
+    @property
+    def json_path(self) -> Path:
+        """The rows, beside the page."""
+        return self.page.with_suffix(".json")
 
     @property
     def subject(self) -> Subject:
@@ -54,16 +55,7 @@ class BenchJob:
     @classmethod
     def load(cls, path: Path) -> BenchJob:
         """Read a job that `save` wrote."""
-        data = json.loads(path.read_text())
-        paths = {key: Path(data[key]) for key in ("folder", "page", "json_path", "run_dir") if data[key] is not None}
-        return cls(**{**data, **paths, "changes": tuple(data["changes"])})
-
-
-def main(path: Path, parent: int) -> None:
-    """Run the benchmark of a job file, and end with the parent process, which is the command or the job."""
-    end_with_parent(parent)
-    job = BenchJob.load(path)
-    importlib.import_module(f"specrl.bench.{job.name}.main").main(job)
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 def say(text: str) -> None:
@@ -72,4 +64,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]))  # the command or the job
+    own = BenchJob.load(Path(sys.argv[1]))
+    importlib.import_module(f"specrl.bench.{own.name}.main").main(own)

@@ -1,18 +1,14 @@
-"""Write a benchmark's rows, as JSON and Arrow, and its page, with command, date, machine and tables of the rows."""
+"""Write what a benchmark measured: rows as JSON, and a page with command, date, machine and tables of the rows."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from specrl.artifacts import atomic_path, write_json, write_text
+from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
@@ -20,12 +16,13 @@ PACKAGES = ("vllm", "torch", "megatron-core", "transformer-engine", "triton")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_page(job: BenchJob, title: str, sections: Sequence[str], machine: str) -> None:
-    """Write the page.
+def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str) -> None:
+    """Write rows and page.
 
     Args:
         machine: What `hardware` returned where the rows were measured.
     """
+    write_json(job.json_path, list(rows))
     how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine}."
     write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
@@ -72,23 +69,3 @@ def _installed(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def write_rows(path: Path, rows: Rows) -> None:
-    """Write the rows as a JSON list and, beside it, as an Arrow file, where a column of several types holds JSON."""
-    write_json(path, list(rows))
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    with (
-        atomic_path(path.with_suffix(".arrow")) as temporary,
-        pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_file(sink, columns.schema) as writer,
-    ):
-        writer.write_table(columns)
-
-
-def _column(values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())

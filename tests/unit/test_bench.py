@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pyarrow as pa
 import pytest
+from specrl.bench.rollouts.workloads import workloads
 
 from flows.cli import invoke
 from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
@@ -21,7 +22,6 @@ from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import table, write_page, write_rows
 from specrl.bench.rollouts import engines
 from specrl.bench.rollouts.rounds import orders
-from specrl.bench.rollouts.workloads import workloads
 from specrl.bench.spread import Spread, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from specrl.bench.drafter.instructions import instructions
+from specrl.bench.drafter.questions import read_questions
 
 from flows.cli import invoke
 from specrl.bench.drafter.candidates import read_candidate
-from specrl.bench.drafter.instructions import instructions
-from specrl.bench.drafter.questions import read_questions
 from specrl.bench.rollouts.rounds import Measurement, compared
 from specrl.config import ConfigError, parse_config
 from specrl.data.prompts import PromptSource

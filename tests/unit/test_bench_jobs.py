@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.bench_jobs import copy_results, join_rows
+
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
 from specrl.config import Config

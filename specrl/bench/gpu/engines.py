@@ -1,25 +1,22 @@
-"""The sections of `specrl bench gpu` with engines: exactness, generation against stock vLLM, and sleep."""
+"""The sections of `specrl bench gpu`: exactness, and generation against stock vLLM."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from specrl.bench.gpu.arithmetic import Row
 from specrl.bench.gpu.models import (
     GIB,
     LIKELY,
-    SHARP,
     Scale,
     bench_config,
     write_config,
-    write_policy,
+    write_sharp_policy,
     write_untrained_drafter,
 )
 from specrl.config import Config
@@ -29,8 +26,8 @@ from specrl.projection.memory import engine_items, peak_gib
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.exactness import measure_parity, noise_of_shapes, traces
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
-from specrl.rollout.vllm.weights.load import read_weights
 
+Row = dict[str, Any]
 K = 3
 MAX_LENGTH = 192
 """The longest sequence of the small models."""
@@ -38,7 +35,6 @@ PROMPT_TOKENS = 64
 ACCEPTANCE_LENGTHS = (2.0, 2.5, 3.0)
 """Published ones; drafts for random weights would never be accepted."""
 DUMMY = {"load_format": "dummy"}
-SLEEPS = 3
 
 
 def exactness(scale: Scale, folder: Path) -> Iterator[Row]:
@@ -48,11 +44,17 @@ def exactness(scale: Scale, folder: Path) -> Iterator[Row]:
     sizes. Unexplained differences must be 0.
     """
     for dtype in ("float32", "bfloat16"):
-        policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
+        policy = write_sharp_policy(folder / f"sharp-{dtype}", MAX_LENGTH, dtype)
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
         for method in ("eagle3", "ngram"):
             for graphs in (False, True) if torch.cuda.is_available() else (False,):
-                config = _small_config(policy, dtype, method, compile=graphs)
+                config = bench_config(
+                    policy,
+                    MAX_LENGTH,
+                    model={"dtype": dtype},
+                    speculation={"method": method, "k": K, "adaptive": False},
+                    engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3, "compile": graphs},
+                )
                 engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
                 requests = mixed_requests(scale.requests)
                 noise = noise_of_shapes(engine, requests, traces(engine, requests, len(requests), 0), K)
@@ -72,16 +74,6 @@ def exactness(scale: Scale, folder: Path) -> Iterator[Row]:
                 }
 
 
-def _small_config(policy: Path, dtype: str, method: str, **engine: Any) -> Config:
-    return bench_config(
-        policy,
-        MAX_LENGTH,
-        model={"dtype": dtype},
-        speculation={"method": method, "k": K, "adaptive": False},
-        engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3, **engine},
-    )
-
-
 def mixed_requests(count: int) -> list[Request]:
     """Return requests with random prompts of likely tokens, at several temperatures, top-p and top-k."""
     generator = random.Random(0)
@@ -95,32 +87,6 @@ def mixed_requests(count: int) -> list[Request]:
         )
         for index in range(count)
     ]
-
-
-def sleep(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Let an engine sleep and wake, refit it, and compare what it then samples with what it sampled before."""
-    del scale
-    policy = write_policy(SHARP, MAX_LENGTH, folder / "asleep", "float32", sharp=True)
-    drafter = write_untrained_drafter(policy, LIKELY, folder / "asleep-drafter")
-    config = _small_config(policy, "float32", "eagle3", sleep=True)
-    engine, requests = Engine(policy, drafter, config=config, seed=0), mixed_requests(16)
-    before = [response.tokens for response in engine.generate(requests).responses]
-    for cycle in range(1, SLEEPS + 1):
-        awake = _free_gib()
-        slept, asleep = _timed(engine.sleep), _free_gib()
-        woke = _timed(engine.wake)
-        refit = engine.refit(read_weights(policy), read_weights(drafter), cycle)
-        same = [response.tokens for response in engine.generate(requests).responses] == before
-        freed = {"free_awake_gib": awake, "free_asleep_gib": asleep}
-        yield {"cycle": cycle, **freed, "sleep_s": slept, "wake_s": woke, "refit_s": refit, "same_tokens": same}
-    engine.shutdown()
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _free_gib() -> float:

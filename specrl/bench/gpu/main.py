@@ -6,45 +6,25 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from specrl.bench.gpu.models import FULL, SCALES, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GpuOptions
-from specrl.bench.pages import hardware, table, write_page, write_rows
+from specrl.bench.pages import hardware, table, write_results
 from specrl.processes import end_with_parent
 
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the benchmark."""
-
-    module: str
-    title: str
-    minutes: int
-    """The longest it may take on a GPU."""
-    needs_gpu: bool = False
-    """Whether nothing of it can be done without a GPU."""
-
-
-SECTIONS = {
-    "sampler": Section("arithmetic", "Sampler against PyTorch", 2),
-    "exactness": Section("engines", "Token-for-token exactness", 10),
-    "fp8": Section("arithmetic", "Native FP8 against the emulation", 3),
-    "generation": Section("engines", "Generation: stock vLLM against speculation", 15),
-    "training": Section("training", "Policy update: throughput and memory", 6),
-    "sleep": Section("engines", "Sleep, wake and refit", 4, needs_gpu=True),
-}
-"""In the order of their worth; the function `NAME` of the module yields the rows."""
+SECTIONS = {"exactness": ("Token-for-token exactness", 10), "generation": ("Stock vLLM and speculation", 15)}
+"""The functions of `engines` that yield rows, in the order of their worth, with titles and the most minutes on a GPU."""
 
 
 def main(job: BenchJob) -> None:
@@ -55,7 +35,7 @@ def main(job: BenchJob) -> None:
     """
     import torch
 
-    options = GpuOptions(**{**job.options, "sections": tuple(job.options["sections"])})
+    options = TypeAdapter(GpuOptions).validate_python(job.options)
     scale = SHORT if options.short or not torch.cuda.is_available() else FULL
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     folder = job.folder / f"{device}-{scale.name}"
@@ -72,17 +52,16 @@ def main(job: BenchJob) -> None:
 def run_section(folder: Path, name: str, scale: str, *, has_gpu: bool) -> str:
     """Run a section in a process group of its own, unless an earlier call has; return its state in words."""
     done, log = folder / f"{name}.done", folder / f"{name}.log"
+    minutes = SECTIONS[name][1] if has_gpu else None
     if done.exists():
         return done.read_text()
-    if SECTIONS[name].needs_gpu and not has_gpu:
-        return "needs a GPU"
     (folder / f"{name}.jsonl").unlink(missing_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "specrl.bench.gpu.main", str(folder), name, scale, str(os.getpid())]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
-        code = process.wait(60 * SECTIONS[name].minutes if has_gpu else None)
+        code = process.wait(minutes and 60 * minutes)
     except subprocess.TimeoutExpired:
         code = -1
     with contextlib.suppress(ProcessLookupError):  # what it has started ends with it
@@ -92,7 +71,7 @@ def run_section(folder: Path, name: str, scale: str, *, has_gpu: bool) -> str:
         done.write_text(f"done in {time.monotonic() - started:.0f} s")
         return done.read_text()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
-    reason = lines[-1] if code != -1 else f"it took longer than {SECTIONS[name].minutes} minutes"
+    reason = lines[-1] if code != -1 else f"it took longer than {minutes} minutes"
     return f"failed: {reason} (log: {log})"
 
 
@@ -106,23 +85,24 @@ def report(job: BenchJob, scale: str, states: dict[str, str], folder: Path) -> N
     """Write the rows and the page of the sections that have been run so far."""
     import torch
 
+    from specrl.bench.gpu import engines
+
     rows, sections = [], [f"Sizes: {scale}. All models are random. Every section ran in a process of its own."]
     for name, state in states.items():
-        section, found = SECTIONS[name], read_rows(folder, name)
-        about = getattr(importlib.import_module(f"specrl.bench.gpu.{section.module}"), name).__doc__
+        found, about = read_rows(folder, name), getattr(engines, name).__doc__
         columns = dict.fromkeys(column for row in found for column in row)
-        sections.append(f"## {section.title}\n\n{' '.join(about.split())}\n\n**{state}**")
+        sections.append(f"## {SECTIONS[name][0]}\n\n{' '.join(about.split())}\n\n**{state}**")
         sections += [table(found, {column.replace("_", " "): column for column in columns})] if found else []
         rows += [{"section": name, **row} for row in found] + [{"section": name, "status": state}]
-    write_rows(job.json_path, rows)
-    write_page(job, "A first look at a GPU", sections, hardware(torch.get_num_threads()))
+    write_results(job, rows, "A first look at a GPU", sections, hardware(torch.get_num_threads()))
 
 
 def measure_section(folder: Path, name: str, scale: str) -> None:
     """Run one section in this process, and save each row as soon as it is there."""
-    measure = getattr(importlib.import_module(f"specrl.bench.gpu.{SECTIONS[name].module}"), name)
+    from specrl.bench.gpu import engines
+
     with (folder / f"{name}.jsonl").open("w") as file:
-        for row in measure(SCALES[scale], folder):
+        for row in getattr(engines, name)(SCALES[scale], folder):
             file.write(json.dumps(row) + "\n")
             file.flush()
 

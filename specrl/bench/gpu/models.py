@@ -42,12 +42,6 @@ class Shape:
         tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
         return Qwen3Config(**fixed, **sizes, **tokens, dtype=dtype, max_position_embeddings=max_length)
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters without embeddings."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -57,11 +51,6 @@ class Scale:
     served: Shape
     """The policy whose generation is timed, with dummy weights."""
     draft_vocab: int
-    trained: Shape
-    """The policy that is trained for a few steps."""
-    sequences: int
-    length: int
-    """The length of a training sequence, in tokens."""
     batches: tuple[int, ...]
     new_tokens: int
     repeats: int
@@ -70,10 +59,8 @@ class Scale:
 
 
 SHARP = Shape(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
-_SMALL, _LEAST = Shape(128, 256, 6, 4, 2, 32, 1024), Shape(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
-SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (1, 4), 12, 1, 8)
-_LARGE, _MEDIUM = Shape(4096, 12288, 36, 32, 8, 128, 151936), Shape(2048, 6144, 28, 16, 8, 128, 32768)
-FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 64)
+SHORT = Scale("short", Shape(128, 256, 6, 4, 2, 32, 1024), 256, (1, 4), 12, 1, 8)
+FULL = Scale("full", Shape(4096, 12288, 36, 32, 8, 128, 151936), 32000, (1, 8, 32, 128), 128, 3, 64)
 SCALES = {scale.name: scale for scale in (SHORT, FULL)}
 
 
@@ -99,24 +86,17 @@ def write_config(shape: Shape, max_length: int, directory: Path) -> Path:
     return directory
 
 
-def write_policy(
-    shape: Shape, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
-) -> Path:
-    """Write a random policy; return its directory.
-
-    Args:
-        sharp: Whether it likes the tokens of `LIKELY`, each a bit less than the one before.
-    """
+def write_sharp_policy(directory: Path, max_length: int, dtype: str) -> Path:
+    """Write a small random policy that likes the tokens of `LIKELY`, each a bit less than the one before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(shape.hf_config(max_length, dtype))
-    if sharp:
-        embeddings, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
-        embeddings.mul_(10)[:, 0] = 3.0
-        model.model.norm.weight.data[0] = 1.0
-        head.mul_(2)[:, 0] = -3.0
-        head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
-    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
+        model = Qwen3ForCausalLM(SHARP.hf_config(max_length, dtype))
+    embeddings, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
+    embeddings.mul_(10)[:, 0] = 3.0
+    model.model.norm.weight.data[0] = 1.0
+    head.mul_(2)[:, 0] = -3.0
+    head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
 
