@@ -1,4 +1,4 @@
-"""Benchmarks as jobs: the cells of a command side by side, each measured once and recorded in MLflow.
+"""Benchmarks, in a process of this machine, or as jobs: cells side by side, each measured once.
 
 What has finished is kept, whatever becomes of the command: when it is called again, finished cells are skipped and jobs
 that still run are found. A cell that fails leaves the others alone.
@@ -6,8 +6,11 @@ that still run are found. A cell that fails leaves the others alone.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
@@ -15,19 +18,42 @@ from rich.console import Console
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
 from slurm.backend import JobError
-from slurm.environment import snapshot_code
+from slurm.environment import THREAD_VARIABLES, snapshot_code
+from slurm.failures import last_error
 from slurm.registry import backend_of
-from specrl.config import Config, ConfigError
-from specrl.tracking import benchmark_config, log_cell
+from specrl.bench.job import JOB_FILE, BenchJob
+from specrl.config import ConfigError, Resources
 from tasks.cells import CellJob, measure
 from tasks.run import end_jobs, forget_stop
 
 
-def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
-    """Measure every cell in a job of its own, and record each in MLflow as soon as it has finished or failed.
+def run_here(job: BenchJob, resources: Resources | None, label: str) -> None:
+    """Run a benchmark in a process of its own, and wait for it. Its log, LABEL.log, lies in its folder.
 
     Args:
-        config: The configuration of the run that is measured; without a run, that of the jobs alone.
+        resources: Those of a rank; None for all cores and devices of this machine.
+
+    Raises:
+        JobError: It failed; the message has its error and its log.
+    """
+    cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
+    count = str(cores if resources is None else min(resources.cpus_per_rank, cores))
+    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
+    if resources is not None and not resources.gpus_per_rank:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    job.save(path)
+    with log.open("wb") as errors:
+        process = [sys.executable, "-m", "specrl.bench.job", str(path), str(os.getpid())]
+        code = subprocess.run(process, env=environment, stderr=errors, check=False).returncode
+    if code:
+        error = last_error(log.read_text(errors="replace")) or f"it ended with code {code} and without a word"
+        raise JobError(f"bench {job.name} failed: {error}; log: {log}")
+
+
+def measure_cells(cells: Sequence[CellJob], at_once: int) -> dict[str, str]:
+    """Measure every cell in a job of its own.
+
+    Args:
         at_once: The largest number of jobs that wait or run at the same time.
 
     Returns:
@@ -42,54 +68,16 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
     if problems := backend.problems(of_jobs):
         raise ConfigError("\n".join(problems))
     reporter = PlainReporter(Console(highlight=False, soft_wrap=True))
-    failed = {}
     with only_flow(of_jobs.run_dir), ThreadPoolExecutor(at_once) as threads:
         forget_stop(of_jobs.run_dir)
         write_config(of_jobs)
         code = snapshot_code(of_jobs.run_dir)
-        futures = {threads.submit(measure, cell, code, reporter): cell for cell in cells}
         try:
-            for future in as_completed(futures):
-                cell, error = futures[future], future.result()
-                record(benchmark_config(config), cell, error)
-                if error is not None:
-                    failed[cell.label] = error
+            errors = list(threads.map(lambda cell: measure(cell, code, reporter), cells))
         except KeyboardInterrupt:
             end_jobs(of_jobs.run_dir, reporter.note)  # the threads then find that they were asked to stop
             raise
-    return failed
-
-
-def record(tracked: Config, cell: CellJob, error: str | None) -> None:
-    """Record a cell that has finished or failed in MLflow.
-
-    Args:
-        tracked: The configuration of the experiment of benchmarks.
-    """
-    job, done = cell.job, error is None
-    options = {name: value for name, value in job.options.items() if value is not None}
-    changes = dict(change.split("=", 1) for change in job.changes)
-    log_cell(
-        tracked,
-        cell.folder,
-        name=cell.label,
-        tags={"specrl.key": cell.context.key, "specrl.run": tracked.name, "mlflow.source.name": job.command},
-        params={"benchmark": job.name, "run": tracked.name, "cell": cell.label, **options, **changes},
-        rows=cell.rows() if done else [],
-        files={"": [job.page, job.json_path] if done else []},
-        error=error,
-    )
-
-
-def check(failed: dict[str, str], name: str, count: int) -> None:
-    """Raise what became of the cells that failed.
-
-    Raises:
-        JobError: Some failed.
-    """
-    if failed:
-        reasons = "; ".join(f"{label}: {error}" for label, error in failed.items())
-        raise JobError(f"{len(failed)} of {count} jobs of bench {name} failed: {reasons}")
+    return {cell.label: error for cell, error in zip(cells, errors, strict=True) if error is not None}
 
 
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:

@@ -365,7 +365,6 @@ _DEFINITIONS = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 SYSTEM = Metric("system/NAME", "", "Load of the first rank's machine, as MLflow measures NAME.")
-BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 TEXT_SOURCE = {
     "draft": Metric("spec/NAME_draft_tokens", "tokens", "The part of spec/num_draft_tokens from the text source NAME."),
@@ -426,15 +425,13 @@ def find_metric(name: str) -> Metric | None:
 
     A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the drafts of a text source
     without metrics of its own by `TEXT_SOURCE`, the tokens of a source in matched pairs by `TOKEN_SHARE`, the scores of
-    a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`, and the load of a machine by `SYSTEM`.
+    a held-out set by `VALIDATION`, and the load of a machine by `SYSTEM`.
     """
     of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
     if of_set is not None:
         return VALIDATION.get(of_set[1]) or VALIDATION.get(re.sub(r"_\d+$", "_I", of_set[1]))
     if name.startswith("system/"):
         return SYSTEM
-    if name.startswith("bench/"):
-        return BENCH
     if re.fullmatch(r"validate/\w+_token_share_batch_\d+", name):
         return TOKEN_SHARE
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))

@@ -14,10 +14,9 @@ from typing import Any
 
 import specrl
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.bench import ENTRY, JOB_FILE, PAGE_FILE
 from specrl.artifacts import RESULT_FILE, digest
-from specrl.bench.job import BenchJob
-from specrl.config import Config, change_config, dump_config, parse_config
+from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
+from specrl.config import Config, Resources, change_config, dump_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
@@ -37,6 +36,13 @@ class Size:
     """The number of processes with a model at once, each of which needs a rank's memory."""
     gpus: int
     """The number of GPUs; 0 on CPUs."""
+
+    @classmethod
+    def of_two(cls, trainings: Sequence[Resources]) -> Size:
+        """Make room for two trainings that take their steps in turn."""
+        ranks = max(one.ranks for one in trainings)
+        cores = max(one.ranks * one.cpus_per_rank for one in trainings)
+        return cls(cores, 2 * ranks, ranks * max(one.gpus_per_rank for one in trainings))
 
 
 @dataclass(frozen=True)

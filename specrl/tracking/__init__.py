@@ -6,9 +6,8 @@ MLflow is away, and what it misses arrives later. In a job, rank 0 logs and the 
 nothing. MLflow takes seconds to import, so it is imported when the first of these functions is called.
 """
 
-from specrl.tracking.benchmarks import benchmark_config, log_cell, log_speedups
 from specrl.tracking.logged import LoggedSteps
-from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
+from specrl.tracking.runs import finish_parent_run, log_files, log_speedups, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
 from specrl.tracking.source import lineage_tags
 from specrl.tracking.store import table_address, tracking_uri
@@ -20,10 +19,8 @@ __all__ = [
     "LoggedSteps",
     "Silent",
     "Tracker",
-    "benchmark_config",
     "finish_parent_run",
     "lineage_tags",
-    "log_cell",
     "log_files",
     "log_speedups",
     "registered_version",

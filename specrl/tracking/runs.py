@@ -105,6 +105,16 @@ def log_files(config: Config, files: Files) -> None:
         logger.warning("MLflow is away; the files wait on disk: specrl sync %s", config.name)
 
 
+def log_speedups(config: Config, metrics: Mapping[str, float]) -> None:
+    """Log speedups of a run that has ended; a run that MLflow does not know is left alone."""
+    if not metrics or not (config.run_dir / RUN_ID_FILE).exists():
+        return
+    import_mlflow()
+    SpoolTracker(Spool(config.run_dir), None).log_metrics(metrics)
+    if send(config, [config.run_dir], RESUME_PATIENCE_SECONDS):
+        logger.warning("MLflow is away; the speedups wait on disk: specrl sync %s", config.name)
+
+
 def log_artifacts(tracker: SpoolTracker, files: Files) -> None:
     """Make files artifacts of the tracker's run."""
     for folder, paths in files.items():

@@ -29,17 +29,19 @@ from specrl.rollout.vllm.engine.arguments import gpu_memory
 PROMPT_TOKENS = 1024
 """The longest prompt of a file; of a longer one the end is asked."""
 HOW = """
-Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every round
-runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The speedup
-of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the median of
-{repeats} rounds with the least and the greatest; n-gram lookup takes part in the same rounds. Plain decoding is specrl's
-engine without drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of the drafts
-that reach it. Drafts have full length whether they pay or not. {differing} of {responses} responses with drafts differ
-from those of plain decoding; near-ties aside, which rounding decides, nothing may change a token.
+Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every
+round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The
+speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the median
+of {repeats} rounds with the least and the greatest; n-gram lookup takes part in the same rounds. Plain decoding is
+specrl's engine without drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of
+the drafts that reach it. Drafts have full length whether they pay or not. {differing} of {responses} responses with
+drafts differ from those of plain decoding; near-ties aside, which rounding decides, nothing may change a token.
 """
 COLUMNS = {
     "drafter": "drafter",
     "kind": "kind",
+    "layers": "layers",
+    "trained with": "loss",
     "k": "k",
     "temperature": "temperature",
     "batch": "batch",
@@ -47,6 +49,7 @@ COLUMNS = {
     "speedup": "speedup",
     "acceptance length": "acceptance_length",
     "by position": "acceptance_rate_per_pos",
+    "notes": "notes",
 }
 
 
@@ -83,13 +86,13 @@ def measure_file(job: BenchJob, options: DrafterOptions) -> None:
             plain, *others = measure([variant for _, variant in variants], load)
             rows += [
                 {
-                    **{name: getattr(one, name) for name in ("kind", "layers", "loss")},
+                    **{name: getattr(one, name) for name in ("kind", "layers", "loss", "notes")},
                     **{"drafter": one.name, "k": variant.k, "temperature": temperature, "batch": batch},
                     **compared(own, plain),
                 }
                 for (one, variant), own in zip(variants, (plain, *others), strict=True)
             ]
-            report(job, options, len(prompts), drafters, rows)
+            report(job, options, len(prompts), rows)
             words = ", ".join(f"{row['drafter']} k={row['k']} {row['speedup']:.2f}x" for row in rows[-len(others) :])
             say(f"batch {batch}, temperature {temperature:g}: {words}")
     for engine in engines.values():
@@ -150,9 +153,7 @@ def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
     )
 
 
-def report(
-    job: BenchJob, options: DrafterOptions, prompts: int, drafters: Sequence[Candidate], rows: list[dict[str, Any]]
-) -> None:
+def report(job: BenchJob, options: DrafterOptions, prompts: int, rows: list[dict[str, Any]]) -> None:
     """Write rows and page."""
     drafted = [row for row in rows if row["k"]]
     how = HOW.format(
@@ -164,8 +165,5 @@ def report(
         differing=sum(row["responses_differing"] for row in drafted),
         responses=sum(row["responses"] for row in drafted),
     )
-    about = [
-        {"drafter": one.name, "layers": one.layers, "loss": one.loss, "notes": list(one.notes)} for one in drafters
-    ]
-    sections = [how, table(about, {name: name for name in about[0]}), table(rows, COLUMNS)]
-    write_results(job, rows, "Drafters on a file of prompts", sections, hardware(torch.get_num_threads()))
+    sections, machine = [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
+    write_results(job, rows, "Drafters on a file of prompts", sections, machine)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from specrl.bench.gpu.models import (
-    GIB,
     LIKELY,
     Scale,
     bench_config,
@@ -20,9 +19,6 @@ from specrl.bench.gpu.models import (
     write_untrained_drafter,
 )
 from specrl.config import Config
-from specrl.models.shapes import model_shape
-from specrl.projection.budgets import rank_of
-from specrl.projection.memory import engine_items, peak_gib
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.exactness import measure_parity, noise_of_shapes, traces
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
@@ -89,10 +85,6 @@ def mixed_requests(count: int) -> list[Request]:
     ]
 
 
-def _free_gib() -> float:
-    return torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0
-
-
 def generation(scale: Scale, folder: Path) -> Iterator[Row]:
     """Time the shipped 8B shape with dummy weights: stock vLLM, plain and with its own EAGLE-3, and specrl's engine.
 
@@ -146,14 +138,8 @@ def _stock(policy: Path, config: Config, scale: Scale, folder: Path, overrides: 
 def _own(
     policy: Path, drafter: Path, config: Config, scale: Scale, speculative: dict[str, Any], stock: dict[int, float]
 ) -> Iterator[Row]:
-    free = _free_gib()
     schedule = speculative | {"num_speculative_tokens_per_batch_size": [(1, max(scale.batches), K)]}
     engine = Engine(policy, drafter, config=config, seed=0, overrides={**DUMMY, "speculative_config": schedule})
-    if torch.cuda.is_available():
-        planned = config.engine.gpu_memory_fraction * torch.cuda.mem_get_info()[1] / GIB
-        items = peak_gib(engine_items(rank_of(config, "train", model_shape(config.model)), speculate=True))
-        memory = {"planned_gib": planned, "measured_gib": free - _free_gib(), "without_cache_gib": items}
-        yield {"engine": "specrl, memory", **memory}
     engine.stop_tokens = []  # every response has the same length
     for batch in scale.batches:
         for length in (None, *ACCEPTANCE_LENGTHS):

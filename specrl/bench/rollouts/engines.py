@@ -34,13 +34,12 @@ class Engines:
         self.drafting: dict[str, Engine] = {}
         self.stock: StockVariant | None = None
 
-    def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> StockVariant:
-        """Start stock vLLM.
+    def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> None:
+        """Start stock vLLM; its log lies in the folder.
 
         Args:
-            lengths: The length of the response to each request of the workloads, by the request's seed.
+            lengths: The length of the natural response to each request, by the request's seed.
             local_rank: The number of this rank's GPU among those that it sees.
-            folder: The folder for what the engine prints.
 
         Raises:
             DefaultEngineError: It did not start.
@@ -50,14 +49,9 @@ class Engines:
         engine = DefaultEngine(self.subject.policy_dir, config, folder / LOG_FILE, gpu=gpu)
         say(f"stock vLLM: started ({engine.facts})")
         self.stock = StockVariant(engine, lengths)
-        return self.stock
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods.
-
-        Args:
-            stored: Responses by prompt, from which methods with replay draft.
-        """
+        """Start the engines of the draft methods; those with replay draft from stored responses, by prompt."""
         for method in self.methods:
             self.drafting[method] = self._engine(method)
             if self.drafting[method].replays:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.spread import Spread, order_of, ratios
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
@@ -94,14 +94,14 @@ class Measurement:
 def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
     """Run each variant once in each round, after uncounted runs of the first round that warm up.
 
-    All variants of a round do the same work, since drafts change no token. The order begins with another variant in
-    each round and is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
+    All variants of a round do the same work, since drafts change no token. The order changes, so that a machine that
+    slows down or speeds up favours none of them.
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
         warm_up(variant, workload)
-    for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
-        for index in order:
+    for number, requests in enumerate(workload.rounds):
+        for index in order_of(len(variants), number):
             measured[index].generations.append(variants[index].generate(requests, workload.batch))
     return measured
 
@@ -113,12 +113,6 @@ def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
         controller = variant.engine.controller if isinstance(variant, Variant) and isinstance(variant.k, str) else None
         if controller is None or controller.is_settled(workload.batch):
             return
-
-
-def orders(variants: int, rounds: int) -> list[list[int]]:
-    """Return the order of the variants in each round."""
-    turned = [[(start + offset) % variants for offset in range(variants)] for start in range(rounds)]
-    return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
 
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
