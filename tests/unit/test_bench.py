@@ -20,7 +20,9 @@ from specrl.bench.job import BenchJob
 from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import table, write_results
 from specrl.bench.rollouts import engines
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.rollouts.main import longest
+from specrl.bench.rollouts.rounds import Workload
+from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
 from specrl.report.gantt import gantt

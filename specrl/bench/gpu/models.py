@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,20 @@ class Shape:
 
     def hf_config(self, max_length: int, dtype: str = "bfloat16") -> Qwen3Config:
         """Describe it as transformers does."""
-        fixed = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        sizes = dict(zip((*names, "head_dim", "vocab_size"), astuple(self), strict=True))
-        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        return Qwen3Config(**fixed, **sizes, **tokens, dtype=dtype, max_position_embeddings=max_length)
+        return Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            tie_word_embeddings=False,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+            dtype=dtype,
+            max_position_embeddings=max_length,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,6 @@ class Scale:
 SHARP = Shape(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
 SHORT = Scale("short", Shape(128, 256, 6, 4, 2, 32, 1024), 256, (1, 4), 12, 1, 8)
 FULL = Scale("full", Shape(4096, 12288, 36, 32, 8, 128, 151936), 32000, (1, 8, 32, 128), 128, 3, 64)
-SCALES = {scale.name: scale for scale in (SHORT, FULL)}
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
