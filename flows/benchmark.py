@@ -6,6 +6,7 @@ that still run are found. A cell that fails leaves the others alone.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +84,6 @@ def measure_cells(cells: Sequence[CellJob], at_once: int) -> dict[str, str]:
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:
     """Return the rows of all cells that have finished; that of a baseline, which several have, once."""
     found: dict[Any, dict[str, Any]] = {}
-    for row in (row for cell in cells if cell.is_finished for row in cell.rows()):
+    for row in (row for cell in cells if cell.is_finished for row in json.loads(cell.job.json_path.read_text())):
         found.setdefault((row["cell"], row.get("seed")), row)
     return list(found.values())

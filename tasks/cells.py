@@ -64,11 +64,6 @@ class CellJob:
         """Whether it has been measured."""
         return (self.folder / RESULT_FILE).exists()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Read the rows of a finished one."""
-        rows: list[dict[str, Any]] = json.loads(self.job.json_path.read_text())
-        return rows
-
 
 def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Size, overrides: Sequence[str]) -> CellJob:
     """Make a benchmark a job, with a folder of its own for page, rows and all else.

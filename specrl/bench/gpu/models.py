@@ -19,7 +19,6 @@ from specrl.training.drafter.kinds.parallel import eagle3_module
 
 LIKELY = tuple(range(8, 18))
 """The tokens that the sharp policy likes, so that even an untrained drafter of these is often right."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,12 @@ FULL = Scale("full", Shape(4096, 12288, 36, 32, 8, 128, 151936), 32000, (1, 8, 3
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
     """Return a run's configuration for a model in a directory."""
     gpus = int(torch.cuda.is_available())
-    gib = torch.cuda.mem_get_info()[1] / GIB if gpus else 80.0
     return Config.model_validate(
         {
             "name": "bench-gpu",
             "model": {"source": str(source), "max_length": max_length, **sections.pop("model", {})},
             "sampling": {"max_response_tokens": max_length // 2},
-            "resources": {"gpus_per_rank": gpus, "ranks_per_node": 1, "gpu_memory_gib": gib},
+            "resources": {"gpus_per_rank": gpus, "ranks_per_node": 1},
             **sections,
         }
     )

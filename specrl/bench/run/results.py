@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import Any
 
 from specrl.artifacts import read_curve
-from specrl.bench.cells import parameters
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import Spread, ratios
@@ -87,7 +86,7 @@ class Results:
         counted = self.metrics[self.warm_up :]
         rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
         return {
-            **parameters(self.training.cell),
+            **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
             **_columns("generation", generation),
             **_columns("step", step),

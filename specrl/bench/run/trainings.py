@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specrl.artifacts import PretrainResult, read_result, write_result
-from specrl.bench.cells import Cell, config_of, in_folder
+from specrl.bench.cells import Cell, config_of
 from specrl.bench.job import say
 from specrl.bench.run.turns import Worker, await_all
 from specrl.bench.spread import order_of
@@ -100,7 +100,7 @@ def make_training(
         inputs["pretrain"] = folder / "pretrain"
         write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
     context = StageContext(
-        config=in_folder(config, folder),
+        config=config.model_copy(update={"name": folder.name, "runs_dir": folder.parent}),
         stage="train",
         key=f"train-{folder.name}",
         stage_dir=folder / "stage",
