@@ -32,13 +32,15 @@ def run_here(job: BenchJob, resources: Resources | None, label: str) -> None:
     """Run a benchmark in a process of its own, and wait for it. Its log, LABEL.log, lies in its folder.
 
     Args:
-        resources: Those of a rank; None for all cores and devices of this machine.
+        resources: Those of a rank; None for all devices of this machine, and OMP_NUM_THREADS or all cores.
 
     Raises:
         JobError: It failed; the message has its error and its log.
     """
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
-    count = str(cores if resources is None else min(resources.cpus_per_rank, cores))
+    count = os.environ.get("OMP_NUM_THREADS", str(cores))
+    if resources is not None:
+        count = str(min(resources.cpus_per_rank, cores))
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
     if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
