@@ -215,6 +215,7 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
 
 def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engine, plain: list[Response]) -> None:
     """Ten iterations without drafts, then drafts: as good as those of a drafter that read every token at once."""
+    mixed.set_replay({})
     drafting = mixed._drafting
     assert drafting is not None
     deferred_prefill, counters = drafting.deferred_prefill, []
