@@ -105,8 +105,8 @@ class ClusterConfig(Section):
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
     setup: tuple[SetupLine, ...] = ()
-    """Shell lines that run before Python starts, in each job, such as module loads and exports. They are stored with the
-    run, so no secret may be among them: `environment_file` is the place for those."""
+    """Shell lines that run before Python starts, in each job, such as module loads and exports. They are stored with
+    the run, so no secret may be among them: `environment_file` is the place for those."""
     environment_file: PlainPath | None = None
     """A file of `NAME=VALUE` lines with variables of the ranks that are secret, such as `HF_TOKEN` or
     `MLFLOW_TRACKING_TOKEN`. Each rank reads it when it starts; what it says is stored nowhere, and no shell evaluates
