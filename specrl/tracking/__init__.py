@@ -6,7 +6,7 @@ MLflow is away, and what it misses arrives later. In a job, rank 0 logs and the 
 nothing. MLflow takes seconds to import, so it is imported when the first of these functions is called.
 """
 
-from specrl.tracking.benchmarks import benchmark_config, log_cell, log_speedups
+from specrl.tracking.benchmarks import log_cell, log_speedups
 from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
@@ -20,7 +20,6 @@ __all__ = [
     "LoggedSteps",
     "Silent",
     "Tracker",
-    "benchmark_config",
     "finish_parent_run",
     "lineage_tags",
     "log_cell",

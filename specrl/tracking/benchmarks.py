@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config
-from specrl.tracking.runs import FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS, Files, last_of, log_artifacts
+from specrl.tracking.runs import FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS, last_of, log_artifacts
 from specrl.tracking.sender import RUN_ID_FILE
 from specrl.tracking.spool import Spool
 from specrl.tracking.store import BENCHMARKS, import_mlflow
@@ -23,12 +23,6 @@ ODD = re.compile(r"[^\w\-. /]")
 """The characters that names of metrics must not have."""
 
 
-def benchmark_config(config: Config) -> Config:
-    """Replace the experiment of the runs by that of the benchmarks."""
-    experiment = f"{config.tracking.experiment}{BENCHMARKS}"
-    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
-
-
 def log_cell(
     config: Config,
     folder: Path,
@@ -36,17 +30,19 @@ def log_cell(
     tags: Mapping[str, str],
     params: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    files: Files,
+    files: Sequence[Path],
     error: str | None,
 ) -> None:
     """Record a cell as a run of its own, once; a cell that failed before and now did not goes on with its run.
 
     Args:
-        config: The configuration that `benchmark_config` returned.
+        config: The configuration of the run that is measured; the experiment of its benchmarks is another one.
         folder: The folder of the cell, where its MLflow run is noted, and where what MLflow misses waits for it.
         rows: What it measured; none if it failed.
         error: Why it failed, in one line; None if it did not.
     """
+    experiment = f"{config.tracking.experiment}{BENCHMARKS}"
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
     import_mlflow()
     spool = Spool(folder)
     if not is_recorded(spool):
@@ -55,7 +51,7 @@ def log_cell(
         tracker.log_params(params)
         for number, row in enumerate(rows):
             tracker.log_metrics(row_metrics(row), number)
-        log_artifacts(tracker, files)
+        log_artifacts(tracker, {"": files})
         tracker.end("FINISHED" if error is None else "FAILED")
     if send(config, [folder], FLOW_PATIENCE_SECONDS):
         logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", name)

@@ -20,6 +20,7 @@ from specrl.training.drafter.kinds.parallel import eagle3_module
 LIKELY = tuple(range(8, 18))
 """The tokens that the sharp policy likes, so that even an untrained drafter of these is often right."""
 GIB = 2**30
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ _SMALL, _LEAST = Shape(128, 256, 6, 4, 2, 32, 1024), Shape(128, 256, 2, 2, 1, 64
 SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (1, 4), 12, 1, 8)
 _LARGE, _MEDIUM = Shape(4096, 12288, 36, 32, 8, 128, 151936), Shape(2048, 6144, 28, 16, 8, 128, 32768)
 FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 64)
-SCALES = {scale.name: scale for scale in (SHORT, FULL)}
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""The section of `specrl bench gpu` on training: the policy's update in BF16 and in FP8, and its memory."""
+"""The section `training` of `specrl bench gpu`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.arithmetic import Row
-from specrl.bench.gpu.models import Scale, bench_config, write_policy
+from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_policy
 from specrl.distributed import Ranks, join, leave
 from specrl.models.shapes import model_shape
 from specrl.precision import native
 from specrl.projection.budgets import rank_of
-from specrl.projection.memory import GIB, HOST_RUNTIME_GIB, peak_gib, policy_items
+from specrl.projection.memory import HOST_RUNTIME_GIB, peak_gib, policy_items
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 
-def training(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Train a random model for a few steps in BF16 and in FP8, on one rank with the whole optimizer.
+def measure(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Train a random model for a few steps in BF16 and in FP8, on one rank, and compare its memory with the plan.
 
     A step is forward, backward and the optimizer's; the first one is not counted.
     """
