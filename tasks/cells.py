@@ -107,16 +107,9 @@ def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
     own = files_digest((path, str(path.relative_to(package))) for path in code)
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
     inputs = {name: stages[name].key for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
-    read = [_content(value) for value in _texts(job.options)]
+    changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
+    read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
     return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _texts(part)]
-    if isinstance(value, list | tuple):
-        return [text for part in value for text in _texts(part)]
-    return [value.rpartition("=")[2].strip(' "')] if isinstance(value, str) else []
 
 
 def _content(text: str) -> Any:

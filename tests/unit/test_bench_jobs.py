@@ -34,17 +34,18 @@ def test_a_cells_key_changes_with_all_that_its_rows_depend_on(tmp_path: Path) ->
     assert key(steps=8) == first
     drafter, data = tmp_path / "drafter", tmp_path / "prompts.jsonl"
     drafter.mkdir()
-    cells = [{"name": "a", "changes": [f'drafter.source="{drafter}"']}]
+    cells: list[dict[str, Any]] = [{"name": "a", "changes": [f'drafter.source="{drafter}"']}]
     others = [key(name="rollouts", steps=8), key(steps=9), key(cells=cells)]
     (drafter / "model.safetensors").write_text("weights")
     others.append(key(cells=cells))
     (tmp_path / "stages" / "train-1").rename(tmp_path / "stages" / "train-2")
     others.append(key(steps=8))
+    cells[0]["changes"].append(f'drafter.data="{data}"')
     for text in ("one", "another"):
         data.write_text(text)
-        others.append(key(None, "drafter", drafters=[str(drafter)], data=str(data)))
+        others.append(key(cells=cells))
     (drafter / "config.json").write_text("{}")
-    others.append(key(None, "drafter", drafters=[str(drafter)], data=str(data)))
+    others.append(key(cells=cells))
     assert len({first, *others}) == 9
 
 

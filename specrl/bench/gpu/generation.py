@@ -122,5 +122,5 @@ def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tup
 
 def _requests(count: int, scale: Scale) -> list[Request]:
     generator = random.Random(count)
-    prompts = [[generator.randrange(3, scale.served.vocab) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    prompts = [[generator.randrange(3, scale.served.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     return [Request(prompt, seed, scale.new_tokens, 1.0) for seed, prompt in enumerate(prompts)]

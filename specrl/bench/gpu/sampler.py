@@ -18,7 +18,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     Differences that rounding cannot have decided are unexplained, and must be 0.
     """
     del folder
-    device, vocab = torch.device("cuda" if torch.cuda.is_available() else "cpu"), scale.served.vocab
+    device, vocab = torch.device("cuda" if torch.cuda.is_available() else "cpu"), scale.served.vocab_size
     for rows in scale.batches:
         logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 4
         temperature, top_k, top_p = torch.ones(rows), torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
