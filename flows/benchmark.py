@@ -72,7 +72,6 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
     restrict(of_jobs.cluster)
-    backend.connect()
     if problems := backend.problems(of_jobs):
         raise ConfigError("\n".join(problems))
     reporter = PlainReporter(Console(highlight=False, soft_wrap=True))

@@ -13,7 +13,6 @@ from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, restrict
 from slurm.backend import StoppedError
-from slurm.registry import backends_of
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
@@ -47,8 +46,6 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     console = Console(soft_wrap=True)
     for line in check_access(config.run_dir, config.cluster):
         print_line(console, line)
-    for backend in backends_of(config):
-        backend.connect()
     check(config)
     if origin is not None:
         config = own_source(config)

@@ -33,7 +33,6 @@ from slurm.backend import (
     StageRequest,
     State,
 )
-from slurm.devcluster import DevCluster
 from slurm.environment import LOOPBACK, inherited, interface_towards, interface_variables
 from slurm.failures import first_error
 from slurm.ranks.supervisor import ATTEMPT
@@ -147,10 +146,6 @@ class SlurmBackend:
     """The backend for a Slurm cluster, used through the commands of a login node."""
 
     name = "slurm"
-
-    def connect(self) -> None:
-        """Use the development cluster of this machine when it is up and no other Slurm is configured."""
-        DevCluster().use_if_up()
 
     def problems(self, config: Config) -> list[str]:
         missing = [command for command in COMMANDS if shutil.which(command) is None]

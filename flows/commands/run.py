@@ -15,10 +15,9 @@ from flows.folder import find_own_run
 from flows.origin import start_from
 from flows.own_code import continue_with_own_code
 from flows.preflight import check
-from slurm.registry import backend_of, backends_of
+from slurm.registry import backend_of
 from specrl.config import STAGES, Config
 from specrl.lineage.changes import adjustable_keys
-from specrl.report.results import readable_config
 from tasks.run import ask_to_stop, read_run_config
 
 CHANGEABLE = (
@@ -141,8 +140,6 @@ def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     interrupted. `specrl resume` continues the run.
     """
     run_dir = find_own_run(name, runs_dir)
-    for backend in backends_of(readable_config(run_dir)):
-        backend.connect()
     for line in ask_to_stop(run_dir):
         print(line)
     print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")

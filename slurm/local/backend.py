@@ -100,9 +100,6 @@ class LocalBackend:
 
     name = "local"
 
-    def connect(self) -> None:
-        return
-
     def problems(self, config: Config) -> list[str]:
         if config.cluster.backend == self.name and config.cluster.container is not None:
             return ["cluster.container: --cluster local starts ranks outside of containers; remove the section"]
