@@ -33,7 +33,7 @@ from specrl.bench.subject import find_subject
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.tracking import log_files, log_speedups
+from specrl.tracking import log_to_run
 from tasks.cells import Size, make_cell
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
@@ -105,7 +105,7 @@ class Bench:
         """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
         print(f"page: {self.page}")
         if self.run_dir is not None:
-            log_files(self.config, {f"bench/{self.name}": [self.page, self.page.with_suffix(".json")]})
+            log_to_run(self.config, {}, {f"bench/{self.name}": [self.page, self.page.with_suffix(".json")]})
 
 
 @group.command("run")
@@ -144,7 +144,7 @@ def bench_run(
         measure_apart(bench, options, size, overrides, 1 if cluster == "local" else at_once)
     if not bench.changes:  # or else the speedups are not those of the run
         rows = json.loads(bench.job(options).json_path.read_text())
-        log_speedups(bench.config, speedups(rows, options.cells, bench.config))
+        log_to_run(bench.config, speedups(rows, options.cells, bench.config), {})
 
 
 def measure_apart(bench: Bench, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:

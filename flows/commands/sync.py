@@ -20,12 +20,10 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
     A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
     """
-    from specrl.tracking import sync_run
+    from specrl.tracking import runs
     from tasks.run import read_run_config
 
     config = read_run_config(find_own_run(name, runs_dir))
-    unsent = sync_run(config)
-    if unsent:
-        folders = ", ".join(folder.name for folder in unsent)
-        raise ConfigError(f"MLflow does not answer; what {folders} logged still waits on disk")
+    if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
+        raise ConfigError("; ".join(lines))
     print(f"MLflow has everything that {config.name} has logged")

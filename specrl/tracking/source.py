@@ -17,10 +17,10 @@ from specrl.config.text import redacted
 from specrl.context import StageContext
 from specrl.keys import files_digest
 from specrl.lineage.record import code_of, read_record
-from specrl.tracking.spool import Spool
+from specrl.tracking.log import FOLDER
 
 SOURCE_FILE = "source.json"
-"""The file of a run, beside its spool, with the tags that say where it comes from."""
+"""The file of a run, beside its log, with the tags that say where it comes from."""
 GIT_SECONDS = 10
 
 
@@ -74,14 +74,14 @@ def data_digests(config: Config) -> dict[str, str]:
 
 def write_source(run_dir: Path, tags: Mapping[str, str]) -> None:
     """Write the run's tags, unless it has some: they are of its first start."""
-    path = Spool(run_dir).folder / SOURCE_FILE
+    path = run_dir / FOLDER / SOURCE_FILE
     if not path.exists():
         write_json(path, dict(tags))
 
 
 def read_source(run_dir: Path) -> dict[str, str]:
     """Return the run's tags; none for a folder that no flow has started."""
-    path = Spool(run_dir).folder / SOURCE_FILE
+    path = run_dir / FOLDER / SOURCE_FILE
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-"""The environment's defaults for MLflow: no telemetry, no progress bar; a spool's sender does the retries."""
+"""The environment's defaults for MLflow: no telemetry, no progress bar; `sync` does the retries."""
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
 """MLflow, and modules that its client imports only when it first needs them."""
 HEADLINES = (
@@ -47,11 +47,6 @@ HEADLINES = (
 """The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""
 BENCHMARKS = "-bench"
 """The end of the name of the experiment that holds the cells of benchmarks."""
-OF_CELLS = (
-    *(f"params.`{name}`" for name in ("run", "benchmark", "method", "bubbles", "k", "drafter", "precision", "batch")),
-    *(f"metrics.`speedup/{name}`" for name in ("generation", "step", "end_to_end")),
-)
-"""The columns of the saved view of that experiment: where a cell lies in the grid of its sweep, and its speedups."""
 SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
 """The scores of held-out sets during training, which the parent run has as well."""
 
@@ -129,7 +124,7 @@ def experiment_id(client: Any, config: Config) -> str:
 
 def _describe(client: Any, experiment: Any) -> None:
     """Say that the experiment is of model training, and how its runs are best looked at, unless somebody has."""
-    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view(experiment.name))}
+    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
     for name, value in wanted.items():
         if name not in experiment.tags:
             client.set_experiment_tag(experiment.experiment_id, name, value)
@@ -140,19 +135,14 @@ def is_headline(name: str) -> bool:
     return name in HEADLINES or SCORES.fullmatch(name) is not None
 
 
-def saved_view(experiment: str) -> dict[str, Any]:
+def saved_view() -> dict[str, Any]:
     """Return a view of an experiment's run table whose first columns are those that matter, as MLflow's pages save one.
 
     Without it the table shows no metric, and metrics that are chosen are in the order of the alphabet.
-
-    Args:
-        experiment: The name of the experiment.
     """
-    of_runs = [f"metrics.`{name}`" for name in HEADLINES]
-    others = ["attributes.`Source`", "attributes.`Version`", "attributes.`Models`"]
-    columns, others = ([*OF_CELLS], others[:1]) if experiment.endswith(BENCHMARKS) else (of_runs, others)
+    columns = [f"metrics.`{name}`" for name in HEADLINES]
     shown = {
-        "selectedColumns": [*columns, *others],
+        "selectedColumns": [*columns, "attributes.`Source`", "attributes.`Version`", "attributes.`Models`"],
         "columnOrder": ["attributes.`Run Name`", *columns],
         "columnWidths": {name: 190 if name.startswith("metrics.") else 120 for name in columns},
     }

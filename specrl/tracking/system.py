@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from specrl.tracking.tracker import SpoolTracker
+from specrl.tracking.tracker import Tracker
 
 INTERVAL_SECONDS = 15.0
 
@@ -18,7 +18,7 @@ class SystemMonitor:
     The names and the measurements are MLflow's. Its own monitor is not used, since it logs to the server directly.
     """
 
-    def __init__(self, tracker: SpoolTracker, began_ms: int) -> None:
+    def __init__(self, tracker: Tracker, began_ms: int) -> None:
         """Start to measure.
 
         Args:
