@@ -206,7 +206,7 @@ class TrainResult(Artifact):
 
 
 class DefaultSpeed(Artifact):
-    """Plain generation by vLLM as it comes, in the rounds of a `SpeedPair`. Figures are medians.
+    """Plain generation by stock vLLM, in the rounds of a `SpeedPair`. Figures are medians.
 
     That engine has its own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where there is a GPU.
     It generates as many tokens after each prompt as the pair does.
@@ -235,7 +235,7 @@ class SpeedPair(Artifact):
     speculative_tokens_per_s: float
     speedup: float
     """The ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0; `default` has
-    the ratio to vLLM as it comes."""
+    the ratio to stock vLLM."""
     speedup_min: float
     speedup_max: float
     decode_step_reduction: float
@@ -247,7 +247,7 @@ class SpeedPair(Artifact):
     pre-generated for the prompt), `recent` (recent rollouts), or a text source of the user's own. What is missing to 1
     was not drafted."""
     default: DefaultSpeed | None = None
-    """The same requests on vLLM as it comes; None where that engine was not started, or did not start."""
+    """The same requests on stock vLLM; None where that engine was not started, or did not start."""
 
 
 class NextStepText(Artifact):

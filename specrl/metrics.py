@@ -334,19 +334,18 @@ _DEFINITIONS = (
     Metric(
         "speedup/generation_over_default",
         "",
-        "Speculative tokens per second over those of vLLM as it comes, without drafts, for as many tokens after the "
+        "Speculative tokens per second over those of stock vLLM, without drafts, for as many tokens after the "
         "same prompts; median over the batch sizes measured.",
     ),
     Metric(
         "speedup/generation_over_default_batch_I",
         "",
-        "Speculative tokens per second over those of vLLM as it comes, at batch size I.",
+        "Speculative tokens per second over those of stock vLLM, at batch size I.",
     ),
     Metric(
         "speedup/plain_over_default_batch_I",
         "",
-        "Tokens per second of plain decoding with specrl's engine, k = 0, over those of vLLM as it comes, at batch "
-        "size I.",
+        "Tokens per second of plain decoding with specrl's engine, k = 0, over those of stock vLLM, at batch size I.",
     ),
     Metric(
         "speedup/step",

@@ -137,7 +137,7 @@ class ValidateConfig(Section):
     """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
     reported."""
     default_engine: bool = True
-    """Whether the same requests are also timed on vLLM as it comes, in a process of its own with its own sampler,
+    """Whether the same requests are also timed on stock vLLM, in a process of its own with its own sampler,
     scheduler and limits. On GPUs the two engines sleep in turn, so that each has the memory of one. On a CPU it needs
     the memory of a second engine, and is compiled only with `engine.compile`."""
     exactness_prompts: PositiveInt = 16

@@ -57,7 +57,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
     those batch sizes of 1 - speculative / plain decoding steps. `generation_speedup_over_default` maps batch size to
-    the ratio to plain decoding by vLLM as it comes, and `plain_over_default` to that of the engine with k = 0; both are
+    the ratio to plain decoding by stock vLLM, and `plain_over_default` to that of the engine with k = 0; both are
     empty where `validate.default_engine` is false or that engine did not start. The pairs take the requests of the
     training step that would come next, and draft from what that step would find: `text` says how much text that is, and
     `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
@@ -352,7 +352,7 @@ def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:
         f"{default.speedup_min:.2f} to {default.speedup_max:.2f}; {default.tokens_per_s:.0f} tokens/s by default, "
         f"k = 0 on specrl's engine {default.plain_ratio:.2f}x of that"
     )
-    return [(f"speedup over vLLM as it comes, batch {pair.batch}", f"{default.speedup:.2f}x ({details})")]
+    return [(f"speedup over stock vLLM, batch {pair.batch}", f"{default.speedup:.2f}x ({details})")]
 
 
 def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:

@@ -173,7 +173,7 @@ def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: P
     assert len(rollouts(run_dir)) == 4 * 8 * 4
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["train"]["steps"] == 4
-    default = summary["speculation"]["plain_over_default"]  # vLLM as it comes, in a process of its own
+    default = summary["speculation"]["plain_over_default"]  # stock vLLM, in a process of its own
     assert default["1"] > 0 and default.keys() == summary["speculation"]["generation_speedup_over_default"].keys()
     assert {"train.num_steps = 3 -> 4", "policy.lr = 0.0002 -> 2e-05"} == {
         event["text"] for event in summary["events"] if event["kind"] == "settings"
