@@ -86,10 +86,10 @@ def model_of(
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
     """Simulate every k, and each use of idle time without drafts and with the best k."""
-    plain = model.synchronous(Speculation())
+    plain = model.step(Speculation())
 
     def choice(name: str, speculation: Speculation) -> Choice:
-        time = model.synchronous(speculation)
+        time = model.step(speculation)
         return Choice(name, speculation, time, plain.generation / time.generation, plain.total / time.total)
 
     drafting = [Speculation(k, acceptance_length(rates, k)) for k in range(1, model.longest_k + 1)]
