@@ -18,6 +18,7 @@ from specrl.bench.rollouts.engines import GPU_SHARE
 from specrl.bench.rollouts.rounds import Variant, Workload, compared, measure
 from specrl.bench.run.main import train_cells
 from specrl.config import Config
+from specrl.data.files import read_requests
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
@@ -69,11 +70,12 @@ def main(job: BenchJob) -> None:
 
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:
     """Run all drafters at all temperatures and batch sizes; write rows and page after each of these."""
-    assert options.model is not None
+    assert options.model is not None and options.data is not None
     found = [read_candidate(drafter, options.model) for drafter in options.drafters]
     drafters = [adopted(one, options.model, job.folder / str(index)) for index, one in enumerate(found)]
     config = config_of(options, NGRAM_LOOKUP)
-    prompts = PromptSource(config, load_tokenizer(options.model)).drafter_data(options.prompts)
+    count = min(options.prompts, len(read_requests(options.data)))  # none is asked twice
+    prompts = PromptSource(config, load_tokenizer(options.model)).drafter_data(count)
     engines = {one: start(options, one, GPU_SHARE / (1 + len(drafters))) for one in (NGRAM_LOOKUP, *drafters)}
     variants = [
         (NO_DRAFTS, Variant(NO_DRAFTS.kind, 0, engines[NGRAM_LOOKUP])),
