@@ -9,7 +9,6 @@ MLflow takes seconds to import, so it is imported when the first of these functi
 from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_cell, log_to_run, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
-from specrl.tracking.source import lineage_tags
 from specrl.tracking.store import table_address, tracking_uri
 from specrl.tracking.tracker import Tracker
 
@@ -19,7 +18,6 @@ __all__ = [
     "LoggedSteps",
     "Tracker",
     "finish_parent_run",
-    "lineage_tags",
     "log_cell",
     "log_to_run",
     "registered_version",

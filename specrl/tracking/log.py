@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import read_json, write_json
+from pydantic import BaseModel, TypeAdapter
+
+from specrl.artifacts import read_file, write_text
 
 FOLDER = "tracking"
 ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "log.jsonl", "sent.json", "files"
@@ -27,7 +29,7 @@ class Entry:
     """One thing to be sent."""
 
     kind: str
-    """What it is: `start`, `metrics`, or another name in `specrl.tracking.mlflow.SENDERS`."""
+    """What it is: `start`, `metrics`, or another name in `specrl.tracking.sender.SENDERS`."""
     time_ms: int
     """When it was logged, in milliseconds since the epoch. A tracker gets this time, however late it gets the entry."""
     values: Mapping[str, Any]
@@ -100,56 +102,65 @@ class Log:
         return path
 
 
+class Arrived(BaseModel):
+    """What of a log a tracker has: all before a position, but for what is missing."""
+
+    position: int = 0
+    missing: dict[int, str] = {}
+    """Where entries before the position begin that have not arrived, and why they were refused, if they were."""
+    versions: dict[str, str] = {}
+    """The numbers of the registered model versions, by the models' names."""
+
+
 class Sent:
-    """What of a log MLflow has: all before a position, but for entries that it refused or whose files it lacks."""
+    """The file of what of a log each tracker has."""
 
     def __init__(self, log: Log, tracker: str = "mlflow") -> None:
-        """Read it from the log's `sent.json`, where each tracker has an object of its own."""
         self.log, self._tracker = log, tracker
-        self.position = 0
-        self.missing: dict[int, str] = {}
-        """Where entries before the position begin that have not arrived, and why they were refused, if they were."""
-        self.versions: dict[str, str] = {}
-        """The numbers of the registered model versions, by the models' names."""
-        self.refresh()
+        self.now = self._read().get(tracker, Arrived())
 
     def refresh(self) -> None:
         """Read it again, as another process may have sent something since."""
-        noted = self._file().get(self._tracker, {})
-        if noted.get("position", 0) >= self.position:
-            self.position, self.versions = noted.get("position", 0), noted.get("versions", {})
-            self.missing = {int(begin): reason for begin, reason in noted.get("missing", {}).items()}
+        noted = self._read().get(self._tracker, Arrived())
+        if noted.position >= self.now.position:
+            self.now = noted
 
-    def _file(self) -> dict[str, Any]:
-        found = read_json(self.log.folder / SENT_FILE)
-        return found if isinstance(found, dict) else {}
+    def _read(self) -> dict[str, Arrived]:
+        try:
+            return _FILE.validate_json(read_file(self.log.folder / SENT_FILE))
+        except (OSError, ValueError):
+            return {}
 
     def waiting(self) -> Iterator[Entry]:
         """Yield the entries after the position."""
-        return self.log.entries(self.position)
+        return self.log.entries(self.now.position)
 
     def retried(self) -> list[Entry]:
         """List the entries before the position that have not arrived."""
-        return [next(self.log.entries(begin)) for begin in sorted(self.missing)]
+        found = (next(self.log.entries(begin), None) for begin in sorted(self.now.missing))
+        return [entry for entry in found if entry is not None]
 
     def is_complete(self) -> bool:
         """Whether everything has arrived."""
-        return not self.missing and not self.waits()
+        return not self.now.missing and not self.waits()
 
     def waits(self) -> bool:
         """Whether something was not sent yet, or could not be uploaded."""
-        return "" in self.missing.values() or next(self.waiting(), None) is not None
+        return "" in self.now.missing.values() or next(self.waiting(), None) is not None
 
     def note(self, entries: Sequence[Entry], reason: str | None = None) -> None:
         """Note that these entries have arrived, or else why not.
 
         While the disk is full, only this process knows it, and sends nothing twice; another process may.
         """
-        self.position = max(self.position, entries[-1].end)
+        self.now.position = max(self.now.position, entries[-1].end)
         for entry in entries:
-            self.missing.pop(entry.begin, None)
+            self.now.missing.pop(entry.begin, None)
             if reason is not None:
-                self.missing[entry.begin] = reason
-        own = {"position": self.position, "missing": self.missing, "versions": self.versions}
+                self.now.missing[entry.begin] = reason
         with contextlib.suppress(OSError):
-            write_json(self.log.folder / SENT_FILE, {**self._file(), self._tracker: own})
+            found = {**self._read(), self._tracker: self.now}
+            write_text(self.log.folder / SENT_FILE, _FILE.dump_json(found).decode())
+
+
+_FILE = TypeAdapter(dict[str, Arrived])

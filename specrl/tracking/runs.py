@@ -15,9 +15,9 @@ from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
+from specrl.lineage.source import read_source, source_tags, write_source
 from specrl.tracking.log import Entry, Log
 from specrl.tracking.sender import RUN_ID_FILE
-from specrl.tracking.source import read_source, source_tags, write_source
 from specrl.tracking.store import BENCHMARKS, check_server, import_mlflow
 from specrl.tracking.sync import Syncing, refusals, send
 from specrl.tracking.system import SystemMonitor

@@ -183,7 +183,8 @@ class MlflowSender:
         """Upload a folder and register it as a version of a model, once for each run and name of the folder."""
         name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id(entry)
         self._upload(entry, folder, entry.values["without"])
-        self._create_model(name)
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
         source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
         found = self._client.search_model_versions(f"run_id = '{run_id}'")
         numbers = [str(version.version) for version in found if (version.name, version.source) == (name, source)]
@@ -193,15 +194,6 @@ class MlflowSender:
             numbers = [str(created.version)]
         self._set_best(name, numbers[0], entry.values["tags"])
         return {name: numbers[0]}
-
-    def _create_model(self, name: str) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self._client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """Let the alias `best` be this version, unless the present best one has a higher score.
@@ -227,10 +219,6 @@ SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
 """What sends an entry of each kind but metrics, which are sent together, and models, which get a number."""
 
 
-def registered_version(folder: Path, name: str) -> str | None:
-    """Return the version of the model `name` that a stage has registered, or None where it has none (yet).
-
-    Args:
-        folder: The stage's folder.
-    """
-    return Sent(Log(folder)).versions.get(name)
+def registered_version(stage_dir: Path, name: str) -> str | None:
+    """Return the version of the model `name` that a stage has registered, or None where it has none (yet)."""
+    return Sent(Log(stage_dir)).now.versions.get(name)

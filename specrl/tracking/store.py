@@ -105,19 +105,13 @@ def check_server(config: Config) -> None:
 
 def experiment_id(client: Any, config: Config) -> str:
     """Return the id of the experiment `tracking.experiment`, which is created where it does not exist."""
-    from mlflow.exceptions import MlflowException
-
     name = config.tracking.experiment
-    # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
-    folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
     found = client.get_experiment_by_name(name)
     if found is None:
-        try:
-            client.create_experiment(name, artifact_location=folder)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        found = client.get_experiment_by_name(name)  # also where another run has just made it
+        # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
+        folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
+        client.create_experiment(name, artifact_location=folder)  # an error if another run makes it now: tried again
+        found = client.get_experiment_by_name(name)
     _describe(client, found)
     return str(found.experiment_id)
 

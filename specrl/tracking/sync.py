@@ -127,7 +127,7 @@ class Syncing:
             self._sent.log.flush()
             self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent.log)
             try:
-                self._sender.send(entries, self._sent.versions)
+                self._sender.send(entries, self._sent.now.versions)
             except RefusedError as error:
                 if entries[0].kind == "start":  # without its run, nothing else can be sent
                     raise
@@ -165,7 +165,7 @@ class Syncing:
         if len(entries) > 1:  # one of them is refused; the others are not to be lost with it
             self._single = entries[-1].end
             return
-        if not any(self._sent.missing.values()):
+        if not any(self._sent.now.missing.values()):
             logger.warning(
                 "MLflow refuses what %s logs (%s); that is sent again by the next job, the flow, or specrl sync",
                 self._sent.log.owner.name,
@@ -212,4 +212,4 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
 
 def refusals(folders: Sequence[Path]) -> list[str]:
     """Return why MLflow refuses entries of these folders, a reason for each."""
-    return [reason for folder in folders for reason in Sent(Log(folder)).missing.values() if reason]
+    return [reason for folder in folders for reason in Sent(Log(folder)).now.missing.values() if reason]

@@ -37,21 +37,22 @@ class SystemMonitor:
         self._thread.join()
 
     def _run(self) -> None:
-        for part in self._parts:
-            part.collect_metrics()  # rates are since the last measurement, and the first one has none
-            part.clear_metrics()
+        self._measure()  # rates are since the last measurement, and the first one has none
         while not self._ended.wait(INTERVAL_SECONDS):
-            self._measure()
-        self._measure()  # a short stage has one measurement, of all its time
+            self._log()
+        self._log()  # a short stage has one measurement, of all its time
 
-    def _measure(self) -> None:
+    def _log(self) -> None:
+        step = int((time.time() * 1000 - self._began_ms) / 1000 / INTERVAL_SECONDS)
+        self._tracker.log_metrics(self._measure(), step)
+
+    def _measure(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for part in self._parts:
             part.collect_metrics()
             metrics |= {f"system/{name}": value for name, value in part.aggregate_metrics().items()}
             part.clear_metrics()
-        step = int((time.time() * 1000 - self._began_ms) / 1000 / INTERVAL_SECONDS)
-        self._tracker.log_metrics(metrics, step)
+        return metrics
 
 
 def _parts() -> list[Any]:

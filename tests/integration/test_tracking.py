@@ -24,11 +24,10 @@ from specrl.config import Config, DataConfig, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.stages.export import register
+from specrl.stages.export import lineage_tags, register
 from specrl.tracking import (
     Tracker,
     finish_parent_run,
-    lineage_tags,
     log_to_run,
     registered_version,
     runs,
@@ -366,10 +365,10 @@ def test_what_a_deleted_experiment_has_refused_arrives_when_it_is_restored(
     context, client = stage_of(config, parent), client_of(config)
     experiment = client.get_run(parent).info.experiment_id
     with stage_run(context, FIRST) as tracker:
-        wait_until(lambda: Sent(Log(context.stage_dir)).position > 0)
+        wait_until(lambda: Sent(Log(context.stage_dir)).now.position > 0)
         client.delete_experiment(experiment)  # one click; its runs are deleted with it
         log_step(tracker, context.stage_dir, 0)
-        wait_until(lambda: bool(Sent(Log(context.stage_dir)).missing))
+        wait_until(lambda: bool(Sent(Log(context.stage_dir)).now.missing))
     command = ["sync", "deleted", "--runs-dir", str(config.runs_dir)]
     assert invoke(command) == 2
     assert re.search(r"MLflow refuses \d+ entries of deleted, the first because: .*deleted", capsys.readouterr().err)
