@@ -81,7 +81,7 @@ def print_dry_run(config: Config) -> None:
     clusters = {stage: config.cluster_of(stage) for stage in STAGES}
     queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
     options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
-    print_plan(plan(config, queues, options))
+    print_plan(plan(config), queues, options)
     check(config, dry_run=True)
 
 
