@@ -152,7 +152,8 @@ class Syncing:
         self._retries = False
         yield from ([entry] for entry in retried)
         while first := next(self._sent.waiting(), None):
-            batch, total = [], 0
+            batch: list[Entry] = []
+            total = 0
             for entry in self._sent.waiting():
                 total += len(entry.values["metrics"]) if entry.kind == "metrics" else 0
                 is_same = entry.kind == first.kind == "metrics" and entry.values["run"] == first.values["run"]
@@ -200,7 +201,7 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
         limit_s: How long a store that answers may take for one folder; by default as long as it needs.
     """
     waiting = [folder for folder in folders if not Sent(Log(folder)).is_complete()]
-    late = []
+    late: list[Path] = []
     for number, folder in enumerate(waiting):
         syncing = Syncing(config, Log(folder))
         syncing.close(patience_s, limit_s)

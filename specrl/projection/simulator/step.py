@@ -55,7 +55,6 @@ class StepModel:
     engine: EngineModel
     gpus: int  # of all engines and the trainer
     workload: Workload
-    longest_k: int = LONGEST_K
     most_running: int = 1024  # responses of an engine at once
     logprob_passes: int = 0  # of the trainer, forward, beside the update
     layout: Layout = field(default_factory=Layout)  # of the trainer, for the refit
