@@ -50,11 +50,7 @@ class Log:
         self._repaired = False
 
     def append(self, kind: str, **values: Any) -> None:
-        """Append an entry.
-
-        Raises:
-            OSError: The disk is full or away. The log is as it was before.
-        """
+        """Append an entry; where the disk does not take it (an OSError), the log is as it was before."""
         line = json.dumps({"kind": kind, "time_ms": int(time.time() * 1000), **values}, default=str) + "\n"
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -132,11 +128,9 @@ class Sent:
             return {}
 
     def waiting(self) -> Iterator[Entry]:
-        """Yield the entries after the position."""
         return self.log.entries(self.now.position)
 
     def retried(self) -> list[Entry]:
-        """List the entries before the position that have not arrived."""
         found = (next(self.log.entries(begin), None) for begin in sorted(self.now.missing))
         return [entry for entry in found if entry is not None]
 

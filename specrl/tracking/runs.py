@@ -45,9 +45,8 @@ STAGE_LIMIT_SECONDS = 300.0
 def start_parent_run(config: Config, description: str = "") -> str:
     """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
-    Database, experiment and artifact folder are made where they do not exist yet. Parameters are those of the first
-    call. A run that has an id already goes on although its store is away; a new one does not begin, as its address is
-    probably wrong.
+    Parameters are those of the first call. A run that has an id already goes on although its store is away; a new one
+    does not begin, as its address is probably wrong.
 
     Args:
         description: What the page of a new run shows first, in Markdown.
@@ -75,13 +74,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
 
 
 def finish_parent_run(config: Config, status: Status, description: str = "", files: Files | None = None) -> None:
-    """End the parent run, and mark as killed those children that could not say how they ended.
-
-    What the stages could not send is sent now, with a bounded patience.
-
-    Args:
-        description: What the run's page shows first, in Markdown.
-    """
+    """End the parent run, and mark as killed those children that could not say how they ended; send what waits."""
     for log in unended(config.run_dir):
         Tracker(log).end("KILLED")
     tracker = Tracker(Log(config.run_dir))
@@ -95,12 +88,10 @@ def finish_parent_run(config: Config, status: Status, description: str = "", fil
 
 
 def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
-    """Send what a run and its stages have logged and MLflow does not have, and say why that is not everything.
-
-    It may be called at any time, any number of times.
+    """Send what a run and its stages have logged and MLflow does not have, at any time and any number of times.
 
     Returns:
-        A line for each reason; none if MLflow has everything.
+        A line for each reason why that was not everything; none if MLflow has everything.
     """
     import_mlflow()
     folders = [config.run_dir, *stage_folders(config.run_dir)]
@@ -130,7 +121,6 @@ def log_to_run(config: Config, metrics: Mapping[str, float], files: Files) -> No
 
 
 def log_artifacts(tracker: Tracker, files: Files) -> None:
-    """Make files artifacts of the tracker's run."""
     for folder, paths in files.items():
         for path in paths:
             tracker.log_artifact(path, folder or None)
@@ -146,14 +136,7 @@ def log_cell(
     files: Sequence[Path],
     error: str | None,
 ) -> None:
-    """Record a cell of a benchmark as a run of its own, once; one that failed before and now did not goes on with it.
-
-    Args:
-        config: The configuration of the run that is measured; the experiment of its benchmarks is another one.
-        folder: The folder of the cell, where its MLflow run is noted, and where what MLflow misses waits for it.
-        rows: What it measured; none if it failed.
-        error: Why it failed, in one line; None if it did not.
-    """
+    """Record a cell of a benchmark of a run, as a run in an experiment of benchmarks; once, unless it has failed."""
     experiment = f"{config.tracking.experiment}{BENCHMARKS}"
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
     import_mlflow()

@@ -41,10 +41,7 @@ class MlflowSender:
         self._id_path = log.owner / RUN_ID_FILE
 
     def send(self, entries: Sequence[Entry], versions: dict[str, str]) -> None:
-        """Send one entry, or several metrics of one run.
-
-        Args:
-            versions: The numbers of the registered model versions by name, to which new ones are added.
+        """Send one entry, or several metrics of one run; add the numbers of new model versions to `versions`.
 
         Raises:
             RefusedError: MLflow answers that it does not take them.
@@ -66,7 +63,6 @@ class MlflowSender:
             raise RefusedError(str(error).partition("\n")[0]) from error
 
     def _run_id(self, entry: Entry) -> str:
-        """Return the run that an entry belongs to: the parent, which it names, or the owner's own."""
         return str(entry.values.get("run") or self._id_path.read_text().strip())
 
     def _send_metrics(self, entries: Sequence[Entry]) -> None:
@@ -81,7 +77,6 @@ class MlflowSender:
             self._client.log_batch(self._run_id(entries[0]), metrics=metrics[start : start + BATCH_METRICS])
 
     def start(self, entry: Entry) -> None:
-        """Create the owner's run, or continue it."""
         parent, tags = entry.values["parent"], dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         run_id = self._find(entry)
@@ -107,7 +102,6 @@ class MlflowSender:
         return experiment_id(self._client, self._config)
 
     def end(self, entry: Entry) -> None:
-        """End the owner's run."""
         self._client.set_terminated(self._run_id(entry), entry.values["status"], entry.time_ms)
 
     def params(self, entry: Entry) -> None:
@@ -122,7 +116,6 @@ class MlflowSender:
             self._client.log_batch(run_id, params=new[first : first + BATCH_PARAMS])
 
     def tags(self, entry: Entry) -> None:
-        """Set tags of the run."""
         self._set_tags(self._run_id(entry), entry.values["tags"])
 
     def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -133,7 +126,6 @@ class MlflowSender:
             self._client.log_batch(run_id, tags=new)
 
     def artifact(self, entry: Entry) -> None:
-        """Upload a file, or everything in a folder."""
         self._upload(entry, entry.values["folder"])
 
     def _upload(self, entry: Entry, folder: str | None, without: str = "") -> None:

@@ -57,11 +57,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def connect(config: Config) -> Any:
-    """Return a client of the run's store; a sqlite database is created or migrated.
-
-    Raises:
-        MlflowException: The database cannot be opened. A server is not asked anything.
-    """
+    """Make a client of the run's store; a sqlite database is created or migrated, and a server is not asked."""
     config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
     import_mlflow()
     from mlflow import MlflowClient
@@ -81,11 +77,7 @@ def import_mlflow() -> None:
 
 
 def check_server(config: Config) -> None:
-    """Check that the configured tracking server answers.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Raise a `ConfigError` unless the configured tracking server answers."""
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
@@ -144,10 +136,7 @@ def saved_view() -> dict[str, Any]:
 
 
 def table_address(config: Config) -> str:
-    """Return the part of an address of MLflow's pages, from its # on, that shows the runs with the columns that matter.
-
-    It is empty where nothing has been recorded yet.
-    """
+    """Return the part from # on of MLflow's address of the runs in that view; empty where nothing is recorded yet."""
     import_mlflow()
     from mlflow import MlflowClient
 

@@ -43,6 +43,7 @@ class Syncing:
         self._sender: MlflowSender | None = None
         self._retries = True
         """Whether what has been refused before is still to be tried again, which each `Syncing` does once."""
+        self._store_is_away = False
         self._single = 0
         """The position up to which metrics are sent one by one, since some of them are refused."""
         self._closing = threading.Event()
@@ -53,15 +54,7 @@ class Syncing:
         self._thread.start()
 
     def close(self, patience_s: float, limit_s: float | None = None) -> bool:
-        """Send what waits and end.
-
-        Args:
-            patience_s: For how long a store that is away is tried again.
-            limit_s: How long a store that answers may take; by default as long as it needs.
-
-        Returns:
-            Whether nothing waits any more. What does is sent by the next one to open the log.
-        """
+        """Send what waits and end; return whether nothing waits any more. See `send` for the arguments."""
         closed_at = time.monotonic()
         self._closing.set()
         while self._thread.is_alive():
@@ -92,7 +85,6 @@ class Syncing:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _attempt(self) -> bool:
-        """Send everything that waits; return whether that went well. The begin and the end of an outage are logged."""
         folder = self._sent.log.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,12 +108,12 @@ class Syncing:
                 everything that is no file has been sent.
         """
         self._sent.refresh()
-        store_away: Exception | None = None
+        failed: Exception | None = None
         for entries in self._batches():
             if self._stopping.is_set():
                 return
             is_file = entries[0].kind in FILES
-            if is_file and store_away is not None:
+            if is_file and failed is not None:
                 self._sent.note(entries, "")
                 continue
             self._sent.log.flush()
@@ -138,19 +130,21 @@ class Syncing:
             except Exception as error:
                 if not is_file:
                     raise
-                store_away = error
+                failed, self._store_is_away = error, True
                 self._sent.note(entries, "")
             else:
-                self._back()
+                self._store_is_away = self._store_is_away and not is_file
+                if not self._store_is_away:
+                    self._back()
                 self._sent.note(entries)
-        if store_away is not None:
-            raise store_away
+        if failed is not None:
+            raise failed
 
     def _batches(self) -> Iterator[list[Entry]]:
         """Yield what is sent together: one entry, or metrics that follow one another for the same run."""
-        retried = [entry for entry in self._sent.retried() if self._retries or entry.kind in FILES]
+        missing, again = self._sent.now.missing, self._retries
         self._retries = False
-        yield from ([entry] for entry in retried)
+        yield from ([entry] for entry in self._sent.retried() if again or not missing[entry.begin])
         while first := next(self._sent.waiting(), None):
             batch: list[Entry] = []
             total = 0
@@ -196,7 +190,6 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
     """Send what these folders have logged, in order, and return those of which something still waits.
 
     Args:
-        folders: The folders of the run and of its stages.
         patience_s: For how long a store that is away is tried again.
         limit_s: How long a store that answers may take for one folder; by default as long as it needs.
     """

@@ -19,12 +19,7 @@ class SystemMonitor:
     """
 
     def __init__(self, tracker: Tracker, began_ms: int) -> None:
-        """Start to measure.
-
-        Args:
-            began_ms: When the stage began, in milliseconds since the epoch. The steps of the metrics count the
-                intervals since then, so that a stage that is started again goes on.
-        """
+        """Start to measure. Steps count intervals since `began_ms`, so that a stage that is started again goes on."""
         self._tracker, self._began_ms = tracker, began_ms
         self._parts = _parts()
         self._ended = threading.Event()
@@ -32,7 +27,6 @@ class SystemMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop measuring."""
         self._ended.set()
         self._thread.join()
 

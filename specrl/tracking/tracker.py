@@ -24,13 +24,7 @@ class Tracker:
     because of it."""
 
     def __init__(self, log: Log | None = None, parent_id: str | None = None, max_model_gib: float = 0.0) -> None:
-        """Log to a folder.
-
-        Args:
-            log: Where; None for ranks that do not log.
-            parent_id: The MLflow run of the pipeline; None for the pipeline's own tracker.
-            max_model_gib: The size up to which models are uploaded with their weights.
-        """
+        """Log to `log`, or nowhere. `parent_id` is the pipeline's run; up to `max_model_gib`, models have weights."""
         self._log, self._parent_id, self._max_model_gib = log, parent_id, max_model_gib
         self._lost = 0
 
@@ -98,12 +92,9 @@ class Tracker:
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
         """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
 
-        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells.
-        MLflow calls the newest version `latest`. The one with the highest `specrl.score` among its tags is `best`.
-        `registered_version` tells its number as soon as there is one.
-
-        Args:
-            folder: The folder of the run's artifacts; by default the directory's name.
+        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells. MLflow calls the
+        newest version `latest`; the one with the highest `specrl.score` among its tags is `best`. `folder` is that of
+        the run's artifacts, by default the directory's name.
         """
 
         def register(log: Log) -> None:
