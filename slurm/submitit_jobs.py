@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from submitit import JobEnvironment
 from submitit.helpers import TorchDistributedEnvironment
-
-from slurm.ranks.supervisor import warning_seconds
-from specrl.config import Resources
-
-
-def common_parameters(resources: Resources) -> dict[str, Any]:
-    """Return the parameters that submitit's executors for this machine and for Slurm share."""
-    return {"signal_delay_s": warning_seconds(resources), "stderr_to_stdout": True}
 
 
 def rank_environment() -> dict[str, str]:
