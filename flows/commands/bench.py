@@ -105,7 +105,8 @@ class Bench:
         """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
         print(f"page: {self.page}")
         if self.run_dir is not None:
-            log_to_run(self.config, {}, {f"bench/{self.name}": [self.page, self.page.with_suffix(".json")]})
+            paths = (self.page, self.page.with_suffix(".json"))
+            log_to_run(self.config, {}, {f"bench/{self.name}/{path.name}": path.read_text() for path in paths})
 
 
 @group.command("run")

@@ -109,14 +109,19 @@ def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = Non
         logger.warning("%s; to try again: specrl sync %s", line, config.name)
 
 
-def log_to_run(config: Config, metrics: Mapping[str, float], files: Files) -> None:
-    """Add metrics and artifacts to a run that has ended or goes on; a run that MLflow does not know is left alone."""
+def log_to_run(config: Config, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    """Add metrics, and texts as artifacts, to a run that has ended or goes on; one that MLflow does not know is left.
+
+    Args:
+        texts: By the artifacts' names, such as `bench/run.md`.
+    """
     if not (config.run_dir / RUN_ID_FILE).exists():
         return
     tracker = Tracker(Log(config.run_dir))
     if metrics:
         tracker.log_metrics(metrics)
-    log_artifacts(tracker, files)
+    for name, text in texts.items():
+        tracker.log_text(text, name)
     _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
 
 

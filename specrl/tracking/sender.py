@@ -140,7 +140,7 @@ class MlflowSender:
 
     def _find_file(self, name: str) -> Path:
         """Find what an entry names, which must lie in the folder of the pipeline's run and lead nowhere else."""
-        path, root = Path(os.path.normpath(self._log.owner.absolute() / name)), self._config.run_dir.absolute()
+        path, root = Path(os.path.normpath(self._log.owner.resolve() / name)), self._config.run_dir.resolve()
         if path == root or not path.is_relative_to(root):
             raise FileNotFoundError(f"{path} is not in the folder of the run")
         inside = path.rglob("*") if path.is_dir() else ()

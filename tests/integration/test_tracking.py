@@ -252,7 +252,7 @@ def test_the_parent_run_says_what_it_is_where_it_comes_from_and_what_it_has_reac
     log.parent.mkdir(parents=True)
     log.write_text("step 1")
     finish_parent_run(config, "FINISHED", "| accuracy | 50% |", {"": [data], "logs/train-0": [log]})
-    log_to_run(config, {}, {"bench": [data]})
+    log_to_run(config, {}, {"bench/sums.jsonl": data.read_text()})
     run = client_of(config).get_run(run_id)
     assert (run.data.tags["mlflow.note.content"], run.info.status) == ("| accuracy | 50% |", "FINISHED")
     found = {
