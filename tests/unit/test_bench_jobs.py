@@ -10,7 +10,7 @@ from flows.benchmark import join_rows
 from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
 from specrl.config import Config
-from specrl.tracking.benchmarks import row_metrics
+from specrl.tracking.runs import row_metrics
 from tasks.cells import CellJob, Size, cell_key, job_config, make_cell
 
 CONFIG = Config(name="r", resources={"memory_gib_per_rank": 2.0, "minutes": 7}, cluster={"partition": "cpu"})
