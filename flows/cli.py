@@ -19,7 +19,6 @@ from flows.commands import (
     samples,
     serve,
     serve_model,
-    sync,
     watch,
 )
 from flows.server import ServerError
@@ -43,7 +42,6 @@ samples.register(app)
 reward.register(app)
 watch.register(app)
 remove.register(app)
-sync.register(app)
 export.register(app)
 bench.register(app)
 serve.register(app)

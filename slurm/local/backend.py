@@ -14,9 +14,8 @@ from pathlib import Path
 
 import submitit
 
-from slurm import submitit_jobs
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
-from slurm.environment import LOOPBACK, inherited
+from slurm.environment import LOOPBACK, inherited, log_path, rank_environment
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
 from slurm.ranks.supervisor import warning_seconds
@@ -73,7 +72,7 @@ class LocalJob:
                 time.sleep(0.05)
 
     def log(self, rank: int) -> Path:
-        return submitit_jobs.log_path(self.folder, self.job_id, rank)
+        return log_path(self.folder, self.job_id, rank)
 
     def failure(self, ranks: int) -> Failure:
         return first_error(self.folder, ranks) or Failure(rank=min(self._failed_ranks(), default=0))
@@ -148,7 +147,7 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        return submitit_jobs.rank_environment() | LOOPBACK
+        return rank_environment() | LOOPBACK
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank, which ends with its controller, however the controller ends.
