@@ -17,9 +17,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_serializer
 
-from specrl.config.base import Section
+from specrl.config.base import Section, import_function
 from specrl.config.errors import explain
-from specrl.config.importing import import_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,8 +1,11 @@
-"""The base class of all sections, the number types, the stages, and the error for a wrong configuration."""
+"""The base class of all sections, the number types, the stages, the error for a wrong configuration, and import paths."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -47,3 +50,26 @@ class Section(BaseModel):
     def _is_plain_text(cls, data: Any) -> Any:
         check_text(cls, data)
         return data
+
+
+def import_function(key: str, path: str) -> Any:
+    """Return what an import path `package.module:function` names, imported from the current folder or `sys.path`.
+
+    Args:
+        key: The configuration key that holds the path, for the message.
+
+    Raises:
+        ConfigError: The path does not have this form, or nothing can be imported from there.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name.isidentifier():
+        raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
+    if str(Path.cwd()) not in sys.path:
+        # Users keep their functions in the current folder, where a console script does not look by itself. It comes
+        # last, as in a job: a file there must not take the place of a package.
+        sys.path.append(str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:  # the module is a user's, and may fail in any way while it is imported
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f'{key} = "{path}" cannot be imported: {reason}') from error

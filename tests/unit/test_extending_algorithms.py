@@ -15,7 +15,7 @@ from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import TokenTargets, policy_loss
 from specrl.config import Config, ConfigError, DataConfig, load_config
 from specrl.config.algorithms import DRAFT_LOSSES
-from specrl.config.importing import import_function
+from specrl.config.base import import_function
 from specrl.data.problems import Prompt
 from specrl.data.rewards import functions as rewards
 from specrl.data.rewards.functions import make_reward

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specrl.config import ConfigError, DataConfig
-from specrl.config.importing import import_function
+from specrl.config.base import import_function
 from specrl.data.answers import extract_answer, normalise
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
