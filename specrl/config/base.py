@@ -1,4 +1,4 @@
-"""The base class of all sections, the number types, the stages, the error for a wrong configuration, and import paths."""
+"""The base class of all sections, the number types, the stages, import paths, and the error of a configuration."""
 
 from __future__ import annotations
 
