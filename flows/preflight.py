@@ -31,7 +31,7 @@ GIB = 2**30
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
 """What a run that was interrupted while it began has in its folder, beside the configuration."""
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4
-"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/2026-11-23-drafter-online.md."""
+"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/drafter-online.md."""
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
