@@ -5,16 +5,13 @@ Links are written as they work in the repository; `on_page_markdown` makes them 
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 
 import click
 import typer
@@ -28,8 +25,24 @@ from flows.cli import app
 from specrl.config import Config
 from specrl.config.base import Section
 from specrl.lineage.changes import adjustable_keys
-from specrl.metrics import METRICS
+from specrl.metrics import BENCH, METRICS, POLICY, SYSTEM, TEXT_SOURCE, TOKEN_SHARE, VALIDATION
 
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = """\
+# Configuration
+
+A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is one line
+that names the key and what is allowed, before anything is submitted. Keys with a \\* may take another value while a run
+goes on: `specrl resume RUN --set section.key=value`."""
+METRIC_TABLE = """\
+# Metrics
+
+These are the names in MLflow and in `steps/*.json`. A speedup is a matched pair (the same prompts, weights, seeds and
+machine, in turn) unless its description says otherwise. `_I` stands for a number, such as a draft position or a batch
+size, and `NAME` for a name.
+
+| metric | unit | meaning | better |
+|---|---|---|---|"""
 LINK = re.compile(r"(\]\()([^)#:\s]+\.md)([)#])")
 
 
@@ -71,21 +84,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def configuration() -> str:
     """Write a table of every section's keys, from the docstrings below the fields."""
     adjustable = set(adjustable_keys())
-    parts = [
-        "# Configuration\n",
-        "A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is one",
-        "line that names the key and what is allowed, before anything is submitted. Keys with a \\* may take another value",
-        "while a run goes on: `specrl resume RUN --set section.key=value`.",
-    ]
+    parts = [CONFIGURATION]
     for name, section in sections(Config, ""):
         title = f"`[{name}]`" if name else "Top level"
-        parts += [f"\n## {title}\n", (section.__doc__ or "").strip(), "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, field in section.model_fields.items():
-            if name or not list(sections_in(field.annotation)):
-                star = "\\*" if f"{name}.{key}" in adjustable else ""
-                row = (f"`{key}`{star}", f"`{type_name(field.annotation)}`", default(field), field.description or "")
-                parts.append("| " + " | ".join(cell(text) for text in row) + " |")
-    return "\n".join(parts) + "\n"
+        parts += [
+            f"## {title}",
+            (section.__doc__ or "").strip(),
+            "| key | type | default | meaning |\n|---|---|---|---|",
+        ]
+        for attribute, field in section.model_fields.items():
+            if isinstance(field.default, Section) or (not name and any(sections_in(field.annotation))):
+                continue  # it has a table of its own
+            key = field.alias or attribute
+            star = "\\*" if f"{name}.{key}" in adjustable else ""
+            row = (f"`{key}`{star}", f"`{type_name(field.annotation)}`", default(field), field.description or "")
+            parts[-1] += "\n| " + " | ".join(cell(text) for text in row) + " |"
+    return "\n\n".join(parts) + "\n"
 
 
 def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
@@ -93,7 +107,7 @@ def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Se
     yield prefix, section
     for name, field in section.model_fields.items():
         for inner, suffix in sections_in(field.annotation):
-            yield from sections(inner, ".".join(filter(None, (prefix, name))) + suffix)
+            yield from sections(inner, ".".join(filter(None, (prefix, field.alias or name))) + suffix)
 
 
 def sections_in(annotation: Any) -> Iterator[tuple[type[Section], str]]:
@@ -127,24 +141,33 @@ def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
-    return "" if value is None or isinstance(value, Section) else f"`{value!r}`"
+    if isinstance(value, Path):
+        value = str(value)
+    is_plain = isinstance(value, str | int | float)
+    return f"`{json.dumps(value)}`" if is_plain else ""
 
 
 def commands() -> str:
     """Write every command's usage and options, from typer."""
-    parts = ["# Commands\n", "`specrl COMMAND --help` prints the same."]
-    root = typer.main.get_command(app)
-    for name, command in walk(root, "specrl"):
-        context = click.Context(command, info_name=name)
-        usage = " ".join([name, *command.collect_usage_pieces(context)])
-        parts += [f"\n## {name}\n", f"    {usage}\n", plain(command.help or "")]
-        options = [parameter for parameter in command.params if parameter.name != "help"]
-        if options:
-            parts += ["", "| option | meaning |", "|---|---|"]
-        for option in options:
-            label = ", ".join([*option.opts, *option.secondary_opts]) if option.param_type_name == "option" else option.human_readable_name
-            parts.append(f"| `{label}` | {cell(plain(getattr(option, 'help', None) or ''))} |")
-    return "\n".join(parts) + "\n"
+    parts = ["# Commands", "`specrl COMMAND --help` prints the same."]
+    for name, command in walk(typer.main.get_command(app), "specrl"):
+        usage = command.collect_usage_pieces(click.Context(command, info_name=name))
+        parts += [f"## {name}", "    " + " ".join([name, *usage]), plain(command.help or "")]
+        rows = [
+            f"| `{label(parameter)}` | {cell(plain(getattr(parameter, 'help', None) or ''))} |"
+            for parameter in command.params
+            if parameter.name != "help"
+        ]
+        if rows:
+            parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def label(parameter: Any) -> str:
+    """Write an option with its other names, and an argument in capitals."""
+    if parameter.param_type_name == "option":
+        return ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return str(parameter.metavar or parameter.name).upper()
 
 
 def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -158,16 +181,12 @@ def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def metrics() -> str:
     """Write the table of all metrics."""
-    parts = [
-        "# Metrics\n",
-        "These are the names in MLflow, in `steps/*.json` and in `summary.json`. A speedup is always a matched pair: the same",
-        "prompts, weights, seeds and machine, in turn.\n",
-        "| metric | unit | meaning | better |",
-        "|---|---|---|---|",
+    families = [*VALIDATION.values(), *TEXT_SOURCE.values(), TOKEN_SHARE, POLICY, BENCH, SYSTEM]
+    rows = [
+        f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |"
+        for metric in [*METRICS.values(), *families]
     ]
-    for metric in METRICS:
-        parts.append(f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |")
-    return "\n".join(parts) + "\n"
+    return "\n".join([METRIC_TABLE, *rows]) + "\n"
 
 
 def cell(text: str) -> str:
