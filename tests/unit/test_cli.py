@@ -18,10 +18,9 @@ from flows import cli
 from flows.change import ChangeRequest, change_run
 from flows.cli import invoke
 from flows.commands.options import load
-from flows.execute import begin_run
+from flows.execute import begin_run, resume_with_own_code
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
-from flows.own_code import resume_with_own_code
 from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
 from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
@@ -383,7 +382,7 @@ def other_code(run_dir: Path) -> None:
     record = read_record(run_dir)
     assert record is not None
     code = record.code_dir(run_dir)
-    for name in ("flows/own_code.py", "specrl/loop.py"):
+    for name in ("flows/execute.py", "specrl/loop.py"):
         with (code / name).open("a") as file:
             file.write('print("the other code")\n' if name.startswith("flows") else "# edited\n")
     other = code.rename(code.with_name(sources_digest(code, names(code))))
