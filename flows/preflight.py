@@ -18,10 +18,10 @@ from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.lineage.record import CODE_DIR, RUN_FILE
-from specrl.models.directory import check_directory
+from specrl.models.directory import has_chat_template
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
-from specrl.models.sources import check_model_fits_method, check_source
+from specrl.models.sources import check_model_fits_method, check_model_folder, check_source
 from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
@@ -91,6 +91,12 @@ def check_model(config: Config) -> list[str]:
             plan(config)
     except ConfigError as error:
         return str(error).splitlines()
+    source = Path(config.model.source).expanduser()
+    if config.data.template == "chat" and source.is_dir() and not has_chat_template(source):
+        return [
+            f'data.template = "chat": the tokenizer in {source} has no chat template; put one there as '
+            "chat_template.jinja, or give a format string such as {prompt}"
+        ]
     return []
 
 
@@ -100,7 +106,7 @@ def check_draft_model(config: Config) -> list[str]:
     if directory is None:
         return []
     try:
-        hf_config = check_directory(directory, config.model.max_length)
+        hf_config = check_model_folder(directory, config.model.max_length)
     except ConfigError as error:
         return [f"speculation.draft_model: {error}"]
     if not _shape_is_known(config):
