@@ -144,8 +144,10 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that a `config.json` says of rotary embeddings in tables; where both speak, transformers takes the old."""
-    return {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    """Return all that a `config.json` says of rotary embeddings in tables; where both speak, the older one counts."""
+    older = config.get("rope_scaling") or {}
+    kind = {"rope_type": older["type"]} if older.get("type") else {}
+    return {**(config.get("rope_parameters") or {}), **kind, **older}
 
 
 def _rope_key(config: Mapping[str, Any]) -> str:

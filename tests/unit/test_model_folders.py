@@ -195,7 +195,7 @@ def test_a_dry_run_says_that_a_chat_template_is_missing(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     values = {"name": "x", "model": {"source": str(folder), "dtype": "float32", "max_length": 64}}
     values |= {"data": {"template": "chat"}, "sampling": {"max_response_tokens": 32}}
-    values |= {"speculation": {"method": "none"}}
+    values |= {"speculation": {"method": "none", "k": 0}}
     [line] = check_model(Config.model_validate(values))
     assert "has no chat template; put one there as chat_template.jinja" in line
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
