@@ -84,13 +84,17 @@ def check_folder(config: Config) -> list[str]:
 
 def check_model(config: Config) -> list[str]:
     """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
-    try:
-        check_source(config.model)
-        check_model_fits_method(config)
-        if _shape_is_known(config):
-            plan(config)
-    except ConfigError as error:
-        return str(error).splitlines()
+    lines: list[str] = []
+    looks: list[Callable[[], object]] = [lambda: check_source(config.model), lambda: check_model_fits_method(config)]
+    if _shape_is_known(config):
+        looks.append(lambda: plan(config))
+    for look in looks:
+        try:
+            look()
+        except ConfigError as error:
+            lines += str(error).splitlines()
+    if lines:
+        return list(dict.fromkeys(lines))
     source = Path(config.model.source).expanduser()
     if config.data.template == "chat" and source.is_dir() and not has_chat_template(source):
         return [

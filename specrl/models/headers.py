@@ -27,8 +27,8 @@ COMPARED = 2**26
 """The bytes of two tensors that are compared at once."""
 SHOWN = 3
 """The tensors or files that a message names."""
-DERIVED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors of old checkpoints that follow from `config.json` and that nobody reads."""
+DERIVED = r"rotary_emb\.inv_freq$"
+"""The pattern of tensors of old checkpoints that follow from `config.json` and that nobody reads."""
 AGAIN = "download the folder again (hf download NAME --local-dir FOLDER)"
 MERGE = "merge the adapter into its base model (merge_and_unload() of peft) and give the folder of the merged model"
 CONVERT = (
@@ -103,7 +103,9 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
     architecture, expected = family_of(config).architecture, tensor_shapes(config)
     tied_head = stored.get(HEAD) if config.get("tie_word_embeddings") else None
     known = {*expected, HEAD} if tied_head else {*expected}
-    if unknown := sorted(name for name in stored if name not in known and not DERIVED.search(name)):
+    mtp = None if num_mtp_layers(config) else family_of(config).mtp
+    spare = re.compile(rf"{DERIVED}|^{re.escape(mtp.prefix)}" if mtp else DERIVED)  # layers that nobody asks for
+    if unknown := sorted(name for name in stored if name not in known and not spare.search(name)):
         reasons = [why for pattern, why in UNKNOWN.items() for name in unknown if re.search(pattern, name)]
         if any(name.startswith(f"model.layers.{config['num_hidden_layers']}.") for name in unknown):
             reasons = [f"num_hidden_layers = {config['num_hidden_layers']} is too small for it"]

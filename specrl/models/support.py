@@ -88,11 +88,6 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
             f"quantization_config with quant_method = {_json(method)} {of}: weights must be in F32, BF16 or F16; "
             "use the checkpoint that it was made from, or dequantise it"
         )
-    if not family.ignored_keys and config.get("model_type") != family.model_type:
-        yield f"model_type = {_json(config.get('model_type'))} {of}: it must be {_json(family.model_type)}"
-    for key, allowed in _settings(family).items():
-        if (value := config.get(key)) is not None and value != allowed:
-            yield f"{key} = {_json(value)} {of}: use a checkpoint with {key} = {_json(allowed)}"
     listed = dict(family.every_layer)
     if "layer_types" not in listed and config.get("sliding_window") and config.get("use_sliding_window") is not False:
         yield f"sliding_window = {_json(config['sliding_window'])} {of}: use a checkpoint with full attention (null)"
@@ -107,8 +102,13 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
     if (start_key := family.experts_from) is not None and (start := config.get(start_key) or 0) < layers:
         must = f"no layer may have experts, so it must be at least num_hidden_layers = {layers}"
         yield f"{start_key} = {start} {of}: {must}"
+    for key, allowed in _settings(family).items():
+        if (value := config.get(key)) is not None and value != allowed:
+            yield f"{key} = {_json(value)} {of}: use a checkpoint with {key} = {_json(allowed)}"
     if family.mtp is not None and rope_of(config)["rope_type"] != "default":
         yield f"{_rope_key(config)} {of}: remove the scaling, with which vLLM and the trainer would draft differently"
+    if not family.ignored_keys and config.get("model_type") != family.model_type:
+        yield f"model_type = {_json(config.get('model_type'))} {of}: it must be {_json(family.model_type)}"
 
 
 def _settings(family: Family) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Unscored:
         rollouts = [
             _rollout(prompt, sample, request, response, reward, self.origin, stored)
             for (prompt, sample, request, stored), response, reward in zip(
-                self._asked, responses, scores.rewards, strict=True
+                self._asked, responses, scores.in_groups([asked[0].id for asked in self._asked]), strict=True
             )
         ]
         return rollouts, scores
@@ -82,7 +82,10 @@ def collect(
 
     def on_response(index: int, response: Response) -> None:
         if scoring is not None:
-            scoring.submit(index, wanted[index][0], response.text)
+            text = response.text
+            if config.data.reward_special_tokens:
+                text = engine.tokenizer.decode(response.tokens, skip_special_tokens=False)
+            scoring.submit(index, wanted[index][0], text)
 
     generation = engine.generate(
         requests,
