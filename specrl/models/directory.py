@@ -35,8 +35,10 @@ def weight_files(directory: Path) -> list[str]:
     if not index.is_file():
         return [WEIGHTS_FILE]
     listed = read_object(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise ConfigError(f"has a {INDEX_FILE} without weight_map: remove it if {WEIGHTS_FILE} is the whole model")
+    if not isinstance(listed, dict) or not listed or any(Path(str(name)).name != name for name in listed.values()):
+        raise ConfigError(
+            f"has a {INDEX_FILE} without weight_map of files beside it: remove it if {WEIGHTS_FILE} is the whole model"
+        )
     return sorted(set(listed.values()))
 
 

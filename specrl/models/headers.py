@@ -56,6 +56,7 @@ UNKNOWN = {
     r"^base_model\.|lora_": MERGE,
     r"scale|zero|qweight|absmax|quant|g_idx": QUANTISED,
     r"^(_orig_mod|module|_fsdp_wrapped_module)\.": "save the model itself, and not what a trainer wraps it in",
+    r"experts\.(gate_up|down)_proj$": "its experts are stacked: save each expert's matrices by themselves",
     r"\.bias$": "the trainer has no such bias",
     r"^(v_head|score|value_head|summary)\.": "it is a reward or value model: use one that was saved without that head",
     r"visual|vision|audio": "only the language model of it can be trained: save that alone",
@@ -182,6 +183,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ConfigError(_why_missing(directory, names, missing))
     others = {path.name for path in directory.glob("*.safetensors")} - {*names}
+    others |= {"adapter_config.json"} if (directory / "adapter_config.json").exists() else set()
     if others := {name for name in others if not name.startswith("consolidated")}:
         reason = MERGE if any(name.startswith("adapter") for name in others) else "remove what is not of the model"
         raise ConfigError(f"has {_some(sorted(others))} beside {_some(names)}, which nobody would read: {reason}")

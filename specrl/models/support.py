@@ -121,6 +121,8 @@ def _settings(family: Family) -> dict[str, Any]:
         "use_bias": False,
         "use_sliding_window": False,
         "partial_rotary_factor": 1.0,
+        "dual_chunk_attention_config": None,
+        "is_causal": True,
     }
 
 
