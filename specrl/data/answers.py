@@ -55,7 +55,7 @@ _TO_LATEX = [
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
-_NUMBER = re.compile(r"([$€£¥]?)([-+]?\d+(?:\.\d+)?)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
+_NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
 
 
 def format_answer(answer: str) -> str:
@@ -119,7 +119,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 def references(answer: str) -> list[str]:
     """Return the answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
-    text = bare(answer)
+    text = bare(extract_answer(answer))
     try:
         items = json.loads(text) if text.startswith("[") else None
     except (ValueError, RecursionError):
@@ -133,12 +133,8 @@ def references(answer: str) -> list[str]:
 
 
 def bare(answer: str) -> str:
-    """Return an answer without what is around it: a worked solution, a box, dollar signs, Markdown."""
+    """Return an answer without what is around it, such as dollar signs and Markdown."""
     text = answer.strip()
-    if found := _HASHES.findall(text):
-        text = found[-1].strip()
-    elif box := _last_box(text):
-        text = box[1].strip()
     previous = None
     while text != previous:
         previous = text
@@ -161,7 +157,7 @@ def same(stated: str, reference: str) -> bool:
     if own == wanted:
         return True
     if re.fullmatch(r"[a-z]", wanted):
-        choice = re.match(r"\(?([a-z])(?:\)|[.:](?=\s))", own)
+        choice = re.match(r"(?:option |choice )?\(?([a-z])(?:\)|[.:](?=\s)|$)", own)
         return choice is not None and choice[1] == wanted
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
@@ -169,7 +165,7 @@ def same(stated: str, reference: str) -> bool:
 
 def normalise(answer: str) -> str:
     """Return an answer without case, needless spacing, thousands separators, and a final full stop."""
-    text = " ".join(answer.split()).casefold().rstrip(".").strip()
+    text = " ".join(answer.split()).casefold().replace("−", "-").rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,\\!)(?=\d{3}\b)", "", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
     return letter[1] if letter else text

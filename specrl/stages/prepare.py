@@ -27,7 +27,9 @@ from specrl.training.checkpoint.policy_folder import write_policy_folder
 logger = logging.getLogger(__name__)
 
 REFERENCES = 1000
-"""The references that are scored against themselves, at most."""
+"""The references that a built-in reward scores against themselves, at most."""
+OWN_REFERENCES = 100
+"""Those that a reward of the user's own scores, which may ask a judge."""
 
 
 def main(context: StageContext) -> None:
@@ -51,8 +53,9 @@ def main(context: StageContext) -> None:
         source = PromptSource(config, tokenizer, problems_dir=config.problems_dir, draws_anew=True)
         found = source.check()
         notes = found.notes
-        if ranks.is_first and config.data.source == "file" and is_built_in(config.data):
-            notes = [*notes, *doubtful_references(config, source.demonstrations(REFERENCES))]
+        if ranks.is_first and config.data.source == "file":
+            count = REFERENCES if is_built_in(config.data) else OWN_REFERENCES
+            notes = [*notes, *doubtful_references(config, source.demonstrations(count))]
         for line in notes if ranks.is_first else []:
             logger.warning(line)
             record_event(context.stage_dir, "data", line)

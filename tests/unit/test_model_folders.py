@@ -13,11 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flows.preflight import check_model
-from specrl.config import Config, ConfigError, ModelConfig
+from specrl.config import Config, ConfigError, ModelConfig, PolicyConfig
+from specrl.distributed import join, leave
 from specrl.models.directory import read_model_config
 from specrl.models.families import FAMILIES
 from specrl.models.headers import HEAD, read_headers, tensor_shapes
 from specrl.models.sources import check_model_folder, materialise_model
+from specrl.training.megatron.policy import Policy
+
+# isort: split
+from megatron.core import parallel_state
 
 EMBEDDINGS, Q_PROJ = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 Change = Callable[[Path], object]
@@ -184,6 +189,16 @@ def test_a_head_that_equals_tied_embeddings_and_what_is_derived_are_no_obstacles
         folder
     )
     check_model_folder(folder, 64)
+
+
+def test_the_trainer_loads_no_head_of_its_own_beside_tied_embeddings(folder: Path) -> None:
+    tensors(lm_head__weight=torch.ones(128, 128))(folder)
+    try:
+        with pytest.raises(ConfigError, match="set tie_word_embeddings = false"):
+            Policy(folder, PolicyConfig(), dtype="float32", ranks=join(), seed=0, trainable=False)
+    finally:
+        parallel_state.destroy_model_parallel()
+        leave()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,6 +19,9 @@ from specrl.data.problems import Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_reward
 from specrl.data.rewards.pool import RewardPool, Scores
 from specrl.data.rewards.trial import doubtful_references
+from specrl.models.tiny import character_tokenizer
+from specrl.rollout.collect import rewarded_text
+from specrl.rollout.requests import Response
 
 BODY = """
 import asyncio
@@ -147,6 +150,14 @@ def config_file(folder: Path, reward: str, rows: list[dict[str, Any]]) -> Path:
     path = folder / "config.toml"
     path.write_text(f'name = "x"\n[data]\nsource = "file"\npath = "{folder}/rows.jsonl"\nreward = "{reward}"\n')
     return path
+
+
+def test_special_tokens_reach_the_reward_that_asks_for_them() -> None:
+    tokenizer = character_tokenizer(64)
+    tokens = [*tokenizer.encode("4</s>")]
+    response = Response(tokens, [0.0] * len(tokens), None, "4", "stop", 0, 0, 0, 0.0, 0.0)
+    assert rewarded_text(response, tokenizer, data("boolean")) == "4"
+    assert rewarded_text(response, tokenizer, data("boolean", reward_special_tokens=True)) == "4</s>"
 
 
 def test_references_that_no_response_can_match_are_counted(tmp_path: Path) -> None:

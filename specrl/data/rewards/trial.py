@@ -71,7 +71,7 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
 
 
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
-    """Return a line if references do not earn 1 by a built-in reward when a response states them word by word."""
+    """Return a line if references do not earn 1 when a response states them word by word."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
     pool = RewardPool(config.data)
     try:
@@ -86,7 +86,8 @@ def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, s
         return []
     return [
         f"{len(lost)} of the {len(found)} references looked at do not earn 1 by data.reward = {config.data.reward!r} "
-        f"when they are stated as the answer, so that no response can be right; the first one: {shortened(lost[0])!r}"
+        f"when they are stated as the answer: no response can be right, or the reward asks for another form; the first "
+        f"one: {shortened(lost[0])!r}"
     ]
 
 
