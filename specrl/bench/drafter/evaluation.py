@@ -15,7 +15,7 @@ from specrl.bench.options import DrafterOptions
 from specrl.bench.rollouts.rounds import Measurement, Variant, Workload, compared, differing, measure
 from specrl.bench.spread import ratios
 from specrl.config import Config, ConfigError
-from specrl.models.directory import check_directory
+from specrl.models.checks.folder import check_directory
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.engine import Engine, Generation, Request, response_seed
 from specrl.rollout.vllm.engine.arguments import gpu_memory

@@ -75,7 +75,9 @@ def save(job: BenchJob, evaluation: Evaluation, rows: list[dict[str, Any]]) -> N
         for one in evaluation.candidates
     ]
     sections = [how, table(drafters, {name: name for name in drafters[0]}), table(rows, COLUMNS)]
+    if len(counts) > 1:
+        sections.append("## By category")
     for name in sorted(counts) if len(counts) > 1 else []:
-        sections += [f"## {name}", table([{**row, **row["by_category"][name]} for row in rows], COLUMNS)]
+        sections += [f"### {name}", table([{**row, **row["by_category"][name]} for row in rows], COLUMNS)]
     write_rows(job.json_path, rows)
     write_page(job, "Drafters on a file of prompts", sections, hardware(torch.get_num_threads()))

@@ -13,10 +13,11 @@ from specrl.bench.subject import Subject
 from specrl.config import Config, SpeculationConfig
 from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
-from specrl.rollout.matched import LOG_FILE
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 
 PLAIN = "none"
+LOG_FILE = "stock.log"
+"""The file with what stock vLLM prints."""
 GPU_SHARE = 0.85
 """The share of a GPU's memory that all engines have together."""
 KV_CACHE_GIB = 0.5

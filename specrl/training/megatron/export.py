@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.models.buckets import buckets
-from specrl.models.headers import EMBEDDINGS, HEAD
+from specrl.models.checks.headers import EMBEDDINGS, HEAD
 from specrl.training.megatron.parallel import from_stage
 from specrl.training.megatron.weights import Parameter, WeightMap, join
 

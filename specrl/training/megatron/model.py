@@ -24,8 +24,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from specrl.models.checks.config import check_config, llama3_factor
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
-from specrl.models.support import check_config, llama3_factor
 from specrl.training.gather import rows_of
 from specrl.training.megatron.attention.kernel import PackedAttention
 from specrl.training.megatron.attention.layout import row_layout

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.directory import read_model_config
 from specrl.models.families import (
     ExpertShape,
@@ -27,7 +28,6 @@ from specrl.models.families import (
     family_of_model,
     head_dim,
 )
-from specrl.models.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.hf_io import TensorReader
 
 Split = Layout | Literal["none", "vocabulary"]

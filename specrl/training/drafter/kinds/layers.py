@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from specrl.models.checks.config import rope_of
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
-from specrl.models.support import rope_of
 
 MAX_SCORES = 1 << 26
 """The number of attention scores kept at once; with more, queries go in chunks that the backward pass recomputes."""

@@ -52,13 +52,3 @@ def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSqua
     statistic = float(stats.chisquare(observed, expected).statistic)
     num_cells = len(expected) if len(expected) > 1 else 0
     return ChiSquared(statistic, len(expected) - 1, total, num_cells)
-
-
-def combined(tests: Sequence[ChiSquared]) -> ChiSquared:
-    """Return independent tests as one: statistics and degrees of freedom add up."""
-    return ChiSquared(
-        sum(test.statistic for test in tests),
-        sum(test.degrees_of_freedom for test in tests),
-        sum(test.num_samples for test in tests),
-        sum(test.num_cells for test in tests),
-    )
