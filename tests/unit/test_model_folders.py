@@ -165,6 +165,23 @@ def test_a_folder_that_cannot_be_used_is_one_line_that_says_how_to_mend_it(
     assert words in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter_config.json", "merge_and_unload() of peft"),
+        ("model_world_size_8_rank_0.pt", "verl.model_merger merge"),
+        ("global_step100", "zero_to_fp32.py"),
+        ("snapshots", "give the folder within snapshots"),
+        ("model.gguf", "gguf_file"),
+        ("model.safetensors", "download the folder again"),
+    ],
+)
+def test_a_folder_without_a_configuration_says_what_it_is_instead(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    line = refusal(tmp_path)
+    assert "has no config.json: " in line and words in line
+
+
 def test_tokens_beyond_the_embeddings_are_named(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(

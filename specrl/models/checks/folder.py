@@ -8,8 +8,8 @@ from typing import Any
 
 from specrl.config import ConfigError
 from specrl.models.checks.config import check_config
-from specrl.models.checks.headers import check_weights
-from specrl.models.directory import LFS_POINTER, read_model_config, read_object
+from specrl.models.checks.headers import check_weights, remedy
+from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """The files of which a directory must have one."""
@@ -45,6 +45,8 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     Raises:
         ConfigError: Something is missing or not supported; the message is one line that names the directory.
     """
+    if directory.is_dir() and not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}: {remedy(directory, has_config=False)}")
     config = read_model_config(directory)
     try:
         check_config(config)

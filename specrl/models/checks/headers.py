@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -75,12 +74,6 @@ class StoredTensor:
     """Its first byte behind the header, and the one behind its last."""
     begin: int
     """The length of the header."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it has as many bytes as its shape; of a type with another name than its size, nothing is known."""
-        size = re.search(r"8$|16$|32$|64$", self.dtype)
-        return size is None or math.prod(self.shape) * int(size[0]) // 8 == self.span[1] - self.span[0]
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
@@ -203,8 +196,13 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
         whole = (directory / WEIGHTS_FILE).is_file() and WEIGHTS_FILE not in names
         stale = f"; if {WEIGHTS_FILE} is the whole model, remove {INDEX_FILE}" if whole else ""
         return f"{lost}, {len(missing)} of the {len(names)} files that {INDEX_FILE} names: {AGAIN}{stale}"
-    found = next((why for pattern, why in WITHOUT_WEIGHTS.items() if any(directory.glob(pattern))), AGAIN)
-    return f"{lost}: {found}"
+    return f"{lost}: {remedy(directory)}"
+
+
+def remedy(directory: Path, *, has_config: bool = True) -> str:
+    """Return how a model comes of a folder without weights, or without a `config.json` that weights could be read by."""
+    rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
+    return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
@@ -224,12 +222,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                 if key != "__metadata__"
             }
             end = begin + max((tensor.span[1] for tensor in tensors.values()), default=0)
-            odd = [key for key, tensor in tensors.items() if not tensor.fits]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"has a {name} whose header is damaged: {AGAIN}") from error
-    if odd or size != end:
-        what = f"more or fewer bytes of {odd[0]} than its shape" if odd else f"{size} bytes, which must be {end}"
-        raise ConfigError(f"has a {name} with {what}: it is not downloaded whole; {AGAIN}")
+    if size != end:
+        raise ConfigError(f"has a {name} of {size} bytes, which must be {end}: it is not downloaded whole; {AGAIN}")
     return tensors
 
 
