@@ -200,7 +200,7 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
 
 
 def remedy(directory: Path, *, has_config: bool = True) -> str:
-    """Return how a model comes of a folder without weights, or without a `config.json` that weights could be read by."""
+    """Return how a model comes of a folder that has no weights, or no `config.json`."""
     rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
     return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 
