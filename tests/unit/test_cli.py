@@ -11,8 +11,12 @@ from pathlib import Path
 from threading import Thread
 
 import httpx
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from flows import cli
 from flows.change import ChangeRequest, change_run
@@ -30,6 +34,7 @@ from slurm.failures import last_error
 from slurm.trust import sources_digest
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
+from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
 from specrl.projection.memory import MASTER_AND_MOMENTS
 from tasks.run import begin
@@ -264,7 +269,7 @@ def test_a_draft_model_must_be_there_and_have_the_policys_vocabulary(tmp_path: P
 
 
 def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None:
-    """What can be told about a model without reading its weights."""
+    """A model whose weights are all 0, and a tokenizer with one token for each word."""
     directory.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -278,9 +283,11 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None
         "max_position_embeddings": 256,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    tokenizer = {"model": {"vocab": {token: index for index, token in enumerate(vocabulary)}}}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "model.safetensors").touch()
+    Tokenizer(WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=vocabulary[0])).save(
+        str(directory / "tokenizer.json")
+    )
+    weights = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    save_file(weights, directory / "model.safetensors")
 
 
 def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path) -> None:
