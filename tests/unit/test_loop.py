@@ -33,6 +33,7 @@ REPORTED: dict[str, float] = {"reward/mean": 0.5, "spec/acceptance_length": 2.0}
 
 class Collecting(Tracker):
     def __init__(self) -> None:
+        super().__init__()
         self.logged: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
