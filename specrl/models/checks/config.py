@@ -89,7 +89,7 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
             "use the checkpoint that it was made from, or dequantise it"
         )
     listed = dict(family.every_layer)
-    if "layer_types" not in listed and config.get("sliding_window") and config.get("use_sliding_window") is not False:
+    if "layer_types" not in listed and config.get("sliding_window") and config.get("use_sliding_window") is None:
         yield f"sliding_window = {_json(config['sliding_window'])} {of}: use a checkpoint with full attention (null)"
     for key, entry in ({"layer_types": "full_attention"} | listed).items():
         found = config.get(key) or (["none given"] if key in listed else [])
