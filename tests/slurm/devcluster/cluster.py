@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm.devcluster import configuration, daemons
-from slurm.devcluster.configuration import Layout
-from slurm.devcluster.daemons import DevClusterError
 from specrl.artifacts import write_json
 from specrl.processes import free_ports
+from tests.slurm.devcluster import configuration, daemons
+from tests.slurm.devcluster.configuration import Layout
+from tests.slurm.devcluster.daemons import DevClusterError
 
 MARIADB_OPTIONS = (
     "--skip-networking",
@@ -28,7 +28,6 @@ MARIADB_OPTIONS = (
 )
 START_SECONDS = 180
 """How long a daemon may take to come up, which is a second or two on a machine that does nothing else."""
-SYSTEM_CONFS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
 
 
 def default_root() -> Path:
@@ -60,11 +59,6 @@ class DevCluster:
         """The file that `SLURM_CONF` must name for Slurm's commands to talk to this cluster."""
         return self.root / "etc" / "slurm.conf"
 
-    def use_if_up(self) -> None:
-        """Let this process talk to this cluster if it is up and no other Slurm is configured on this machine."""
-        if "SLURM_CONF" not in os.environ and not any(path.exists() for path in SYSTEM_CONFS) and self.status().up:
-            os.environ["SLURM_CONF"] = str(self.slurm_conf)
-
     def up(self, nodes: int = 2) -> None:
         """Start the daemons that do not run.
 
@@ -80,7 +74,7 @@ class DevCluster:
             return
         if any(status.daemons.values()):
             if len(self._layout().node_names) != nodes:
-                raise DevClusterError(f"a cluster of {self._layout().nodes} nodes is up; run: specrl devcluster down")
+                raise DevClusterError(f"a cluster of {self._layout().nodes} nodes is up; stop it first")
             self.down()
         layout, own_hostname = self._plan(nodes)
         self._write_files(layout)

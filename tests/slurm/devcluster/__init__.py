@@ -6,7 +6,7 @@ machine's own Slurm: all its files are in one folder, and it listens on the loop
 
 from __future__ import annotations
 
-from slurm.devcluster.cluster import DevCluster, Status, default_root
-from slurm.devcluster.daemons import DevClusterError
+from tests.slurm.devcluster.cluster import DevCluster, Status, default_root
+from tests.slurm.devcluster.daemons import DevClusterError
 
 __all__ = ["DevCluster", "DevClusterError", "Status", "default_root"]

@@ -14,13 +14,11 @@ import specrl
 from specrl.artifacts import digest, write_json
 from specrl.config import Config, dump_config
 from specrl.config.text import redacted
-from specrl.context import StageContext
 from specrl.keys import files_digest
-from specrl.lineage.record import code_of, read_record
-from specrl.tracking.spool import Spool
+from specrl.lineage.record import read_record
 
-SOURCE_FILE = "source.json"
-"""The file of a run, beside its spool, with the tags that say where it comes from."""
+SOURCE_FILE = "tracking/source.json"
+"""The file of a run with the tags that say where it comes from."""
 GIT_SECONDS = 10
 
 
@@ -74,25 +72,12 @@ def data_digests(config: Config) -> dict[str, str]:
 
 def write_source(run_dir: Path, tags: Mapping[str, str]) -> None:
     """Write the run's tags, unless it has some: they are of its first start."""
-    path = Spool(run_dir).folder / SOURCE_FILE
+    path = run_dir / SOURCE_FILE
     if not path.exists():
         write_json(path, dict(tags))
 
 
 def read_source(run_dir: Path) -> dict[str, str]:
     """Return the run's tags; none for a folder that no flow has started."""
-    path = Spool(run_dir).folder / SOURCE_FILE
+    path = run_dir / SOURCE_FILE
     return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def lineage_tags(context: StageContext) -> dict[str, str]:
-    """Return what a stage's results come from: run, stages, code, revision and data; for model versions."""
-    source = read_source(context.run_dir)
-    kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
-    return {
-        **kept,
-        "specrl.run": context.config.name,
-        "specrl.stage": context.key,
-        "specrl.code": code_of(context.run_dir) or "",
-        **{f"specrl.input.{stage}": folder.name for stage, folder in context.inputs.items()},
-    }
