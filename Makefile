@@ -1,5 +1,5 @@
 # make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
-# what CI runs before the tests.
+# what CI runs before the tests, and builds the site, as make docs alone does.
 PYTHON ?= python3.11
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.

@@ -121,7 +121,7 @@ def test_the_cpu_environment_asks_for_a_cpu_torch_unless_a_folder_has_it(project
     assert "sed -n '/^transformer-engine-torch==/" not in local
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock", "tools.lock"])
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock", "tools.lock", "docs.lock"])
 def test_every_package_of_a_lock_has_its_hashes_and_no_place(lock: str) -> None:
     text = (ROOT / "requirements" / lock).read_text()
     packages = text.replace("\\\n", " ").splitlines()
