@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from slurm import submitit_jobs
 from slurm.backend import StageRequest
 from slurm.ranks.supervisor import AGAIN_CODE
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.config.sbatch import names_gpus
+from specrl.config.sbatch import MEMORY_OPTIONS, names_gpus
 
+TAUGHT = ("partition", "account", "qos", "constraint", "reservation", "wckey")
+"""The options that sites have users set once, as variables such as SBATCH_ACCOUNT. What a configuration says wins."""
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
 """The options that submitit reads itself, and writes."""
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
@@ -26,18 +29,18 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
     gpus = resources.ranks_per_node * resources.gpus_per_rank
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
+    asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
+    taught = [name for name in TAUGHT if name not in cluster.sbatch]
     options = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
+        **{name: getattr(cluster, name, None) or os.environ.get(f"SBATCH_{name.upper()}") for name in taught},
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
-        "mem": f"{memory}M" if cluster.request_memory else None,
+        "mem": f"{memory}M" if asks_memory else None,
         "gpus-per-node": gpus if gpus and not chosen else None,
         "time": resources.minutes,
         "requeue": True,
+        "dependency": "singleton",  # of two jobs for one stage, however they came about, the second waits for the first
         **cluster.sbatch,
     }
     return {name: value for name, value in options.items() if value is not None}

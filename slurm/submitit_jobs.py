@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.ranks.supervisor import warning_seconds
 from specrl.config import Resources
+from specrl.processes import port_of
 
 
 def common_parameters(resources: Resources) -> dict[str, Any]:
@@ -17,12 +19,16 @@ def common_parameters(resources: Resources) -> dict[str, Any]:
     return {"signal_delay_s": warning_seconds(resources), "stderr_to_stdout": True}
 
 
-def rank_environment() -> dict[str, str]:
-    """Return the variables from which torch.distributed learns its rank, as submitit knows them."""
-    ranks = TorchDistributedEnvironment()
+def rank_environment(attempt: int) -> dict[str, str]:
+    """Return the variables from which torch.distributed learns its rank, as submitit knows them.
+
+    Args:
+        attempt: How often this job was started before. Each time it has another port: the last one may have been taken.
+    """
+    ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
     values = {
         "MASTER_ADDR": ranks.master_addr,
-        "MASTER_PORT": ranks.master_port,
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or port_of(job),
         "RANK": ranks.rank,
         "WORLD_SIZE": ranks.world_size,
         "LOCAL_RANK": ranks.local_rank,

@@ -21,6 +21,7 @@ from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequ
 from slurm.environment import LOOPBACK, inherited
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
+from slurm.ranks.supervisor import ATTEMPT
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.lifetime.segments import Reason, Segment
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
@@ -156,7 +157,7 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        return submitit_jobs.rank_environment() | LOOPBACK
+        return submitit_jobs.rank_environment(int(os.environ.get(ATTEMPT, "0"))) | LOOPBACK
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank, which ends with its controller, however the controller ends.

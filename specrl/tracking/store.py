@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from specrl.config import Config, ConfigError
+from specrl.processes import reach_loopback
 
 EXPERIMENT_KIND = "mlflow.experimentKind"
 VIEW_NAME = "specrl"
@@ -77,6 +78,7 @@ def connect(config: Config) -> Any:
 
 def import_mlflow() -> None:
     """Import MLflow with this project's defaults, which takes seconds. Not for two threads at a time."""
+    reach_loopback()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for module in PARTS:

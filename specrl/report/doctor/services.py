@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from specrl.checks import Check
+from specrl.processes import slurm_environment
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -130,7 +131,9 @@ def _first_line(*command: str) -> str:
 def _run(command: tuple[str, ...]) -> str | None:
     """Return the standard output, or None when the command fails or does not answer in time."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        result = subprocess.run(
+            command, env=slurm_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return None
     return result.stdout if result.returncode == 0 else None
