@@ -17,6 +17,8 @@ from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.data.places import files_of
+from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.directory import check_directory
 from specrl.models.drafters import check_source_drafter
@@ -133,12 +135,13 @@ def check_drafter(config: Config) -> list[str]:
 
 def check_data(config: Config) -> list[str]:
     """Check that the data files and the reward exist and that they can be used."""
-    named = {
-        "data.path": config.data.path,
-        "data.validation_path": config.data.validation_path,
-        "drafter.data": config.drafter.data,
-    }
-    lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
+    named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
+    lines = [
+        f"{key} = {place}: there is no such file"
+        for key, places in named.items()
+        for place in places
+        if not files_of([place])
+    ]
     return lines or _check_contents(config)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 SHOWN_CHARACTERS = 80
@@ -170,6 +170,12 @@ def expanded(place: object) -> object:
 
 UserPath = Annotated[Path, BeforeValidator(expanded)]
 """The path of a file or folder, in which variables and `~` stand for what they are where the run is started."""
+Places = Annotated[
+    tuple[UserPath, ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str | Path) else given),
+    Field(min_length=1),
+]
+"""One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
 """The same for what may be a name of the hub as well."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
+from specrl.data.places import files_of
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
 from specrl.tracking.sender import RUN_ID_FILE
@@ -59,9 +60,9 @@ def start_parent_run(config: Config, description: str = "") -> str:
     note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
     tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
-    for context, file in (("training", config.data.path), ("validation", config.data.validation_path)):
-        if file is not None and file.is_file():
-            tracker.log_rollouts(file, file.name, context)
+    for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
+        for path in files_of(places or ()):
+            tracker.log_rollouts(path, path.name, context)
     tracker.log_text(dump_config(config), "config.json")
     send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
     if not path.exists():

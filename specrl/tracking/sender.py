@@ -16,6 +16,7 @@ from typing import Any
 
 from specrl.artifacts import read_json, write_json, write_text
 from specrl.config import Config
+from specrl.data.places import files_of
 from specrl.keys import files_digest
 from specrl.tracking.spool import Entry, Spool
 from specrl.tracking.store import exists, experiment_id
@@ -187,7 +188,7 @@ class Sender:
         from mlflow.entities import DatasetInput, InputTag
 
         path = Path(entry.values["source"])
-        data = (self._config.data.path, self._config.data.validation_path)
+        data = files_of((self._config.data.path or ()) + (self._config.data.validation_path or ()))
         if path not in data and not path.resolve().is_relative_to(self._config.run_dir.resolve()):
             raise FileNotFoundError(f"{path} is neither the run's nor named in its configuration")
         files = (

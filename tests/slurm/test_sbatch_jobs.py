@@ -86,7 +86,7 @@ def test_a_folder_with_signs_of_slurm_and_of_shells_in_its_name_and_variables_of
     for name, value in {**variables, "SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "no time"}.items():
         monkeypatch.setenv(name, value)
     made = make_run("slurm", nodes=1)
-    config = made.model_copy(update={"runs_dir": tmp_path / "50%train of o'brien, läufe"})
+    config = made.model_copy(update={"runs_dir": tmp_path / "50%train of o'brien läufe"})
     context = StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
     code = snapshot_code(context.run_dir)
     job = attach_or_submit(context, "tests.slurm.test_sbatch_jobs:main", code)

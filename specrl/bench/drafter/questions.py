@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.data.files import read_objects
 from specrl.data.problems import derive_seed
 from specrl.data.rendering import CHAT, check_template
+from specrl.data.rows import read_objects
 
 COLUMNS = ("prompt", "question", "turns", "messages")
 """The columns in which a question is looked for."""
