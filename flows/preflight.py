@@ -49,7 +49,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for line in doubts(config):
+    for line in [*doubts(config), *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -61,6 +61,23 @@ def doubts(config: Config) -> list[str]:
     return [
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
+    ]
+
+
+def _reward_doubts(config: Config) -> list[str]:
+    """Return a line if a reward of the user's own does not tell the reference answer from an empty response."""
+    if ":" not in config.data.reward:
+        return []
+    from specrl.data.check import empty_and_right  # starts the reward's process
+
+    empty, right = empty_and_right(config)
+    if empty.error is not None or right.error is not None:
+        return [f"data.reward = {config.data.reward}: it fails on a response: {right.error or empty.error}"]
+    if empty.score != right.score:
+        return []
+    return [
+        f"data.reward = {config.data.reward}: an empty response and the reference answer both earn {right.score:g}; "
+        "where all responses earn the same reward, nothing is learned"
     ]
 
 

@@ -36,6 +36,7 @@ from specrl.report.results import (
 )
 from specrl.report.tables import print_line, print_table
 from specrl.tracking import registered_version
+from specrl.validation.signal import KIND
 
 SUMMARY_FILE = "summary.json"
 SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}
@@ -184,6 +185,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
         *_best_rows(readable(stages, "train", TrainResult)),
         *rows,
         *_change_rows(summary),
+        *((f"step {event['step']}", event["text"]) for event in summary["events"] if event["kind"] == KIND),
         *_speculation_rows(summary, readable(stages, "validate", ValidateResult)),
     ]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
