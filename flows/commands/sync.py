@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     """Send to MLflow what a run has logged while MLflow was away.
 
-    A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
+    A run does so itself as soon as MLflow answers; this is for a run that has ended before that. Where its experiment
+    or its run in MLflow was deleted, everything that is still here is sent again.
     """
     from specrl.tracking import sync_run
     from tasks.run import read_run_config
@@ -27,5 +28,5 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     unsent = sync_run(config)
     if unsent:
         folders = ", ".join(folder.name for folder in unsent)
-        raise ConfigError(f"MLflow does not answer; what {folders} logged still waits on disk")
+        raise ConfigError(f"MLflow or its artifact store does not answer; some of what {folders} logged waits on disk")
     print(f"MLflow has everything that {config.name} has logged")

@@ -9,9 +9,9 @@ nothing. MLflow takes seconds to import, so it is imported when the first of the
 from specrl.tracking.benchmarks import benchmark_config, log_cell, log_speedups
 from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_files, stage_run, start_parent_run, sync_run
-from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
+from specrl.tracking.sender import SCORE_TAG, registered_version
 from specrl.tracking.source import lineage_tags
-from specrl.tracking.store import table_address, tracking_uri
+from specrl.tracking.store import RUN_ID_FILE, table_address, tracking_uri
 from specrl.tracking.tracker import Silent, Tracker
 
 __all__ = [

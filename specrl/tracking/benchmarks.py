@@ -10,9 +10,8 @@ from typing import Any
 
 from specrl.config import Config
 from specrl.tracking.runs import FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS, Files, last_of, log_artifacts
-from specrl.tracking.sender import RUN_ID_FILE
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import BENCHMARKS, import_mlflow
+from specrl.tracking.store import BENCHMARKS, RUN_ID_FILE, import_mlflow
 from specrl.tracking.tracker import SpoolTracker
 from specrl.tracking.uploader import send
 

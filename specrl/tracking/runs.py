@@ -15,10 +15,10 @@ from specrl.context import StageContext
 from specrl.data.places import files_of
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
-from specrl.tracking.sender import RUN_ID_FILE
+from specrl.tracking.sender import needs_repair, repair
 from specrl.tracking.source import read_source, source_tags, write_source
 from specrl.tracking.spool import Spool
-from specrl.tracking.store import check_server, import_mlflow
+from specrl.tracking.store import RUN_ID_FILE, check_server, connect, experiment_id, import_mlflow
 from specrl.tracking.system import SystemMonitor
 from specrl.tracking.tracker import Silent, SpoolTracker, Tracker
 from specrl.tracking.uploader import Uploader, send
@@ -55,6 +55,8 @@ def start_parent_run(config: Config, description: str = "") -> str:
     import_mlflow()
     if not path.exists():
         check_server(config)
+    for line in repair_run(config):
+        logger.warning("%s", line)
     write_source(config.run_dir, source_tags(config))
     tracker = SpoolTracker(Spool(config.run_dir), None)
     note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
@@ -93,7 +95,7 @@ def finish_parent_run(config: Config, status: Status, description: str = "", fil
         unsent = send(config, folders, FLOW_PATIENCE_SECONDS)
     if unsent:
         names = ", ".join(folder.name for folder in unsent)
-        logger.warning("MLflow is still away; what %s logged waits on disk: specrl sync %s", names, config.name)
+        logger.warning("some of what %s logged waits on disk for MLflow: specrl sync %s", names, config.name)
 
 
 def log_files(config: Config, files: Files) -> None:
@@ -113,9 +115,36 @@ def log_artifacts(tracker: SpoolTracker, files: Files) -> None:
             tracker.log_artifact(path, folder or None)
 
 
+def repair_run(config: Config) -> list[str]:
+    """Have everything sent again that MLflow has lost, or refused because something was deleted; a line for each.
+
+    Raises:
+        DeletedError: The experiment has been deleted.
+    """
+    from mlflow.exceptions import MlflowException
+
+    lines = []
+    try:
+        client = connect(config)
+        experiment_id(client, config)
+        for folder in [config.run_dir, *stage_folders(config.run_dir)]:
+            if needs_repair(client, folder):
+                repair(folder)
+                lines.append(f"MLflow has lost or refused what {folder.name} logged; it is sent again")
+    except MlflowException:  # it is away: what is sent later is looked at then
+        return lines
+    return lines
+
+
 def sync_run(config: Config) -> list[Path]:
-    """Send everything that a run and its stages have logged; return the folders of which something still waits."""
+    """Send everything that a run and its stages have logged; return the folders of which something still waits.
+
+    Raises:
+        DeletedError: The experiment has been deleted.
+    """
     import_mlflow()
+    for line in repair_run(config):
+        logger.warning("%s", line)
     return send(config, [config.run_dir, *stage_folders(config.run_dir)], SYNC_PATIENCE_SECONDS)
 
 

@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import read_json, write_json, write_text
+from specrl.artifacts import read_json, read_lines, write_json, write_text
 from specrl.config import Config
 from specrl.data.places import files_of
 from specrl.keys import files_digest
-from specrl.tracking.spool import Entry, Spool
-from specrl.tracking.store import exists, experiment_id
+from specrl.tracking.spool import LATER, QUEUE, Entry, Spool
+from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
 
 logger = logging.getLogger(__name__)
 
-RUN_ID_FILE = "mlflow_run_id"
 VERSIONS_FILE = "versions.json"
 """The file beside a spool that holds the numbers of the model versions it has registered, by the models' names."""
 REFUSED_FILE = "refused.jsonl"
@@ -32,6 +31,8 @@ SCORE_TAG = "specrl.score"
 """The tag of a model version by which the alias `best` is given."""
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
 """MLflow's limits on the metrics and parameters of one request, and on the length of a parameter and of a tag."""
+STORED = ("artifact", "model")
+"""The kinds of entries that need the artifact store besides MLflow itself."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}
 """MLflow's answers to what it will never take. After any other error the same entry is sent again."""
 
@@ -43,6 +44,8 @@ class Sender:
         self._client, self._config, self._spool = client, config, spool
         self._id_path = spool.owner / RUN_ID_FILE
         self._has_refused = False
+        self._is_later = spool.path == Spool(spool.owner, LATER).path
+        self._later = Spool(spool.owner, LATER)
 
     def send_next(self) -> bool:
         """Send the next entry, or the next metrics together; return whether there was any.
@@ -54,11 +57,39 @@ class Sender:
         if not entries:
             return False
         self._spool.sync()
+        if self._is_for_later(entries[0]):
+            return True
         if self._send(entries) is not None:  # one of them is refused; the others are not to be lost with it
             for entry in entries:
                 if (reason := self._send([entry])) is not None:
                     self._put_aside(entry, reason)
         self._spool.acknowledge(entries)
+        return True
+
+    def _is_for_later(self, entry: Entry) -> bool:
+        """Move what the artifact store does not take to a queue of its own, so that it holds back nothing else.
+
+        What comes after it goes there untried: of two artifacts of a name, the later one is to stay.
+        """
+        if self._is_later or entry.kind not in STORED:
+            return False
+        if not self._later.has_waiting():
+            try:
+                refused = self._send([entry])
+            except Exception as error:  # artifact stores raise errors of many libraries
+                self._client.get_run(self._run_id(entry))  # raises where it is MLflow itself that is away
+                logger.warning(
+                    "an artifact of %s cannot be stored (%s): artifacts wait on disk, and everything else is sent",
+                    self._spool.owner.name,
+                    str(error).partition("\n")[0],
+                )
+            else:
+                if refused is not None:
+                    self._put_aside(entry, refused)
+                self._spool.acknowledge([entry])
+                return True
+        self._later.append(entry.kind, **entry.values)
+        self._spool.acknowledge([entry], keep=True)
         return True
 
     def _send(self, entries: list[Entry]) -> str | None:
@@ -107,7 +138,12 @@ class Sender:
 
     def _run_id(self, entry: Entry) -> str:
         """Return the run that an entry belongs to: the parent, which it names, or the owner's own."""
-        return str(entry.values.get("run") or self._id_path.read_text().strip())
+        return self._parent(entry.values.get("run")) or self._id_path.read_text().strip()
+
+    def _parent(self, named: str | None) -> str | None:
+        """Return the parent that an entry names, or the one that was made in place of it when somebody deleted it."""
+        path = self._config.run_dir / RUN_ID_FILE
+        return path.read_text().strip() if named and path.exists() else named
 
     def _send_metrics(self, entries: list[Entry]) -> None:
         from mlflow.entities import Metric
@@ -122,7 +158,7 @@ class Sender:
 
     def start(self, entry: Entry) -> None:
         """Create the owner's run, or continue it."""
-        parent, tags = entry.values["parent"], dict(entry.values["tags"])
+        parent, tags = self._parent(entry.values["parent"]), dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         run_id = self._find(entry)
         if run_id is None:
@@ -138,7 +174,7 @@ class Sender:
         if noted is not None:
             return noted if exists(self._client, noted) else None
         asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
-        found = self._client.search_runs([self._experiment(entry.values["parent"])], asked, max_results=1)
+        found = self._client.search_runs([self._experiment(self._parent(entry.values["parent"]))], asked, max_results=1)
         return str(found[0].info.run_id) if found else None
 
     def _experiment(self, parent: str | None) -> str:
@@ -251,6 +287,24 @@ SENDERS: Mapping[str, Callable[[Sender, Entry], None]] = {
     "model": Sender.model,
 }
 """What sends an entry of each kind but metrics, which are sent together."""
+
+
+def needs_repair(client: Any, folder: Path) -> bool:
+    """Return whether the MLflow run of a folder is gone, or has refused something that it may take by now.
+
+    Raises:
+        MlflowException: MLflow is away.
+    """
+    path, refused = folder / RUN_ID_FILE, Spool(folder).folder / REFUSED_FILE
+    kinds = {line.get("kind") for line in read_lines(refused)} - set(STORED) if refused.exists() else set()
+    return bool(kinds) or (path.exists() and not exists(client, path.read_text().strip()))
+
+
+def repair(folder: Path) -> None:
+    """Have everything that a folder has logged sent again, to its MLflow run or to one that is made for it."""
+    for queue in (QUEUE, LATER):
+        Spool(folder, queue).rewind()
+    (Spool(folder).folder / REFUSED_FILE).unlink(missing_ok=True)
 
 
 def registered_version(folder: Path, name: str) -> str | None:

@@ -24,7 +24,9 @@ from specrl.artifacts import write_text
 FOLDER = "tracking"
 APPENDED = (".jsonl", ".log", ".out")
 """How the names of files end that lines are appended to."""
-ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "spool.jsonl", "sent", "files"
+QUEUE, LATER, FILES_FOLDER = "spool", "artifacts", "files"
+"""The entries in their order; the artifacts that could not be stored, which hold back nothing else; and their files."""
+SENT_FILES = {QUEUE: "sent", LATER: "artifacts.sent"}
 KEPT = re.compile(FILES_FOLDER + r"/[0-9a-f]{12}/[^/\0]+")
 """What `Spool.keep` and `Spool.new_file` name what they keep."""
 
@@ -45,11 +47,11 @@ class Entry:
 class Spool:
     """The entries of one MLflow run. One process appends and one process sends; they may be the same."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, queue: str = QUEUE) -> None:
         """Open the spool of a run's or a stage's folder, which need not exist yet."""
         self.owner = folder
         self.folder = folder / FOLDER
-        self.path = self.folder / ENTRIES_FILE
+        self.path, self._sent_path = self.folder / f"{queue}.jsonl", self.folder / SENT_FILES[queue]
         self._lock = threading.Lock()
         self._repaired = False
         self._acknowledged = 0
@@ -155,27 +157,34 @@ class Spool:
     def position(self) -> int:
         """Return the position in bytes up to which everything has been sent."""
         try:
-            noted = int((self.folder / SENT_FILE).read_text())
+            noted = int(self._sent_path.read_text())
         except (FileNotFoundError, ValueError):
             noted = 0
         return max(noted, self._acknowledged)
 
-    def acknowledge(self, entries: list[Entry]) -> None:
+    def acknowledge(self, entries: list[Entry], *, keep: bool = False) -> None:
         """Note that everything up to the last of these entries has arrived, and remove the files that they kept.
+
+        With `keep` their files stay, for another queue.
 
         While the disk is full, only this process knows it, and sends nothing twice; another process may, and needs the
         files for it. They are removed once the position could be written.
         """
         self._acknowledged = entries[-1].end
-        self._arrived += entries
+        self._arrived += [] if keep else entries
         try:
-            write_text(self.folder / SENT_FILE, str(self._acknowledged))
+            write_text(self._sent_path, str(self._acknowledged))
         except OSError:
             return
         arrived, self._arrived = self._arrived, []
         for entry in arrived:
             if "path" in entry.values:
                 self._remove(str(entry.values["path"]))
+
+    def rewind(self) -> None:
+        """Have everything sent again, as to a run that is made anew; artifacts that have arrived are gone from here."""
+        self._acknowledged = 0
+        self._sent_path.unlink(missing_ok=True)
 
     def waiting(self) -> Iterator[Entry]:
         """Yield the complete entries after the position; a line that is no entry is skipped."""

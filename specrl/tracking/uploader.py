@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from specrl.config import Config
 from specrl.tracking.sender import Sender
-from specrl.tracking.spool import Spool
+from specrl.tracking.spool import LATER, Spool
 from specrl.tracking.store import connect, tracking_uri
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,10 @@ class Uploader:
 
     def __init__(self, config: Config, spool: Spool) -> None:
         self._config, self._spool = config, spool
-        self._sender: Sender | None = None
+        self._later = Spool(spool.owner, LATER)
+        self._senders: dict[str, Sender] = {}
+        self._later_at, self._later_pause = 0.0, FIRST_PAUSE_SECONDS
+        """When what could not be stored is tried again, and the pause after that."""
         self._closing = threading.Event()
         self._stopping = threading.Event()
         self._failed_at: float | None = None
@@ -61,7 +64,7 @@ class Uploader:
             if limit_s is not None and now - closed_at > limit_s:
                 break
         self._stopping.set()  # the thread is a daemon: an attempt that hangs ends with the process
-        return not self._spool.has_waiting()
+        return not (self._spool.has_waiting() or self._later.has_waiting())
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
@@ -85,7 +88,8 @@ class Uploader:
             self._spool.folder.mkdir(parents=True, exist_ok=True)
             # Two senders of one spool would send everything twice: a job, and `specrl sync` at the same time.
             with FileLock(self._spool.folder / LOCK_FILE, timeout=0):
-                self._send_all()
+                self._send_all(self._spool)
+                self._store_again()
         except Timeout:
             self._away(f"another process sends {self._spool.path}")
             return False
@@ -95,15 +99,27 @@ class Uploader:
         self._back()
         return True
 
-    def _send_all(self) -> None:
-        if not self._spool.has_waiting():
+    def _send_all(self, spool: Spool) -> None:
+        if not spool.has_waiting():
             return
-        if self._sender is None:
-            self._sender = Sender(connect(self._config), self._config, self._spool)
-        while self._sender.send_next():
+        name = spool.path.name
+        if name not in self._senders:
+            self._senders[name] = Sender(connect(self._config), self._config, spool)
+        while self._senders[name].send_next():
             self._back()
             if self._stopping.is_set():
                 return
+
+    def _store_again(self) -> None:
+        """Try the artifacts that could not be stored, less and less often; nothing else waits for them."""
+        if time.monotonic() < self._later_at:
+            return
+        try:
+            self._send_all(self._later)
+        except Exception as error:  # as in `_attempt`
+            logger.debug("%s: %s", self._later.path, error)
+            self._later_at = time.monotonic() + self._later_pause
+            self._later_pause = min(2 * self._later_pause, LONGEST_PAUSE_SECONDS)
 
     def _away(self, reason: str) -> None:
         if self._failed_at is None:
@@ -131,8 +147,11 @@ def send(config: Config, folders: list[Path], patience_s: float, limit_s: float 
         patience_s: For how long a store that is away is tried again.
         limit_s: How long a store that answers may take for one spool; by default as long as it needs.
     """
-    waiting = [folder for folder in folders if Spool(folder).has_waiting()]
+    waiting = [folder for folder in folders if Spool(folder).has_waiting() or Spool(folder, LATER).has_waiting()]
+    unsent = []
     for number, folder in enumerate(waiting):
         if not Uploader(config, Spool(folder)).close(patience_s, limit_s):
-            return waiting[number:]  # the others would wait for the same store
-    return []
+            if Spool(folder).has_waiting():
+                return unsent + waiting[number:]  # the others would wait for the same store
+            unsent.append(folder)
+    return unsent

@@ -8,10 +8,10 @@ import sqlite3
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.request import urlopen
 
 from specrl.checks import Check
 from specrl.processes import slurm_environment
+from specrl.tracking.store import why_silent
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -85,13 +85,10 @@ def check_devcluster() -> Check:
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     """Check that an MLflow server answers or that a database file opens. The first run creates a missing database."""
     if tracking_uri and tracking_uri.startswith(("http://", "https://")):
-        try:
-            with urlopen(f"{tracking_uri.rstrip('/')}/health", timeout=PROBE_SECONDS):
-                return Check("MLflow", "ok", f"{tracking_uri} answers")
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
-            return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
+        if (reason := why_silent(tracking_uri, PROBE_SECONDS)) is None:
+            return Check("MLflow", "ok", f"{tracking_uri} answers")
+        fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
+        return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
