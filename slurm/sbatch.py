@@ -14,8 +14,6 @@ from slurm.ranks.supervisor import AGAIN_CODE
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS, names_gpus
 
-TAUGHT = ("partition", "account", "qos", "constraint", "reservation", "wckey")
-"""The options that sites have users set once, as variables such as SBATCH_ACCOUNT. What a configuration says wins."""
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
 """The options that submitit reads itself, and writes."""
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
@@ -30,9 +28,11 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
-    taught = [name for name in TAUGHT if name not in cluster.sbatch]
     options = {
-        **{name: getattr(cluster, name, None) or os.environ.get(f"SBATCH_{name.upper()}") for name in taught},
+        "partition": cluster.partition or _taught("partition"),
+        "account": cluster.account or _taught("account"),
+        "qos": cluster.qos or _taught("qos"),
+        "constraint": cluster.constraint or _taught("constraint"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
@@ -41,9 +41,16 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
         "time": resources.minutes,
         "requeue": True,
         "dependency": "singleton",  # of two jobs for one stage, however they came about, the second waits for the first
+        "reservation": _taught("reservation"),
+        "wckey": _taught("wckey"),
         **cluster.sbatch,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _taught(option: str) -> str | None:
+    """Return what the user has set once, as sites teach it: a variable such as SBATCH_ACCOUNT."""
+    return os.environ.get(f"SBATCH_{option.upper()}")
 
 
 def srun_options(config: Config, stage: StageName) -> list[str]:

@@ -16,6 +16,7 @@ from specrl.config import Config
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.events import record_event
+from specrl.learning_signal import KIND, PATIENCE, lost_signals
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
@@ -44,7 +45,6 @@ from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
-from specrl.validation.signal import KIND, PATIENCE, lost_signals
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specrl.config import Config, ConfigError
-from specrl.data.files import placed_requests
+from specrl.data.files import read_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
 from specrl.data.rendering import check_template
@@ -41,7 +41,8 @@ def check_data(config: Config) -> None:
     except ConfigError as error:
         raise ConfigError(f"validate.num_prompts = {count}: {error}") from error
     if config.drafter.data is not None:
-        placed_requests(config.drafter.data)
+        for place in config.drafter.data:
+            read_requests(place)
     for name in config.validate_.sets:
         make_reward(config_of_set(config, name).data)
         held_out_problems(config, name, fit_all, PATIENCE_S)

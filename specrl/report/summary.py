@@ -22,6 +22,7 @@ from specrl.artifacts import (
 from specrl.config import STAGES, Config
 from specrl.events import read_events
 from specrl.export.card import serve_command
+from specrl.learning_signal import KIND
 from specrl.lifetime.segments import segment_counts
 from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
@@ -36,7 +37,6 @@ from specrl.report.results import (
 )
 from specrl.report.tables import print_line, print_table
 from specrl.tracking import registered_version
-from specrl.validation.signal import KIND
 
 SUMMARY_FILE = "summary.json"
 SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}

@@ -63,8 +63,8 @@ def start_parent_run(config: Config, description: str = "") -> str:
     tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
     for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
-        for path in files_of(places or ()):
-            tracker.log_rollouts(path, path.name, context)
+        for file in files_of(places or ()):
+            tracker.log_rollouts(file, file.name, context)
     tracker.log_text(dump_config(config), "config.json")
     send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
     if not path.exists():

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,22 +138,25 @@ def test_words_for_states_that_nobody_knows_are_asked_about_again(programs: Path
         job.state()
 
 
-def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm(programs: Path, tmp_path: Path) -> None:
+def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm() -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    tmp_path.chmod(0o777)
-    for folder in tmp_path.parents:
-        folder.chmod(folder.stat().st_mode | 0o011) if folder.stat().st_uid == os.getuid() else None
     text = (
         "import getpass, os\n"
         "from slurm.backend import JobKey; from slurm.slurm_backend import SlurmBackend\n"
         "from specrl.config import Config; from specrl.processes import name_user\n"
-        f"os.setuid(54321); SlurmBackend().find(JobKey(Config(name='x', runs_dir={str(tmp_path)!r}), 'train-abc'))\n"
+        "os.setuid(54321); SlurmBackend().find(JobKey(Config(name='x', runs_dir='/tmp/none'), 'train-abc'))\n"
         "name_user(); print(getpass.getuser())"
     )
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        Path(folder).chmod(0o755)
+        program(Path(folder), "squeue", "exit 0")
+        environment["PATH"] = f"{folder}:/usr/bin:/bin"
+        done = subprocess.run(
+            [sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False
+        )
     assert (done.stdout, done.returncode) == ("uid54321\n", 0), done.stderr
 
 
