@@ -154,9 +154,8 @@ def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm() -> None:
         Path(folder).chmod(0o755)
         program(Path(folder), "squeue", "exit 0")
         environment["PATH"] = f"{folder}:/usr/bin:/bin"
-        done = subprocess.run(
-            [sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("uid54321\n", 0), done.stderr
 
 
