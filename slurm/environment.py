@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from submitit import JobEnvironment
+from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.backend import Backend, StageRequest
 from slurm.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
+from specrl.processes import port_of
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -221,3 +224,32 @@ def interface_towards(host: str) -> str:
         if any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
+
+
+def rank_environment(attempt: int) -> dict[str, str]:
+    """Return the variables from which torch.distributed learns its rank, as submitit knows them.
+
+    Args:
+        attempt: How often this job was started before. Each time it has another port: the last one may have been taken.
+    """
+    ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
+    values = {
+        "MASTER_ADDR": ranks.master_addr,
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or port_of(job),
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def other_host() -> str:
+    """Return the name of the job's first node or, on that node, of its second one."""
+    job = JobEnvironment()
+    return str(job.hostnames[1 if job.node == 0 else 0])
+
+
+def log_path(folder: Path, job_id: str, rank: int) -> Path:
+    """Return the file to which a rank of a submitit job prints."""
+    return folder / f"{job_id}_{rank}_log.out"

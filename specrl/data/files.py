@@ -32,11 +32,13 @@ def read_problems(place: Path, config: DataConfig, fit: Fit) -> list[Problem]:
             all prompts are too long. The line names the file and the first such row.
     """
     columns = (config.prompt_column, config.answer_column)
-    wanted = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system"]
+    others = ":" in config.reward
+    named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system"]
+    wanted = () if others else named  # a reward of the user's own gets all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
     if not found:
         raise ConfigError(f"data file {place} is empty")
-    fitted = fit([_problem(where, row, columns) for where, row in found])
+    fitted = fit([_problem(where, row, columns, others=others) for where, row in found])
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
         if misfit.rule != "drop" or len(misfits) == len(found):  # the latter where all prompts are too long
@@ -82,7 +84,7 @@ def _request(place: str, row: dict[str, Any]) -> Request:
     return prompt
 
 
-def _problem(place: str, row: dict[str, Any], columns: tuple[str, str]) -> Problem:
+def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool) -> Problem:
     """Return a row as a problem.
 
     Raises:
@@ -110,7 +112,8 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str]) -> Probl
         )
     structured = isinstance(answer, list | dict)
     text = json.dumps(answer, ensure_ascii=False, default=str) if structured else str(answer)
-    return Problem(prompt, text, " " + format_answer(text), context=context)
+    rest = {name: value for name, value in row.items() if name not in columns} if others else {}
+    return Problem(prompt, text, " " + format_answer(text), rest, context=context)
 
 
 class FileProblems:

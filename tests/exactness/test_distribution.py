@@ -23,10 +23,10 @@ from transformers import LlamaForCausalLM
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.requests import Generation
-from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared
 from specrl.rollout.sampling.self_test import SamplerError
 from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, RequestRecord
 from specrl.rollout.vllm.weights.load import read_weights
+from tests.exactness.chi_squared import ChiSquared, chi_squared
 from tests.exactness.conftest import Start
 from tests.exactness.toy import drafter_weights, likely_tokens, llama_config, policy_weights
 

@@ -18,10 +18,10 @@ from flows.cli import invoke
 from flows.folder import anchor, write_config
 from specrl.config import Config, ConfigError, parse_config
 from specrl.tracking import runs
+from specrl.tracking.log import Log
 from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
-from specrl.tracking.spool import LATER, Spool
 from specrl.tracking.store import RUN_ID_FILE, check_server, connect, tracking_uri
-from specrl.tracking.tracker import SpoolTracker
+from specrl.tracking.tracker import Tracker
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def config_of(folder: Path, **tracking: str) -> Config:
 def log(config: Config, stage: str, **metrics: float) -> None:
     """A stage that starts, logs and ends, as a job would, without sending anything."""
     parent = (config.run_dir / RUN_ID_FILE).read_text().strip()
-    tracker = SpoolTracker(Spool(config.run_dir / "stages" / f"{stage}-0"), parent)
+    tracker = Tracker(Log(config.run_dir / "stages" / f"{stage}-0"), parent)
     tracker.start(stage, {})
     tracker.log_metrics({name.replace("__", "/"): value for name, value in metrics.items()}, 3)
     tracker.end("FINISHED")
@@ -60,19 +60,16 @@ def test_artifacts_that_cannot_be_stored_hold_back_artifacts_alone_and_arrive_on
     client.create_experiment("specrl", artifact_location=place)
     with caplog.at_level(logging.WARNING):
         run_id = start_parent_run(config)
+        (config.run_dir / "a.out").write_text("a line")
         log(config, "train", reward__mean=0.5)
-        finish_parent_run(config, "FINISHED", files={"logs": [tmp_path / "file"]})
-    assert caplog.text.count("cannot be stored") == 1 and "is away" not in caplog.text
+        finish_parent_run(config, "FINISHED", files={"logs": [config.run_dir / "a.out"]})
     assert metrics_of(client, config.run_dir)[1] == "FINISHED"
     assert metrics_of(client, config.run_dir)[0]["reward/mean"] == 0.5
-    waiting = [entry.values["folder"] for entry in Spool(config.run_dir, LATER).waiting()]
-    assert waiting == [None, "logs"]
-    assert sync_run(config) == [config.run_dir]
+    assert len(sync_run(config, 2.0)) == 1
     if location == "file":
         (tmp_path / "file").unlink()
-        assert sync_run(config) == []
+        assert sync_run(config, 2.0) == []
         assert {item.path for item in client.list_artifacts(run_id)} == {"config.json", "logs"}
-        assert not list(Spool(config.run_dir).folder.glob("files/*"))
 
 
 def test_a_deleted_experiment_is_said_at_the_start_and_repaired_by_sync(tmp_path: Path) -> None:
@@ -84,13 +81,13 @@ def test_a_deleted_experiment_is_said_at_the_start_and_repaired_by_sync(tmp_path
     finish_parent_run(config, "FINISHED")
     client.delete_experiment(experiment)
     log(config, "train", reward__mean=0.5)
-    for call in (start_parent_run, sync_run):
+    for call in (start_parent_run, lambda config: sync_run(config, 2.0)):
         with pytest.raises(
             ConfigError, match=rf"restore it \(mlflow experiments restore --experiment-id {experiment}\)"
         ):
             call(config)
     client.restore_experiment(experiment)
-    assert sync_run(config) == []
+    assert sync_run(config, 2.0) == []
     assert metrics_of(client, config.run_dir / "stages/train-0") == ({"reward/mean": 0.5}, "FINISHED")
     assert metrics_of(client, config.run_dir)[0]["reward/mean"] == 0.5
 
@@ -104,7 +101,7 @@ def test_what_was_refused_while_the_experiment_was_deleted_is_sent_once_it_is_ba
     log(config, "train", reward__mean=0.5)
     finish_parent_run(config, "FINISHED")
     client.restore_experiment(experiment)
-    assert sync_run(config) == []
+    assert sync_run(config, 2.0) == []
     assert metrics_of(client, config.run_dir / "stages/train-0") == ({"reward/mean": 0.5}, "FINISHED")
     assert metrics_of(client, config.run_dir)[1] == "FINISHED"
 
@@ -122,7 +119,7 @@ def test_a_deleted_run_is_made_anew_with_all_that_was_logged(
         client.delete_run((folder / RUN_ID_FILE).read_text().strip())
     with caplog.at_level(logging.WARNING):
         assert invoke(["sync", "one", "--runs-dir", str(config.runs_dir)]) == 0
-    assert "MLflow has lost or refused what one logged; it is sent again" in caplog.text
+    assert "MLflow has lost the run of one: what is logged is sent again to a new one" in caplog.text
     again = (config.run_dir / RUN_ID_FILE).read_text().strip()
     assert again != first
     assert metrics_of(client, config.run_dir)[1] == "FINISHED"
@@ -130,7 +127,7 @@ def test_a_deleted_run_is_made_anew_with_all_that_was_logged(
     assert child.data.tags["mlflow.parentRunId"] == again and child.data.metrics == {"reward/mean": 0.5}
     client.delete_run(again)
     assert start_parent_run(config) not in (first, again)
-    assert sync_run(config) == []
+    assert sync_run(config, 2.0) == []
 
 
 def test_metrics_that_are_no_finite_numbers_arrive(tmp_path: Path) -> None:

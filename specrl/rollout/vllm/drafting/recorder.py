@@ -17,9 +17,6 @@ from specrl.rollout.sampling.inverse_cdf import uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
 from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, request_seed
 
-LIKELY = 1e-3
-"""The least probability of a token that is recorded in `Recorder.likely`."""
-
 
 @dataclass
 class Recorder:
@@ -32,8 +29,6 @@ class Recorder:
     runner: Any
     traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
     """The picks, by seed and then by position in the sequence, prompt included."""
-    likely: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The distribution of each response's first token, by seed: the probabilities of at least `LIKELY`, by token."""
 
     def __enter__(self) -> Recorder:
         self.installed = self.runner._sample
@@ -47,19 +42,19 @@ class Recorder:
         ids = self.runner.input_batch.req_ids
         counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
         states = [self.runner.requests[request_id] for request_id in ids]
-        starts = [(state.num_tokens, state.num_prompt_tokens) for state in states]
+        starts = [state.num_tokens for state in states]
         # Samplers may change the logits in place.
         output = self.installed(logits.clone(), metadata)
         first = 0
         discarded = self.runner.discard_request_mask.np
-        for index, (state, (start, prompt)) in enumerate(zip(states, starts, strict=True)):
+        for index, (state, start) in enumerate(zip(states, starts, strict=True)):
             tokens = [token for token in output.sampled_token_ids[index].tolist() if token != -1]
             if not discarded[index]:
-                self._record(state.sampling_params, start, logits[first : first + len(tokens)], tokens, start == prompt)
+                self._record(state.sampling_params, start, logits[first : first + len(tokens)], tokens)
             first += counts[index] + 1
         return output
 
-    def _record(self, params: Any, start: int, logits: Tensor, tokens: list[int], is_first: bool) -> None:
+    def _record(self, params: Any, start: int, logits: Tensor, tokens: list[int]) -> None:
         rows, seed = len(tokens), request_seed(params)
         probs = weights(
             logits,
@@ -76,9 +71,6 @@ class Recorder:
             upper = float(cdf[row, token])
             lower, gap = upper - float(probs[row, token]), float(best[row, 0] - best[row, 1])
             trace[start + row] = Pick(token, u[row], lower, upper, gap, params.temperature == 0)
-        if is_first:
-            likely = torch.nonzero(probs[0] >= LIKELY)[:, 0]
-            self.likely[seed] = dict(zip(likely.tolist(), probs[0, likely].tolist(), strict=True))
 
 
 @dataclass
