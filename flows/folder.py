@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from slurm.access import check_access, restrict
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
-from specrl.data.places import absolute_place
+from specrl.data.formats.places import absolute_place
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
 from specrl.tracking.store import URI_VARIABLE

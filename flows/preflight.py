@@ -17,7 +17,7 @@ from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
-from specrl.data.places import files_of
+from specrl.data.formats.places import files_of
 from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.checks.folder import check_model_folder

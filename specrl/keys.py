@@ -17,7 +17,7 @@ from typing import Any
 
 from specrl.artifacts import digest
 from specrl.config import STAGES, Config, StageName, ValidationSetConfig, dump_config
-from specrl.data.places import files_of
+from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
     "prepare": (),

@@ -15,8 +15,7 @@ from specrl import logs
 from specrl.config import Config
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
-from specrl.events import record_event
-from specrl.learning_signal import KIND, PATIENCE, lost_signals
+from specrl.events import SIGNAL, record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
@@ -45,6 +44,7 @@ from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
+from specrl.validation.signal import PATIENCE, lost_signals
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
@@ -208,7 +208,7 @@ class Trainer:
         first = recorded_metrics([step_path(folder, 0)]) if step else [record.metrics]
         for line in lost_signals([*earlier, record.metrics], first[0] if first else record.metrics, self.config):
             logger.warning("%s", line)
-            record_event(folder.parent, KIND, line, step)
+            record_event(folder.parent, SIGNAL, line, step)
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""

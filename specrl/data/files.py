@@ -12,10 +12,10 @@ from typing import Any
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.answers import format_answer
-from specrl.data.messages import CHATS, Message, read_messages
-from specrl.data.places import files_of
+from specrl.data.formats.messages import CHATS, Message, read_messages
+from specrl.data.formats.places import files_of
+from specrl.data.formats.rows import find, read_rows
 from specrl.data.problems import Fit, Misfit, Problem, derive_seed
-from specrl.data.rows import find, read_rows
 
 ALIASES = {"prompt": CHATS, "answer": ("reward_model.ground_truth",)}
 """Where a default column is looked for that is not there: chats, and the layout of verl."""

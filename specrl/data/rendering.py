@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from specrl.config import Config, ConfigError
-from specrl.data.messages import Message
+from specrl.data.formats.messages import Message
 from specrl.data.problems import Misfit, Problem
 
 CHAT = "chat"

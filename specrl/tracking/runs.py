@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
-from specrl.data.places import files_of
+from specrl.data.formats.places import files_of
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
 from specrl.lineage.source import read_source, source_tags, write_source

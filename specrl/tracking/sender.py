@@ -15,7 +15,7 @@ from typing import Any
 
 from specrl.artifacts import write_text
 from specrl.config import Config
-from specrl.data.places import files_of
+from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id

@@ -13,10 +13,10 @@ from flows.cli import invoke
 from specrl.config import parse_config
 from specrl.distributed import Ranks
 from specrl.events import read_events
-from specrl.learning_signal import lost_signals
 from specrl.loop import Trainer
 from specrl.step_record import StepRecorder
 from specrl.tracking import Silent
+from specrl.validation.signal import lost_signals
 from tests.unit.test_loop import record_of
 
 CONFIG = parse_config({"name": "x", "model": {"source": "tiny"}, "train": {"num_steps": 40}})

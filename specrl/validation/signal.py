@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from specrl.config import Config
 
-KIND = "signal"
-"""The kind of the events about it."""
 PATIENCE = 5
 """After how many steps in a row it is said."""
 COLLAPSED = 0.05

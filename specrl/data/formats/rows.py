@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specrl.config import ConfigError
-from specrl.data.places import SUFFIXES, suffix_of
+from specrl.data.formats.places import SUFFIXES, suffix_of
 
 LONGEST_LINE = 16 * 2**20
 """The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""

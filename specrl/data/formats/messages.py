@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.data.rows import structured
+from specrl.data.formats.rows import structured
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
