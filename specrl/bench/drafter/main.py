@@ -22,7 +22,7 @@ from specrl.data.files import read_requests
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
-from specrl.models.directory import check_directory
+from specrl.models.checks.folder import check_directory
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.vllm.engine.arguments import gpu_memory
