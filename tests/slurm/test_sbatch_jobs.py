@@ -94,7 +94,3 @@ def test_a_folder_with_signs_of_slurm_and_of_shells_in_its_name_and_variables_of
     assert job is not None and (again is None or again.job_id == job.job_id)
     assert wait(job, context, lambda state, progress: None)
     assert job.log(0).is_file()
-    place = subprocess.run(
-        ["setpriv", "--reuid=54321", "squeue", "--me", "-h"], capture_output=True, text=True, check=False
-    )
-    print(place)
