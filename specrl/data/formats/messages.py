@@ -58,9 +58,11 @@ def _text(place: str, content: Any) -> str | None:
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    for part, text in zip(parts, texts, strict=True):
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise ConfigError(f"{place}: the content of a message has a part of type {kind}; only text can be asked")
+        texts.append(text)
     return "\n".join(texts)
