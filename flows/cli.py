@@ -25,6 +25,7 @@ from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from specrl.config import ConfigError
+from specrl.processes import name_user, reach_loopback
 from specrl.report.tables import printable
 
 app = typer.Typer(
@@ -71,6 +72,8 @@ def invoke(arguments: list[str]) -> int:
     Args:
         arguments: The words after `specrl`; without any, the help is printed.
     """
+    reach_loopback()
+    name_user()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0

@@ -15,8 +15,10 @@ from filelock import FileLock, Timeout
 from slurm.access import check_access, restrict
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
+from specrl.data.formats.places import absolute_place
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
+from specrl.tracking.store import URI_VARIABLE
 
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1
@@ -32,34 +34,35 @@ def anchor(config: Config) -> Config:
     Raises:
         ConfigError: The path of the present folder has what the path of a runs folder may not have.
     """
-    data = config.data.model_copy(
-        update={
-            key: path.expanduser().absolute()
-            for key in ("path", "validation_path")
-            if (path := getattr(config.data, key)) is not None
-        }
-    )
+
+    def anchored_places(places: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
+        return places and tuple(absolute_place(place, config.runs_dir) for place in places)
+
+    places = {key: anchored_places(getattr(config.data, key)) for key in ("path", "validation_path")}
+    data = config.data.model_copy(update=places)
     speculation = config.speculation
     if speculation.draft_model is not None:
-        draft_model = speculation.draft_model.expanduser().absolute()
+        draft_model = speculation.draft_model.absolute()
         speculation = speculation.model_copy(update={"draft_model": draft_model})
-    source = Path(config.model.source).expanduser()
+    source = Path(config.model.source)
     model = config.model.model_copy(update={"source": str(source.absolute())}) if source.is_dir() else config.model
     drafter = config.drafter
-    if drafter.source is not None and (folder := Path(drafter.source).expanduser()).is_dir():
+    if drafter.source is not None and (folder := Path(drafter.source)).is_dir():
         drafter = drafter.model_copy(update={"source": str(folder.absolute())})
-    if drafter.data is not None:
-        drafter = drafter.model_copy(update={"data": drafter.data.expanduser().absolute()})
+    drafter = drafter.model_copy(update={"data": anchored_places(drafter.data)})
     validate = config.validate_
     sets = {
-        name: chosen.model_copy(update={"path": chosen.path and chosen.path.expanduser().absolute()})
-        for name, chosen in validate.sets.items()
+        name: chosen.model_copy(update={"path": anchored_places(chosen.path)}) for name, chosen in validate.sets.items()
     }
     cluster = config.cluster
     if cluster.environment_file is not None:
-        cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.expanduser().absolute()})
+        cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.absolute()})
+    tracking = config.tracking
+    if tracking.uri is None and os.environ.get(URI_VARIABLE):  # for jobs, and for commands in other shells
+        tracking = tracking.model_copy(update={"uri": os.environ[URI_VARIABLE]})
     changed = {
-        "runs_dir": config.runs_dir.expanduser().absolute(),
+        "tracking": tracking,
+        "runs_dir": config.runs_dir.absolute(),
         "data": data,
         "model": model,
         "speculation": speculation,

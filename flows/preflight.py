@@ -17,6 +17,8 @@ from slurm.environment_file import read_environment_file
 from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.data.formats.places import files_of
+from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.checks.folder import check_model_folder
 from specrl.models.directory import has_chat_template
@@ -48,7 +50,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for line in doubts(config):
+    for line in [*doubts(config), *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -60,6 +62,23 @@ def doubts(config: Config) -> list[str]:
     return [
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
+    ]
+
+
+def _reward_doubts(config: Config) -> list[str]:
+    """Return a line if a reward of the user's own does not tell the reference answer from an empty response."""
+    if ":" not in config.data.reward:
+        return []
+    from specrl.data.check import empty_and_right  # starts the reward's process
+
+    empty, right = empty_and_right(config)
+    if empty.error is not None or right.error is not None:
+        return [f"data.reward = {config.data.reward}: it fails on a response: {right.error or empty.error}"]
+    if empty.score != right.score:
+        return []
+    return [
+        f"data.reward = {config.data.reward}: an empty response and the reference answer both earn {right.score:g}; "
+        "where all responses earn the same reward, nothing is learned"
     ]
 
 
@@ -144,12 +163,13 @@ def check_drafter(config: Config) -> list[str]:
 
 def check_data(config: Config) -> list[str]:
     """Check that the data files and the reward exist and that they can be used."""
-    named = {
-        "data.path": config.data.path,
-        "data.validation_path": config.data.validation_path,
-        "drafter.data": config.drafter.data,
-    }
-    lines = [f"{key} = {path}: there is no such file" for key, path in named.items() if path and not path.is_file()]
+    named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
+    lines = [
+        f"{key} = {place}: there is no such file"
+        for key, places in named.items()
+        for place in places
+        if not files_of([place])
+    ]
     return lines or _check_contents(config)
 
 

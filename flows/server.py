@@ -17,7 +17,7 @@ from typing import Self
 from filelock import FileLock
 
 from slurm.access import PRIVATE
-from specrl.processes import end_with_parent, free_port
+from specrl.processes import end_with_parent, free_port, reach_loopback
 
 START_SECONDS = 180
 """How many seconds the server may take to answer; the first start creates its database."""
@@ -44,6 +44,7 @@ def quieten() -> None:
     """Silence Prefect in this process and its children. Call this before Prefect is imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    reach_loopback()
 
 
 class PrefectServer:
@@ -187,8 +188,9 @@ def _is_of_client(error: BaseException) -> bool:
 
 
 def _answers(url: str) -> bool:
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
+        with directly.open(url, timeout=2) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -20,6 +20,7 @@ from specrl.artifacts import RESULT_FILE, digest, read_file, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment
+from specrl.lineage.record import run_id
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ class StoppedError(RuntimeError):
 
 class SilentSchedulerError(RuntimeError):
     """The scheduler did not answer. It may answer when it is asked again."""
+
+
+class FullQueueError(SilentSchedulerError):
+    """The scheduler takes no further job of this user as long as those in the queue are there."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,11 @@ class JobKey:
 
     @property
     def job_name(self) -> str:
-        """The job's name for its scheduler: the key, and a digest of the run's folder, as two runs may share keys."""
-        return f"{self.key}-{digest(str(self.config.run_dir.resolve()))[:6]}"
+        """The job's name for its scheduler: the key and the run's own digits, as two runs may share keys.
+
+        A folder without a run's record, such as a benchmark's, is known by its path.
+        """
+        return f"{self.key}-{run_id(self.config.run_dir) or digest(str(self.config.run_dir.resolve()))[:6]}"
 
     @property
     def folder(self) -> Path:
@@ -279,6 +287,8 @@ class Backend(Protocol):
 
         Raises:
             JobError: The scheduler refuses the job; the message gives its reason.
+            SilentSchedulerError: The scheduler did not answer, or has no room in its queue. The job is looked for
+                before it is submitted again.
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:

@@ -18,6 +18,7 @@ from slurm.ranks.supervisor import Supervisor, end_process
 from slurm.registry import backend_of
 from specrl import logs
 from specrl.context import StageContext
+from specrl.processes import name_user, reach_loopback
 
 
 def main(arguments: list[str]) -> None:
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: The file with the stage's context, and the function as `module:function`.
     """
+    reach_loopback()
+    name_user()
     context = StageContext.load(Path(arguments[0]))
     context.check()
     restrict(context.config.cluster)

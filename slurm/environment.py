@@ -21,6 +21,7 @@ from slurm.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
+from specrl.processes import port_of
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -225,12 +226,16 @@ def interface_towards(host: str) -> str:
     raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
 
 
-def rank_environment() -> dict[str, str]:
-    """Return the variables from which torch.distributed learns its rank, as submitit knows them."""
-    ranks = TorchDistributedEnvironment()
+def rank_environment(attempt: int) -> dict[str, str]:
+    """Return the variables from which torch.distributed learns its rank, as submitit knows them.
+
+    Args:
+        attempt: How often this job was started before. Each time it has another port: the last one may have been taken.
+    """
+    ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
     values = {
         "MASTER_ADDR": ranks.master_addr,
-        "MASTER_PORT": ranks.master_port,
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or port_of(job),
         "RANK": ranks.rank,
         "WORLD_SIZE": ranks.world_size,
         "LOCAL_RANK": ranks.local_rank,

@@ -11,6 +11,7 @@ from typing import Any
 
 from slurm.backend import Failure, Job, State
 from specrl.artifacts import write_json
+from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
 
@@ -38,6 +39,11 @@ def is_of_connection(error: BaseException) -> bool:
     """Return whether an error says that another rank does not answer any more, and so follows from something else."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
+
+
+def is_of_port(error: BaseException) -> bool:
+    """Return whether an error says that another process listens on the port of this job's ranks."""
+    return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def has_cause(folder: Path, ranks: int) -> bool:
@@ -95,11 +101,13 @@ def _limit(context: StageContext, state: State) -> str:
     resources = context.config.resources_of(context.stage)
     if state.cause == "time limit":
         return f"it ran longer than resources.minutes = {resources.minutes}"
-    if state.cause == "memory" and not context.config.cluster_of(context.stage).request_memory:
+    cluster = context.config.cluster_of(context.stage)
+    if state.cause == "memory" and not cluster.request_memory:
         asked = "the job asks for none (cluster.request_memory = false)"
         return f"killed, most likely out of memory: {asked}; ask for more cores, or for whole nodes with cluster.sbatch"
     if state.cause == "memory":
-        given = f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}"
+        own = [f"cluster.sbatch.{name} = {value}" for name, value in cluster.sbatch.items() if name in MEMORY_OPTIONS]
+        given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}")
         return f"killed, most likely out of memory: {given}; raise it"
     if state.cause is not None:
         return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")

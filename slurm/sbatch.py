@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from slurm.backend import StageRequest
 from slurm.ranks.supervisor import AGAIN_CODE, warning_seconds
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.config.sbatch import names_gpus
+from specrl.config.sbatch import MEMORY_OPTIONS, names_gpus
 
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
 """The options that submitit reads itself, and writes."""
@@ -25,21 +26,30 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
     gpus = resources.ranks_per_node * resources.gpus_per_rank
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
+    asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
     options = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
+        "partition": cluster.partition or _taught("partition"),
+        "account": cluster.account or _taught("account"),
+        "qos": cluster.qos or _taught("qos"),
+        "constraint": cluster.constraint or _taught("constraint"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
-        "mem": f"{memory}M" if cluster.request_memory else None,
+        "mem": f"{memory}M" if asks_memory else None,
         "gpus-per-node": gpus if gpus and not chosen else None,
         "time": resources.minutes,
         "requeue": True,
+        "dependency": "singleton",  # of two jobs for one stage, however they came about, the second waits for the first
+        "reservation": _taught("reservation"),
+        "wckey": _taught("wckey"),
         **cluster.sbatch,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _taught(option: str) -> str | None:
+    """Return what the user has set once, as sites teach it: a variable such as SBATCH_ACCOUNT."""
+    return os.environ.get(f"SBATCH_{option.upper()}")
 
 
 def srun_options(config: Config, stage: StageName) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import io
 import logging
 import os
@@ -15,15 +14,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import submitit
 from submitit.core.utils import FailedJobError
+from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import (
     Cause,
     Failure,
+    FullQueueError,
     JobError,
     JobKey,
     JobPlace,
@@ -46,19 +46,22 @@ from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.lifetime.segments import Reason, Segment
+from specrl.processes import OF_CLUSTER, slurm_environment
 
 logger = logging.getLogger(__name__)
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
-PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
-RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+PENDING |= {"POWER_UP_NODE"}
+RUNNING = {"RUNNING", "COMPLETING", "EXPEDITING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
 GOES_ON = {"RUNNING", "SIGNALING"}
 """The states that squeue gives for a job that is not ending yet. A job is SIGNALING until Slurm knows that a signal,
 such as the warning of a preemption, has arrived, and a rank may ask before that."""
-UNDECIDED = (PENDING | RUNNING) - {"REQUEUED"}
-"""Words of Slurm's accounting about a job that does not say how it ended."""
 UNKNOWN = "no longer in the queue"
 SUCCEEDED = {"COMPLETED", UNKNOWN}
+FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
+"""The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
 CAUSES: dict[str, Cause] = {
     "TIMEOUT": "time limit",
     "OUT_OF_MEMORY": "memory",
@@ -74,7 +77,24 @@ REASONS: dict[str, Reason] = {
     "NODE_FAIL": "node lost",
     "BOOT_FAIL": "node lost",
     "REQUEUED": "requeued",
+    "DEADLINE": "failed",
+    "OUT_OF_MEMORY": "failed",
 }
+TRANSIENT = (
+    "Socket timed out",
+    "Unable to contact slurm controller",
+    "Connection refused",
+    "Connection reset",
+    "Connection timed out",
+    "Resource temporarily unavailable",
+    "Zero Bytes were transmitted or received",
+    "Transport endpoint is not connected",
+    "Slurm backup controller in standby mode",
+    "Slurm temporarily unable to accept job",
+)
+"""The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
+FULL = "SubmitJob"
+"""What all reasons of Slurm have in them that are about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit."""
 OVER = ("Invalid job id", "already completing or completed")
 """The words of scancel about a job that has ended."""
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
@@ -85,6 +105,8 @@ COMMAND_SECONDS = 30
 """How long one of Slurm's commands may take before Slurm counts as silent."""
 RANK_COMMAND_SECONDS = 5
 """The same for a rank, whose job may be about to end."""
+LOGS = "/folder-of-the-logs"
+"""What stands for that folder until the script is written."""
 ONE_HOST = "SPECRL_ONE_HOST"
 """A variable that the development cluster sets: its nodes are all this machine, and their names do not resolve."""
 
@@ -115,6 +137,8 @@ class SlurmJob:
             return State("pending", f"{word}, {reason}")
         if word in RUNNING:
             return State("running", word, suspended=word == "SUSPENDED")
+        if word not in SUCCEEDED | FAILED:
+            raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
         return State("ended", word, failed=word not in SUCCEEDED, cause=CAUSES.get(word))
 
     def cancel(self) -> None:
@@ -174,7 +198,7 @@ class SlurmBackend:
         Raises:
             SilentSchedulerError: Slurm does not answer at the moment.
         """
-        ids = _ask("squeue", "-h", "-u", getpass.getuser(), "-n", key.job_name, "-o", "%i").split()
+        ids = _ask("squeue", "-h", "--me", "-n", key.job_name, "-o", "%i").split()
         if not ids:
             return None
         record = Record.read(key.record_path)
@@ -190,7 +214,9 @@ class SlurmBackend:
         """Submit a job with sbatch.
 
         Raises:
+            FullQueueError: The user has as many jobs in the queue as may be there.
             JobError: Slurm refuses the job; the message has Slurm's reason.
+            SilentSchedulerError: Slurm did not answer. It may have queued the job.
         """
         executor = _StageExecutor(request)
         executor.update_parameters(**parameters(request, environment))
@@ -198,13 +224,19 @@ class SlurmBackend:
             with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
                 job = executor.start()
         except FailedJobError as error:
-            raise JobError(f"Slurm refuses the job: {_reason(str(error))}") from error
+            reason = _reason(str(error))
+            if FULL in reason:
+                raise FullQueueError(reason) from error
+            if any(words in reason for words in TRANSIENT):
+                raise SilentSchedulerError(reason) from error
+            raise JobError(f"Slurm refuses the job: {reason}") from error
         _write_record(request.key, job.job_id)
         return SlurmJob(job.job_id, request.key.folder, attached=False)
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
-        ranks = rank_environment() | {ATTEMPT: os.environ.get("SLURM_RESTART_COUNT", "0")}
+        attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        ranks = rank_environment(attempt) | {ATTEMPT: str(attempt)}
         if one_host:
             return ranks | LOOPBACK
         if request.key.cluster.interface is not None:
@@ -226,7 +258,7 @@ class SlurmBackend:
         if not answer or answer[0] not in GOES_ON:
             return JobPlace(job_id, is_ending=True)
         with contextlib.suppress(ValueError):  # a job without a limit has no such time
-            return JobPlace(job_id, datetime.fromisoformat(answer[1]).timestamp())
+            return JobPlace(job_id, float(answer[1]))
         return JobPlace(job_id)
 
     def requeue(self, request: StageRequest) -> None:
@@ -243,7 +275,7 @@ class SlurmBackend:
             ).splitlines()
         except SilentSchedulerError:
             lines = []
-        ended = [line.split()[0] for line in lines if line and line.split()[0] not in UNDECIDED]
+        ended = [word for line in lines if (word := line.partition(" ")[0]) in SUCCEEDED | FAILED | {"REQUEUED"}]
         if ended:
             return REASONS.get(ended[-1], "killed")
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
@@ -253,6 +285,13 @@ class _StageExecutor(submitit.SlurmExecutor):
     def __init__(self, request: StageRequest) -> None:
         super().__init__(request.key.folder)
         self.request = request
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        # In the names of logs % begins one of Slurm's patterns, and %% stands for one; submitit reads %t there as well.
+        text, folder = _make_sbatch_string(command, LOGS, **self.parameters), str(self.folder).replace("%", "%%")
+        for name in ("%j_0_log.out", "%j_%t_log.out"):
+            text = text.replace(f"{LOGS}/{name}", shlex.quote(f"{folder}/{name}"))
+        return text
 
     def start(self) -> submitit.Job[None]:
         """Submit the job, without the pickle that submitit would write for it."""
@@ -267,10 +306,9 @@ class _StageExecutor(submitit.SlurmExecutor):
 @contextlib.contextmanager
 def _outside_jobs() -> Iterator[None]:
     """Hide the variables of the job in which the flow itself may run, and those of Prefect, but stay on the cluster."""
-    conf = os.environ.get("SLURM_CONF")
+    cluster = {name: os.environ[name] for name in OF_CLUSTER if name in os.environ}
     with submitit.helpers.clean_env(extra_names=sorted(set(os.environ) - set(inherited()))):
-        if conf is not None:
-            os.environ["SLURM_CONF"] = conf
+        os.environ.update(cluster)
         yield
 
 
@@ -284,7 +322,7 @@ def _reason(text: str) -> str:
 
 
 def _ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
-    """Return the output of one of Slurm's commands.
+    """Return the output of one of Slurm's commands, in an environment that changes nothing about it.
 
     Args:
         seconds: How long it may take.
@@ -294,7 +332,9 @@ def _ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
         SilentSchedulerError: It failed or took too long.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, env=slurm_environment(), capture_output=True, text=True, timeout=seconds, check=False
+        )
     except FileNotFoundError as error:
         if command[0] == "sacct":
             raise SilentSchedulerError("no sacct") from error

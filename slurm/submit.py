@@ -8,22 +8,36 @@ the lock exist from the moment the job does, so there is no instant at which kil
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from slurm.backend import Backend, Job, JobKey, SilentSchedulerError, StageRequest
+from slurm.backend import (
+    Backend,
+    FullQueueError,
+    Job,
+    JobError,
+    JobKey,
+    SilentSchedulerError,
+    StageRequest,
+    StoppedError,
+)
 from slurm.environment import job_environment
 from slurm.registry import backend_of
 from specrl.artifacts import read_json
 from specrl.config import Config, understood_config
 from specrl.context import StageContext
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SILENCE_SECONDS = 600
 """How long a scheduler (that restarts or is overloaded) may be silent before the flow gives up."""
+UNCERTAIN_SECONDS, FULL_SECONDS = 30, 60
+"""The pause after a submission that was not answered, until Slurm is sure to list its job, and after one for which the
+queue had no room."""
 RETRY_SECONDS = 5
 """The pause before a scheduler that did not answer is asked again."""
 
@@ -42,15 +56,33 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
         ConfigError: `cluster.backend` is unknown.
         JobError: The job cannot be submitted; the reason is one line.
     """
-    request = StageRequest(context, entry, code)
-    if (job := find(request.key)) is not None:
-        return job
-    if request.result_path.exists():  # the job ended while it was looked for
-        return None
-    context.stage_dir.mkdir(parents=True, exist_ok=True)
-    request.key.folder.mkdir(parents=True, exist_ok=True)
-    context.save(request.key.context_path)
-    return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
+    request, begun = StageRequest(context, entry, code), time.monotonic()
+    while True:
+        if (job := find(request.key)) is not None:
+            return job
+        if request.result_path.exists():  # the job ended while it was looked for
+            return None
+        context.stage_dir.mkdir(parents=True, exist_ok=True)
+        request.key.folder.mkdir(parents=True, exist_ok=True)
+        context.save(request.key.context_path)
+        try:
+            return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
+        except SilentSchedulerError as error:  # the job may be queued all the same: it is looked for first
+            _wait_after(error, request, time.monotonic() - begun)
+
+
+def _wait_after(error: SilentSchedulerError, request: StageRequest, seconds: float) -> None:
+    """Wait until a job that could not be submitted for `seconds` so far is looked for, or submitted, again."""
+    is_full = isinstance(error, FullQueueError)
+    limit = 60 * request.key.cluster.queue_minutes if is_full else SILENCE_SECONDS
+    if seconds > limit:
+        raise JobError(f"{request.key.stage} could not be submitted for {limit / 60:g} minutes: {error}") from error
+    logger.warning("%s is not submitted yet (%s); another attempt follows", request.key.stage, error)
+    until = time.monotonic() + (FULL_SECONDS if is_full else UNCERTAIN_SECONDS)
+    while time.monotonic() < until and not request.stop_path.exists():
+        time.sleep(0.5)
+    if request.stop_path.exists():
+        raise StoppedError(f"{request.key.stage} was stopped before it was submitted")
 
 
 def find(key: JobKey) -> Job | None:

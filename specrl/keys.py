@@ -17,6 +17,7 @@ from typing import Any
 
 from specrl.artifacts import digest
 from specrl.config import STAGES, Config, StageName, ValidationSetConfig, dump_config
+from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
     "prepare": (),
@@ -89,7 +90,7 @@ def stage_key(
         sections["speculation"]["draft_model"] = model_fingerprint(str(config.speculation.draft_model))
     if "drafter" in sections:  # what the source gave is in the key of `prepare`, here as below
         del sections["drafter"]["source"]
-        sections["drafter"]["data"] = _content(config.drafter.data)
+        sections["drafter"]["data"] = _content(*config.drafter.data or ())
     if stage == "prepare":
         sections["model"]["source"] = model_fingerprint(config.model.source)
         if config.adopts_drafter:
@@ -119,19 +120,11 @@ def named_files(config: Config) -> dict[str, str]:
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
     sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.algorithms}
-    paths = {
-        "data.path": config.data.path,
-        "data.validation_path": config.data.validation_path,
-        "drafter.data": config.drafter.data,
-        "data.reward": import_source(config.data.reward),
-        **sources,
-        **{f"validate.sets.{name}.path": chosen.path for name, chosen in config.validate_.sets.items()},
-        **{
-            f"validate.sets.{name}.reward": import_source(chosen.reward or "")
-            for name, chosen in config.validate_.sets.items()
-        },
-    }
-    digests = {key: content for key, path in paths.items() if (content := _content(path)) is not None}
+    sources["data.reward"] = import_source(config.data.reward)
+    for name, chosen in config.validate_.sets.items():
+        sources[f"validate.sets.{name}.reward"] = import_source(chosen.reward or "")
+    paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}
+    digests = {key: content for key, places in paths.items() if (content := _content(*places)) is not None}
     models = {
         "model.source": config.model.source,
         "speculation.draft_model": config.speculation.draft_model,
@@ -139,6 +132,17 @@ def named_files(config: Config) -> dict[str, str]:
     }
     folders = {key: model_fingerprint(str(source)) for key, source in models.items() if source is not None}
     return digests | {key: digest(found) for key, found in folders.items() if isinstance(found, list)}
+
+
+def data_places(config: Config) -> dict[str, tuple[Path, ...]]:
+    """Return the places of data that the configuration names, by their keys."""
+    places = {
+        "data.path": config.data.path,
+        "data.validation_path": config.data.validation_path,
+        "drafter.data": config.drafter.data,
+        **{f"validate.sets.{name}.path": chosen.path for name, chosen in config.validate_.sets.items()},
+    }
+    return {key: named for key, named in places.items() if named is not None}
 
 
 def code_digest(package: Path) -> str:
@@ -195,7 +199,7 @@ def import_source(name: str) -> Path | None:
 def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     """Return the data section with a digest in place of each file: moving a file changes no key, editing it does."""
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
-    contents = {key: _content(path) for key, path in named.items()}
+    contents = {key: _content(*places or ()) for key, places in named.items()}
     return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
 
 
@@ -209,11 +213,16 @@ def _validation_of_training(config: Config) -> dict[str, Any]:
 
 def _held_out_set(name: str, chosen: ValidationSetConfig) -> list[Any]:
     reward_source = _content(import_source(chosen.reward or ""))
-    return [name, {**chosen.model_dump(mode="json"), "path": _content(chosen.path), "reward_source": reward_source}]
+    return [
+        name,
+        {**chosen.model_dump(mode="json"), "path": _content(*chosen.path or ()), "reward_source": reward_source},
+    ]
 
 
-def _content(path: Path | None) -> str | None:
-    return None if path is None or not path.is_file() else files_digest([(path, "")])
+def _content(*places: Path | None) -> str | None:
+    """Return a digest of all files that places name, in their order; None where there are none."""
+    files = files_of([place for place in places if place is not None])
+    return files_digest((path, str(number or "")) for number, path in enumerate(files)) if files else None
 
 
 def model_fingerprint(source: str) -> Any:

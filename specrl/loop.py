@@ -15,7 +15,7 @@ from specrl import logs
 from specrl.config import Config
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
-from specrl.events import record_event
+from specrl.events import SIGNAL, record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
 from specrl.precision.monitor import PrecisionMonitor
@@ -26,7 +26,15 @@ from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import StepParts, StepRecord, StepRecorder, controller_metrics, recent_seconds
+from specrl.step_record import (
+    StepParts,
+    StepRecord,
+    StepRecorder,
+    controller_metrics,
+    recent_seconds,
+    recorded_metrics,
+    step_path,
+)
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, TrainState, load_newest
@@ -36,6 +44,7 @@ from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
+from specrl.validation.signal import PATIENCE, lost_signals
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
@@ -185,9 +194,21 @@ class Trainer:
             with timer("checkpoint"):
                 record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
                 self.recorder.report(record, generated)
+                self.report_lost_signals(record)
                 self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)
         num_steps = step + 1 if self.is_last(step + 1) else self.config.train.num_steps
         self.recorder.finish(record, timer, num_steps, progress)
+
+    def report_lost_signals(self, record: StepRecord) -> None:
+        """Record an event where nothing has been learned for some steps."""
+        if not self.ranks.is_first:
+            return
+        folder, step = self.recorder.steps_dir, record.step
+        earlier = recorded_metrics(step_path(folder, number) for number in range(max(0, step - PATIENCE), step))
+        first = recorded_metrics([step_path(folder, 0)]) if step else [record.metrics]
+        for line in lost_signals([*earlier, record.metrics], first[0] if first else record.metrics, self.config):
+            logger.warning("%s", line)
+            record_event(folder.parent, SIGNAL, line, step)
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""

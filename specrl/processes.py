@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import getpass
+import importlib.util
 import os
 import random
 import signal
@@ -30,6 +32,11 @@ HELPER = (
     "rank = Connection(int(sys.argv[2])); sys.path[:] = rank.recv(); import_module(sys.argv[1]).main(rank)"
 )
 """The program of a helper, `python -c HELPER MODULE FD`: it looks for modules where the rank does."""
+SLURMS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
+"""How the variables begin by which users and jobs tell Slurm's commands what to do and what to print."""
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Those that say which Slurm it is, and who asks it."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
 
@@ -169,6 +176,41 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def slurm_environment() -> dict[str, str]:
+    """Return the environment for Slurm's commands: nothing there filters or changes what they print; times are Unix."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SLURMS) or name in OF_CLUSTER}
+    return {**kept, "SLURM_TIME_FORMAT": "%s"}
+
+
+def reach_loopback() -> None:
+    """Let this process and its children talk to servers on this machine directly, whatever proxy is for the others.
+
+    A SOCKS proxy is left out where no client could use it: httpx would fail even for addresses that need no proxy.
+    """
+    if importlib.util.find_spec("socksio") is None:
+        for name in [name for name in os.environ if name.lower() in PROXIES]:
+            if os.environ[name].startswith("socks"):
+                del os.environ[name]
+    given = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    for name, own in zip(("no_proxy", "NO_PROXY"), given, strict=True):
+        hosts = [host.strip() for host in (own or next(filter(None, given), "")).split(",") if host.strip()]
+        if "*" not in hosts:  # which counts only where it stands alone
+            os.environ[name] = ",".join(dict.fromkeys([*hosts, LOOPBACK, "localhost", "::1"]))
+
+
+def name_user() -> None:
+    """Give a user whom the machine has no name for, as in containers, a name for libraries that insist on one."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = f"uid{os.getuid()}"
+
+
+def port_of(job: str) -> int:
+    """Return a TCP port for the ranks of a job, which each of them computes. Nothing says that it is free."""
+    return random.Random(job).choice(PORTS)
 
 
 def free_port(address: str = LOOPBACK) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -31,7 +31,7 @@ TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation",
 LATE = ("timing/step_s", "timing/checkpoint_s", "speedup/step_estimate")
 """The metrics of a step that are known only after its checkpoint has begun."""
 
-OF_STEPS = frozenset({"drafter", "reward"})
+OF_STEPS = frozenset({"drafter", "reward", "signal"})
 """The kinds of the events that a step records each time it is run."""
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s", "sampled_fraction"})
@@ -250,12 +250,22 @@ def controller_metrics(controller: Controller | None) -> dict[str, float]:
 
 def write_step(steps_dir: Path, record: StepRecord) -> None:
     """Write one step's record as JSON."""
-    write_json(steps_dir / f"step={record.step:06d}.json", asdict(record))
+    write_json(step_path(steps_dir, record.step), asdict(record))
 
 
 def read_steps(steps_dir: Path) -> list[StepRecord]:
     """Read the records of all steps, in their order."""
     return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
+
+
+def step_path(steps_dir: Path, step: int) -> Path:
+    """Return the file of a step's record."""
+    return steps_dir / f"step={step:06d}.json"
+
+
+def recorded_metrics(paths: Iterable[Path]) -> list[dict[str, float]]:
+    """Return the metrics in those records that exist."""
+    return [json.loads(path.read_text())["metrics"] for path in paths if path.exists()]
 
 
 def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[float]]:
@@ -264,8 +274,7 @@ def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[floa
     Returns:
         The times of the steps without their validations, and those of the validations.
     """
-    paths = sorted(steps_dir.glob("step=*.json"))[-number:]
-    metrics = [json.loads(path.read_text())["metrics"] for path in paths]
+    metrics = recorded_metrics(sorted(steps_dir.glob("step=*.json"))[-number:])
     validations = [float(values.get("timing/validation_s", 0.0)) for values in metrics]
     steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
     return steps, [seconds for seconds in validations if seconds]

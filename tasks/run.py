@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,6 +113,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
     """
     code = snapshot_code(config.run_dir)
     record = RunRecord(
+        id=secrets.token_hex(4),
         settings=json.loads(dump_config(config)),
         code=code.name,
         files=named_files(config),

@@ -17,7 +17,7 @@ OTHERS = ("PREFECT_", "MLFLOW_", "SLURM_", "SBATCH_", "SUBMITIT_", "SPECRL_", "V
 """How variables begin that say what a user, a job or a terminal wants of the programs that tests start."""
 for variable in [name for name in os.environ if name.startswith(OTHERS)]:
     del os.environ[variable]
-os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8", NO_PROXY="127.0.0.1,localhost", no_proxy="127.0.0.1,localhost")
+os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8")
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # jobs import stages of the tests, and the run's code first
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores, and ranks of their own: more threads crawl
 

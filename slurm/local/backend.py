@@ -18,7 +18,7 @@ from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequ
 from slurm.environment import LOOPBACK, inherited, log_path, rank_environment
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
-from slurm.ranks.supervisor import warning_seconds
+from slurm.ranks.supervisor import ATTEMPT, warning_seconds
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.lifetime.segments import Reason, Segment
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
@@ -147,7 +147,7 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        return rank_environment() | LOOPBACK
+        return rank_environment(int(os.environ.get(ATTEMPT, "0"))) | LOOPBACK
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank, which ends with its controller, however the controller ends.

@@ -21,7 +21,7 @@ import traceback
 from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest
-from slurm.failures import clear_error, has_cause, is_of_connection, write_error
+from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
 from slurm.ranks.heartbeats import Heartbeats
 from slurm.ranks.preflight import check_rank
 from specrl import lifetime
@@ -111,7 +111,9 @@ class Supervisor:
         if is_of_connection(error):
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
             if self.rank < 2 and not has_cause(folder, self.world_size):
-                return self._leave(Stop("killed", "the connection to another rank was lost"))
+                port = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
+                text = port if is_of_port(error) else "the connection to another rank was lost"
+                return self._leave(Stop("killed", text))
         if self.rank == 0:
             self._end("failed")
         return 1

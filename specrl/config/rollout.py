@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from specrl.config.methods import METHODS, DraftMethod, check_method
+from specrl.config.text import UserPath
 
 CANNOT_BE_HONOURED = {
     "min_p": "vLLM ignores it where it verifies drafts; use top_p",
@@ -90,7 +90,7 @@ class SpeculationConfig(Section):
     """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from where the text stored for
     the prompt does not serve better, for the methods with replay. Each token takes at most about 400 bytes of memory; 0
     keeps none."""
-    draft_model: Adjustable[Path | None] = None
+    draft_model: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
 
     @property

@@ -25,8 +25,6 @@ OWN_OPTIONS: Mapping[str, str] = {
     "export-file": EXPORT_KEYS,
     "job-name": "",
     "mem": MEMORY_KEYS,
-    "mem-per-cpu": MEMORY_KEYS,
-    "mem-per-gpu": MEMORY_KEYS,
     "no-requeue": "",
     "nodes": "resources.nodes",
     "ntasks": "resources.nodes and resources.ranks_per_node",
@@ -45,6 +43,8 @@ OWN_OPTIONS: Mapping[str, str] = {
     "wrap": "",
 }
 """The options that specrl sets itself, with the keys that decide them; empty where no key does."""
+MEMORY_OPTIONS = frozenset({"mem-per-cpu", "mem-per-gpu"})
+"""The options that replace `--mem`, for sites that share out memory by cores or GPUs."""
 GPU_NUMBERS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
 """The options, beside `gres`, that say how many GPUs a job has."""
 GPU_OPTIONS = (*GPU_NUMBERS, "gpu-bind", "gpu-freq")

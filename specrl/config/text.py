@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 SHOWN_CHARACTERS = 80
@@ -22,6 +23,7 @@ UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
 """Unicode's categories of what is refused: controls (NUL, ESC, line ends), bytes that are no text, U+2028, U+2029."""
 REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters by which a terminal shows a line in another order than it is read in."""
+VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 LINE_CHARACTERS = "\n\t"
 ENVIRONMENT_FILE = "put it into a file that only you can read, as NAME=VALUE, and name that: cluster.environment_file"
 
@@ -152,16 +154,40 @@ Word = Annotated[str, AfterValidator(_word)]
 quotes otherwise than a shell does."""
 
 
-def _plain_path(path: Path) -> Path:
-    wrong = next((character for character in str(path) if character in ":,%\\"), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, %, and backslashes"
-        )
+def expanded(place: object) -> object:
+    """Return a path with the present values of `$VARIABLES` and `~`, as a shell would have it.
+
+    Raises:
+        ValueError: A variable is not set.
+    """
+    if not isinstance(place, str | Path):
+        return place
+    path = os.path.expanduser(os.path.expandvars(place))  # noqa: PTH111 - a name of the hub is no path
+    if (unknown := VARIABLE.search(path)) is not None:
+        raise ValueError(f"{shown(str(place))}: the variable {unknown[0]} is not set")
     return path
 
 
-PlainPath = Annotated[Path, AfterValidator(_plain_path)]
+UserPath = Annotated[Path, BeforeValidator(expanded)]
+"""The path of a file or folder, in which variables and `~` stand for what they are where the run is started."""
+Places = Annotated[
+    tuple[UserPath, ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str | Path) else given),
+    Field(min_length=1),
+]
+"""One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
+UserPlace = Annotated[str, BeforeValidator(expanded)]
+"""The same for what may be a name of the hub as well."""
+
+
+def _plain_path(path: Path) -> Path:
+    wrong = next((character for character in str(path) if character in ":,\\"), None)
+    if wrong is not None:
+        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, and backslashes")
+    return path
+
+
+PlainPath = Annotated[UserPath, AfterValidator(_plain_path)]
 """A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -28,6 +27,7 @@ from specrl.config.base import (
     PositiveInt,
     Section,
 )
+from specrl.config.text import Places, UserPlace
 from specrl.config.validation import StopConfig
 
 LrDecay = Literal["constant", "linear", "cosine"]
@@ -82,7 +82,7 @@ class DrafterConfig(Section):
     optimizer of its own, and its learning rates take the place of a loss weight.
     """
 
-    source: str | None = None
+    source: UserPlace | None = None
     """An EAGLE-3 drafter to start from, in place of a new one: a directory or a hub id, in the original layout or that
     of `speculators`. `prepare` checks it and says what it found. Its own sizes take the place of those below. A run
     `--from` another takes that run's drafter instead, if that has one of the same kind."""
@@ -117,10 +117,11 @@ class DrafterConfig(Section):
     on some of these prompts and checks the choice on others."""
     samples_per_prompt: PositiveInt = 2
     """Number of responses to each of these prompts."""
-    data: Path | None = None
-    """A JSONL or Parquet file of other prompts for the pretraining, such as chats that the drafter is to serve. Each
-    row has `messages`, a chat, or the text `prompt`. The policy answers them in its own words, whatever answers the
-    file has; the responses are mixed with those to the task's prompts, and nothing else reads them."""
+    data: Places | None = None
+    """Files of other prompts, as in `data.path`, for the pretraining, such as chats that the drafter is to serve. Each
+    row has `messages`, a chat (or ShareGPT's `conversations`), or `prompt`. The policy answers them in its own words,
+    whatever answers the file has; the responses are mixed with those to the task's prompts, and nothing else reads
+    them."""
     data_prompts: PositiveInt = 160
     """Number of prompts of `data` that the policy answers, taken in random order."""
     epochs: NonNegativeInt = 6

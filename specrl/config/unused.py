@@ -121,4 +121,5 @@ def _default(section: Section, name: str) -> Any:
 
 
 def _words(value: Any) -> str:
+    value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
     return json.dumps(value, default=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
 from specrl.config.model import GeneratorConfig
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
+from specrl.config.text import Places
 from specrl.metrics import METRICS, VALIDATION, find_metric
 
 HELD_OUT = "held-out"
@@ -71,8 +71,8 @@ class StopConfig(Section):
 class ValidationSetConfig(Section):
     """A held-out set: its problems, and how they are answered. By default it is the held-out share of `[data]`."""
 
-    path: Path | None = None
-    """A JSONL or Parquet file of problems, with the columns of `[data]`."""
+    path: Places | None = None
+    """Files of problems as in `data.path`, with the columns of `[data]`."""
     generators: tuple[GeneratorConfig, ...] = ()
     """Generators of problems. Those whose text `data.validation_fraction` holds out are taken, which training never
     sees, whichever generator draws them."""

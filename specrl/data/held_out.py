@@ -54,12 +54,13 @@ def held_out_problems(config: Config, name: str, fit: Fit, patience_s: float = m
     try:
         if chosen.path is None:
             return make_problems(data, config.seed, fit).held_out(count, patience_s)
-        rows = {row.question: row for row in read_problems(chosen.path, data, fit)}
+        rows = {row.identity: row for place in chosen.path for row in read_problems(place, data, fit)}
     except ConfigError as error:
         raise ConfigError(f"validate.sets.{name}: {error}") from error
+    places = ", ".join(map(str, chosen.path))
     if chosen.num_prompts is not None and len(rows) < chosen.num_prompts:
         raise ConfigError(
-            f"validate.sets.{name}.num_prompts = {chosen.num_prompts}, but {chosen.path} has only {len(rows)} distinct "
+            f"validate.sets.{name}.num_prompts = {chosen.num_prompts}, but {places} has only {len(rows)} distinct "
             "problems: ask for fewer, or leave it out to take all"
         )
     return list(rows.values())[: chosen.num_prompts]

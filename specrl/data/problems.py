@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,13 @@ class Problem:
     """The data that the generator's own scorer needs besides the answer; for files the other columns of the row."""
     generator: int = 0
     """The generator's position in `data.generators`; 0 for files."""
+    context: list[dict[str, Any]] = field(default_factory=list)
+    """The messages before the question, as chat templates read them."""
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other problems: all that is asked."""
+        return json.dumps([self.context, self.question]) if self.context else self.question
 
 
 @dataclass(frozen=True)

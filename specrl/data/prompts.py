@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specrl.config import Config
-from specrl.data.files import read_requests
+from specrl.config import Config, ConfigError
+from specrl.data.files import placed_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
@@ -135,16 +135,20 @@ class PromptSource:
         One that leaves no room for a response is cut at its beginning.
 
         Raises:
-            ConfigError: The file cannot be used.
+            ConfigError: The file cannot be used, or the chat template refuses a row.
         """
         assert self._config.drafter.data is not None
-        requests = read_requests(self._config.drafter.data)
+        requests = placed_requests(self._config.drafter.data)
         Random(derive_seed(self._config.seed, "drafter-data")).shuffle(requests)
         room = self._config.model.max_length - self._config.sampling.max_response_tokens
         prompts = []
         for index in range(count):
-            text = self._rendering.chat(requests[index % len(requests)])
-            tokens = self._rendering.tokens(text)[-room:]
+            place, request = requests[index % len(requests)]
+            try:
+                text = self._rendering.chat(request)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from error
+            tokens = self._rendering.tokens(text, of_chat=True)[-room:]
             prompts.append(Prompt(derive_seed("drafter-data", text, index), text, tokens, answer=""))
         return prompts
 
@@ -168,6 +172,8 @@ class PromptSource:
         self.held_out(max([validate.num_prompts, *shares]))
         seen = [line for name in validate.held_out_sets for line in self._trained_on(name)]
         self.pretraining(self._config.drafter.num_prompts)
+        if self._config.drafter.data is not None:
+            self.drafter_data(self._config.drafter.data_prompts)
         counts, data = self._rendering.counts, self._config.data
         lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
         if counts.overlong:
@@ -194,7 +200,7 @@ class PromptSource:
         occurrences: Counter[str] = Counter()
         prompts = []
         for problem in problems:
-            text = self._rendering.text(problem.question)
+            text = self._rendering.text(problem.question, problem.context)
             prompt_id = derive_seed(stream, text, occurrences[text])
             occurrences[text] += 1
             metadata = {"question": problem.question, "generator": problem.generator, "entry": problem.entry}

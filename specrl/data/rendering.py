@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from specrl.config import Config, ConfigError
+from specrl.data.formats.messages import Message
 from specrl.data.problems import Misfit, Problem
 
 CHAT = "chat"
@@ -60,24 +62,47 @@ class Rendering:
             raise ConfigError(
                 'data.template = "chat": the tokenizer has no chat template; give a format string instead'
             )
+        self._system, self._arguments = config.data.system_prompt, config.data.chat_template_kwargs
+        for name in self._arguments:
+            if tokenizer.chat_template and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ConfigError(f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it")
 
-    def text(self, question: str) -> str:
-        """Return the question with the template applied."""
+    def text(self, question: str, context: Sequence[Message] = ()) -> str:
+        """Return the question with the template applied; in a format string it stands below the messages before it."""
         if self._template != CHAT:
-            return self._template.format(prompt=question)
-        message = [{"role": "user", "content": question}]
-        return str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+            return self._template.format(prompt="\n".join([*(message["content"] for message in context), question]))
+        has_system = any(message["role"] in ("system", "developer") for message in context)
+        system = [{"role": "system", "content": self._system}] if self._system and not has_system else []
+        return self._of_chat([*system, *context, {"role": "user", "content": question}])
 
-    def chat(self, request: str | list[dict[str, str]]) -> str:
-        """Return the text of a request: as the tokenizer's chat template has it, or its messages one after another."""
+    def chat(self, request: str | list[Message]) -> str:
+        """Return the text of a request: as the tokenizer's chat template has it, or its messages one after another.
+
+        Raises:
+            ConfigError: The chat template refuses it.
+        """
         messages = [{"role": "user", "content": request}] if isinstance(request, str) else request
         if self._tokenizer.chat_template:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return self._of_chat(messages)
         return "".join(f"{message['content']}\n" for message in messages)
 
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a prompt's text."""
-        return self._encode([text])[0]
+    def _of_chat(self, messages: list[Message]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self._arguments
+                )
+            )
+        except (TemplateError, LookupError, TypeError, ValueError) as error:  # templates are small programs
+            raise ConfigError(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}") from error
+
+    def tokens(self, text: str, *, of_chat: bool = False) -> list[int]:
+        """Return the tokens of a prompt's text.
+
+        Args:
+            of_chat: Whether the text is what `chat` has returned.
+        """
+        return self._encode([text], of_chat=of_chat)[0]
 
     def fit(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
         """Return the problems as they can be asked, and a `Misfit` in place of each that cannot.
@@ -110,15 +135,15 @@ class Rendering:
         """Return the text of a problem's prompt, or why there is none."""
         self.counts.seen += 1
         try:
-            text = self.text(problem.question)
+            text = self.text(problem.question, problem.context)
             for part in (text, problem.answer, problem.demonstration):
                 part.encode()
         except UnicodeEncodeError as error:
             self.counts.unusable += 1
             return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
-        except (TemplateError, LookupError, TypeError, ValueError) as error:  # templates are small programs
+        except ConfigError as error:
             self.counts.unusable += 1
-            return Misfit(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}")
+            return Misfit(str(error))
         return text
 
     def _judge(self, problem: Problem, length: int) -> Problem | Misfit:
@@ -150,7 +175,7 @@ class Rendering:
         fits, too_many = 0, len(question) + 1
         while fits + 1 < too_many:
             middle = (fits + too_many) // 2
-            if len(self.tokens(self.text(kept(middle)))) <= self.limit:
+            if len(self.tokens(self.text(kept(middle), problem.context))) <= self.limit:
                 fits = middle
             else:
                 too_many = middle
@@ -160,13 +185,14 @@ class Rendering:
             )
         return replace(problem, question=kept(fits))
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], *, of_chat: bool = False) -> list[list[int]]:
         if not texts:
             return []
-        # A chat template writes its special tokens itself.
-        special = self._template != CHAT
+        # A chat template writes its special tokens itself, and so may a format string.
+        special = self._template != CHAT and not (of_chat and self._tokenizer.chat_template)
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
-        return encoded
+        twice = [self._tokenizer.bos_token_id] * 2
+        return [tokens[1:] if special and tokens[:2] == twice else tokens for tokens in encoded]
 
 
 def check_template(template: str) -> None:

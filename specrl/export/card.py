@@ -121,7 +121,11 @@ def _table(head: str, rows: list[str]) -> str:
 def _data(config: Config) -> str:
     """Return what the prompts are made from."""
     path = config.data.path
-    return path.name if path is not None else ", ".join(generator.name for generator in config.data.generators)
+    return (
+        ", ".join(place.name for place in path)
+        if path is not None
+        else ", ".join(generator.name for generator in config.data.generators)
+    )
 
 
 def _title(config: Config, trained: TrainResult) -> str:

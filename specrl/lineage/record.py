@@ -77,6 +77,8 @@ class RunRecord(Artifact):
 
     code: PlainName
     """The digest of the sources that new jobs of the run import, which names their copy below `code/`."""
+    id: str = ""
+    """Random digits by which its jobs are called, wherever its folder lies and however a node sees that path."""
     settings: dict[str, Any]
     """The resolved configuration, of which `config.json` is a copy for readers: both files cannot change at once."""
     files: dict[str, str]
@@ -143,6 +145,12 @@ def code_of(run_dir: Path) -> str | None:
     if not isinstance(code, str) or not PLAIN_NAME.fullmatch(code):
         raise ConfigError(f"{path} is damaged: it names no copy of the code; specrl rm {run_dir.name} removes the run")
     return code
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the random digits of a run; empty where there are none, as in a folder that no flow has started."""
+    found = read_json(run_dir / RUN_FILE)
+    return str(found.get("id") or "") if isinstance(found, dict) else ""
 
 
 def readable_keys(run_dir: Path) -> dict[StageName, str] | None:

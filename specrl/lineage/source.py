@@ -14,7 +14,7 @@ import specrl
 from specrl.artifacts import digest, write_json
 from specrl.config import Config, dump_config
 from specrl.config.text import redacted
-from specrl.keys import files_digest
+from specrl.keys import named_files
 from specrl.lineage.record import read_record
 
 SOURCE_FILE = "tracking/source.json"
@@ -63,10 +63,10 @@ def _git(root: Path, *arguments: str) -> str:
 
 def data_digests(config: Config) -> dict[str, str]:
     """Return a digest of each data file, or of the section `data` where the prompts come from generators."""
-    files = {"training": config.data.path, "validation": config.data.validation_path}
-    found = {name: files_digest([(path, "")]) for name, path in files.items() if path is not None and path.is_file()}
-    if found:
-        return found
+    named = named_files(config)
+    found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
+    if any(found.values()):
+        return {name: content for name, content in found.items() if content is not None}
     return {"training": digest(json.loads(dump_config(config))["data"])}
 
 

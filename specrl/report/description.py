@@ -44,7 +44,11 @@ def describe(run_dir: Path) -> str:
 def headline(config: Config) -> str:
     """Return one sentence about what is trained on what."""
     path = config.data.path
-    source = path.name if path is not None else ", ".join(generator.name for generator in config.data.generators)
+    source = (
+        ", ".join(place.name for place in path)
+        if path is not None
+        else ", ".join(generator.name for generator in config.data.generators)
+    )
     return (
         f"RL post-training of `{config.model.source}` on `{source}`, {config.train.num_steps} steps of "
         f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "

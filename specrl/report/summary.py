@@ -20,7 +20,7 @@ from specrl.artifacts import (
     write_json,
 )
 from specrl.config import STAGES, Config
-from specrl.events import read_events
+from specrl.events import SIGNAL, read_events
 from specrl.export.card import serve_command
 from specrl.lifetime.segments import segment_counts
 from specrl.lineage.history import CHANGES
@@ -178,6 +178,7 @@ def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, St
         *_best_rows(readable(stages, "train", TrainResult)),
         *rows,
         *_change_rows(summary),
+        *((f"step {event['step']}", event["text"]) for event in summary["events"] if event["kind"] == SIGNAL),
         *_speculation_rows(summary, readable(stages, "validate", ValidateResult)),
     ]
     if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:

@@ -8,8 +8,8 @@ MLflow takes seconds to import, so it is imported when the first of these functi
 
 from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_cell, log_to_run, stage_run, start_parent_run, sync_run
-from specrl.tracking.sender import RUN_ID_FILE, SCORE_TAG, registered_version
-from specrl.tracking.store import table_address, tracking_uri
+from specrl.tracking.sender import SCORE_TAG, registered_version
+from specrl.tracking.store import RUN_ID_FILE, table_address, tracking_uri
 from specrl.tracking.tracker import Tracker
 
 __all__ = [

@@ -153,8 +153,16 @@ class Sent:
             if reason is not None:
                 self.now.missing[entry.begin] = reason
         with contextlib.suppress(OSError):
-            found = {**self._read(), self._tracker: self.now}
-            write_text(self.log.folder / SENT_FILE, _FILE.dump_json(found).decode())
+            self._write()
+
+    def forget(self) -> None:
+        """Have everything sent again, to a run that is made anew."""
+        self.now = Arrived()
+        self._write()
+
+    def _write(self) -> None:
+        found = {**self._read(), self._tracker: self.now}
+        write_text(self.log.folder / SENT_FILE, _FILE.dump_json(found).decode())
 
 
 _FILE = TypeAdapter(dict[str, Arrived])

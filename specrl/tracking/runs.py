@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
+from specrl.data.formats.places import files_of
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
 from specrl.lineage.source import read_source, source_tags, write_source
-from specrl.tracking.log import Entry, Log
-from specrl.tracking.sender import RUN_ID_FILE
-from specrl.tracking.store import BENCHMARKS, check_server, import_mlflow
+from specrl.tracking.log import Entry, Log, Sent
+from specrl.tracking.store import (
+    BENCHMARKS,
+    RUN_ID_FILE,
+    DeletedError,
+    check_server,
+    connect,
+    exists,
+    experiment_id,
+    import_mlflow,
+)
 from specrl.tracking.sync import Syncing, refusals, send
 from specrl.tracking.system import SystemMonitor
 from specrl.tracking.tracker import Tracker
@@ -52,25 +61,45 @@ def start_parent_run(config: Config, description: str = "") -> str:
         description: What the page of a new run shows first, in Markdown.
 
     Raises:
-        ConfigError: The tracking server of a new run does not answer.
+        ConfigError: The tracking server of a new run does not answer, or the experiment has been deleted.
     """
     path = config.run_dir / RUN_ID_FILE
     import_mlflow()
     if not path.exists():
         check_server(config)
+    _replace_deleted(config)
     write_source(config.run_dir, source_tags(config))
     tracker = Tracker(Log(config.run_dir))
     note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
     tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
-    for context, file in (("training", config.data.path), ("validation", config.data.validation_path)):
-        if file is not None and file.is_file():
+    for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
+        for file in files_of(places or ()):
             tracker.log_rollouts(file, file.name, context)
     tracker.log_text(dump_config(config), "config.json")
     send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
     if not path.exists():
         raise ConfigError(f"MLflow does not create a run of {config.name}; the log says why")
     return path.read_text().strip()
+
+
+def _replace_deleted(config: Config) -> None:
+    """Have everything sent again that was logged to runs which somebody has deleted in MLflow.
+
+    Raises:
+        DeletedError: The experiment has been deleted.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = connect(config)
+        experiment_id(client, config)
+        for folder in [config.run_dir, *stage_folders(config.run_dir)]:
+            if (run_id := _run_id(folder)) is not None and not exists(client, run_id):
+                logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
+                Sent(Log(folder)).forget()
+    except MlflowException as error:  # it is away: whoever sends something says so
+        logger.debug("%s", error)
 
 
 def finish_parent_run(config: Config, status: Status, description: str = "", files: Files | None = None) -> None:
@@ -92,8 +121,12 @@ def sync_run(config: Config, patience_s: float, limit_s: float | None = None) ->
 
     Returns:
         A line for each reason why that was not everything; none if MLflow has everything.
+
+    Raises:
+        DeletedError: The experiment has been deleted.
     """
     import_mlflow()
+    _replace_deleted(config)
     folders = [config.run_dir, *stage_folders(config.run_dir)]
     lines = []
     if unsent := send(config, folders, patience_s, limit_s):
@@ -105,7 +138,11 @@ def sync_run(config: Config, patience_s: float, limit_s: float | None = None) ->
 
 
 def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = None) -> None:
-    for line in sync_run(config, patience_s, limit_s):
+    try:
+        lines = sync_run(config, patience_s, limit_s)
+    except DeletedError as error:
+        lines = [str(error)]
+    for line in lines:
         logger.warning("%s; to try again: specrl sync %s", line, config.name)
 
 

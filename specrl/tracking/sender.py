@@ -15,11 +15,11 @@ from typing import Any
 
 from specrl.artifacts import write_text
 from specrl.config import Config
+from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
 from specrl.tracking.log import Entry, Log, Sent
-from specrl.tracking.store import exists, experiment_id
+from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
 
-RUN_ID_FILE = "mlflow_run_id"
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"
 """The tag of a model version by which the alias `best` is given."""
@@ -63,7 +63,12 @@ class MlflowSender:
             raise RefusedError(str(error).partition("\n")[0]) from error
 
     def _run_id(self, entry: Entry) -> str:
-        return str(entry.values.get("run") or self._id_path.read_text().strip())
+        return self._parent(entry.values.get("run")) or self._id_path.read_text().strip()
+
+    def _parent(self, named: str | None) -> str | None:
+        """Return the parent that an entry names, or the one that was made in place of it when somebody deleted it."""
+        path = self._config.run_dir / RUN_ID_FILE
+        return path.read_text().strip() if named and path.exists() else named
 
     def _send_metrics(self, entries: Sequence[Entry]) -> None:
         from mlflow.entities import Metric
@@ -77,7 +82,7 @@ class MlflowSender:
             self._client.log_batch(self._run_id(entries[0]), metrics=metrics[start : start + BATCH_METRICS])
 
     def start(self, entry: Entry) -> None:
-        parent, tags = entry.values["parent"], dict(entry.values["tags"])
+        parent, tags = self._parent(entry.values["parent"]), dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         run_id = self._find(entry)
         if run_id is None:
@@ -93,7 +98,7 @@ class MlflowSender:
         if noted is not None:
             return noted if exists(self._client, noted) else None
         asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
-        found = self._client.search_runs([self._experiment(entry.values["parent"])], asked, max_results=1)
+        found = self._client.search_runs([self._experiment(self._parent(entry.values["parent"]))], asked, max_results=1)
         return str(found[0].info.run_id) if found else None
 
     def _experiment(self, parent: str | None) -> str:
@@ -157,7 +162,7 @@ class MlflowSender:
         from mlflow.entities import DatasetInput, InputTag
 
         path = Path(entry.values["source"])
-        data = (self._config.data.path, self._config.data.validation_path)
+        data = files_of((self._config.data.path or ()) + (self._config.data.validation_path or ()))
         if path not in data and not path.resolve().is_relative_to(self._config.run_dir.resolve()):
             raise FileNotFoundError(f"{path} is neither the run's nor named in its configuration")
         files = (

@@ -9,11 +9,12 @@ import os
 import re
 import time
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 from specrl.config import Config, ConfigError
+from specrl.processes import reach_loopback
 
+RUN_ID_FILE = "mlflow_run_id"
+"""The file in a run's or a stage's folder with the id of its MLflow run."""
 EXPERIMENT_KIND = "mlflow.experimentKind"
 VIEW_NAME = "specrl"
 """The name of the saved view of the run table."""
@@ -32,6 +33,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
 """The environment's defaults for MLflow: no telemetry, no progress bar; `sync` does the retries."""
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
 """MLflow, and modules that its client imports only when it first needs them."""
 HEADLINES = (
@@ -50,9 +52,22 @@ SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
 """The scores of held-out sets during training, which the parent run has as well."""
 
 
+class DeletedError(ConfigError):
+    """MLflow has kept what is needed as deleted, and takes nothing for it until it is restored."""
+
+
 def tracking_uri(config: Config) -> str:
-    """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder."""
-    return config.tracking.uri or f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
+    """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
+
+    For a run that has not begun, MLFLOW_TRACKING_URI stands for what the configuration does not say.
+    """
+    has_begun = (config.run_dir / RUN_ID_FILE).exists()
+    return config.tracking.uri or (not has_begun and os.environ.get(URI_VARIABLE)) or own_uri(config)
+
+
+def own_uri(config: Config) -> str:
+    """Return the address of the sqlite file in the runs folder."""
+    return f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
 
 
 def connect(config: Config) -> Any:
@@ -67,6 +82,9 @@ def connect(config: Config) -> Any:
 
 def import_mlflow() -> None:
     """Import MLflow with this project's defaults, which takes seconds. Not for two threads at a time."""
+    reach_loopback()
+    if "SSL_CERT_FILE" in os.environ:  # the variable of OpenSSL, which requests does not read
+        os.environ.setdefault("REQUESTS_CA_BUNDLE", os.environ["SSL_CERT_FILE"])
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for module in PARTS:
@@ -80,18 +98,32 @@ def check_server(config: Config) -> None:
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
-    try:
-        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
-            pass
-    except HTTPError as error:
-        if error.code not in (401, 403, 404):  # the server is there; whether it takes the credentials is for MLflow
-            raise ConfigError(f"tracking.uri: {uri} answers with {error.code}") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    key = "tracking.uri" if config.tracking.uri else URI_VARIABLE
+    if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
         raise ConfigError(
-            f"tracking.uri = {uri}: no MLflow server answers ({reason}); start it, or unset tracking.uri "
-            "to record in a sqlite file in the runs folder"
-        ) from error
+            f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file "
+            "in the runs folder"
+        )
+
+
+def why_silent(uri: str, seconds: float) -> str | None:
+    """Ask a server whether it is there, as MLflow's client asks it, with the same certificates and credentials.
+
+    Returns:
+        Why it seems not to be, in one line; None where it is.
+    """
+    import_mlflow()
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    try:
+        answer = http_request(get_default_host_creds(uri.rstrip("/")), "/health", "GET", timeout=seconds, max_retries=0)
+    except (MlflowException, OSError, ValueError) as error:
+        return " ".join(str(error.__cause__ or error).split())
+    if answer.ok or answer.status_code in (401, 403, 404):  # it is there; whether it takes credentials is for MLflow
+        return None
+    return f"it answers with {answer.status_code}"
 
 
 def experiment_id(client: Any, config: Config) -> str:
@@ -100,9 +132,15 @@ def experiment_id(client: Any, config: Config) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
-        folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
+        is_own = tracking_uri(config) == own_uri(config)
+        folder = (config.runs_dir.absolute() / "mlartifacts").as_uri() if is_own else None
         client.create_experiment(name, artifact_location=folder)  # an error if another run makes it now: tried again
         found = client.get_experiment_by_name(name)
+    if found.lifecycle_stage != "active":
+        raise DeletedError(
+            f"tracking.experiment = {name}: somebody has deleted it in MLflow; restore it (mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}), or name another one"
+        )
     _describe(client, found)
     return str(found.experiment_id)
 

@@ -68,8 +68,8 @@ class Syncing:
 
     @property
     def is_away(self) -> bool:
-        """Whether MLflow did not answer the last time."""
-        return self._failed_at is not None
+        """Whether MLflow itself, and not only its store of artifacts, did not answer the last time."""
+        return self._failed_at is not None and not self._store_is_away
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
@@ -172,7 +172,8 @@ class Syncing:
         if self._failed_at is None:
             self._failed_at = time.monotonic()
             logger.warning(
-                "MLflow at %s is away (%s): what is logged waits in %s and is sent later; nothing else is affected",
+                "%s at %s is away (%s): what is logged waits in %s and is sent later; nothing else is affected",
+                "the artifact store of MLflow" if self._store_is_away else "MLflow",
                 tracking_uri(self._config),
                 shorten(reason, REASON_LENGTH, placeholder=" ..."),
                 self._sent.log.folder,

@@ -227,7 +227,7 @@ def test_a_dry_run_says_in_one_line_what_is_wrong(
 
 
 def test_the_present_folder_is_no_setting_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a\ntouch canary\n#", "a:b", "a\\b", "a%jb"):
+    for name in ("a\ntouch canary\n#", "a:b", "a\\b"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         with pytest.raises(ConfigError, match=r"^runs_dir"):

@@ -77,3 +77,20 @@ def test_a_job_has_the_options_the_container_and_the_gpus_that_were_asked_for(
     assert len(calls) == 2
     assert calls[0].startswith(f"exec --nv --bind {config.runs_dir}:{config.runs_dir},")
     assert JobKey(config, context.key).record_path.exists()
+
+
+def test_a_folder_with_signs_of_slurm_and_of_shells_in_its_name_and_variables_of_the_user(
+    make_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"SQUEUE_STATES": "SUSPENDED", "SLURM_TIME_FORMAT": "relative", "SQUEUE_USERS": "nobody"}
+    for name, value in {**variables, "SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "no time"}.items():
+        monkeypatch.setenv(name, value)
+    made = make_run("slurm", nodes=1)
+    config = made.model_copy(update={"runs_dir": tmp_path / "50%train of o'brien läufe"})
+    context = StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
+    code = snapshot_code(context.run_dir)
+    job = attach_or_submit(context, "tests.slurm.test_sbatch_jobs:main", code)
+    again = attach_or_submit(context, "tests.slurm.test_sbatch_jobs:main", code)
+    assert job is not None and (again is None or again.job_id == job.job_id)
+    assert wait(job, context, lambda state, progress: None)
+    assert job.log(0).is_file()

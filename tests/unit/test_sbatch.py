@@ -251,7 +251,7 @@ def test_a_job_that_is_being_warned_does_not_end_yet(tmp_path: Path, monkeypatch
     config = configured(tmp_path)
     request = StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a.b:main")
     for word, ends in (("RUNNING", False), ("SIGNALING", False), ("COMPLETING", True), ("PREEMPTED", True)):
-        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {word} 2026-11-24T18:00:00\n")
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\ndate -d 2026-11-24T18:00:00 "+{word} $SLURM_TIME_FORMAT"\n')
         (tmp_path / "squeue").chmod(0o755)
         place = backend_of(config.cluster).place(request)
         assert (place.job_id, place.is_ending, place.end_at is None) == ("7", ends, ends)

@@ -8,9 +8,10 @@ import sqlite3
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.request import urlopen
 
 from specrl.checks import Check
+from specrl.processes import slurm_environment
+from specrl.tracking.store import why_silent
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -74,13 +75,10 @@ def _check_cluster() -> Check:
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     """Check that an MLflow server answers or that a database file opens. The first run creates a missing database."""
     if tracking_uri and tracking_uri.startswith(("http://", "https://")):
-        try:
-            with urlopen(f"{tracking_uri.rstrip('/')}/health", timeout=PROBE_SECONDS):
-                return Check("MLflow", "ok", f"{tracking_uri} answers")
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
-            return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
+        if (reason := why_silent(tracking_uri, PROBE_SECONDS)) is None:
+            return Check("MLflow", "ok", f"{tracking_uri} answers")
+        fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
+        return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
@@ -120,7 +118,9 @@ def _first_line(*command: str) -> str:
 def _run(command: tuple[str, ...]) -> str | None:
     """Return the standard output, or None when the command fails or does not answer in time."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        result = subprocess.run(
+            command, env=slurm_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return None
     return result.stdout if result.returncode == 0 else None

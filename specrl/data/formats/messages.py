@@ -1,0 +1,68 @@
+"""Conversations as data sets write them, in the form that chat templates read: a list of `role` and `content`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specrl.config import ConfigError
+from specrl.data.formats.rows import structured
+
+Message = dict[str, Any]
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+"""The names of roles in the chats of ShareGPT and others, and those that chat templates know."""
+OWN = ("role", "from", "content", "value")
+CHATS = ("messages", "conversations", "conversation")
+"""The columns in which data sets have their chats."""
+
+
+def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
+    """Return the messages up to the last one that is not the assistant's; None where a value is no conversation.
+
+    Args:
+        row: The row of the value; in ShareGPT's layout it may have the text `system`.
+
+    Raises:
+        ConfigError: A message is not text, or nothing is asked.
+    """
+    value = structured(value)
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+        return None
+    messages = [_message(place, message) for message in value]
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] == "system":
+        raise ConfigError(f"{place}: messages has no request before the assistant's words")
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role") or value.get("from"), str)
+
+
+def _message(place: str, message: Message) -> Message:
+    """Return a message with its role and text by their usual names, and with what else a template may read."""
+    role = message.get("role") or message["from"]
+    content = _text(place, message.get("content") if message.get("content") is not None else message.get("value"))
+    kept = {name: value for name, value in message.items() if name not in OWN and value is not None}
+    if content is None and not kept.get("tool_calls"):
+        raise ConfigError(f"{place}: the message of {role} has no content")
+    return {"role": ROLES.get(role, role), "content": content or "", **kept}
+
+
+def _text(place: str, content: Any) -> str | None:
+    """Return the text of a message, whose content may be a list of parts."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ConfigError(f"{place}: the content of a message has a part of type {kind}; only text can be asked")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,77 @@
+"""The files that a setting such as `data.path` names, and data sets of the Hugging Face hub as files."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from specrl.config import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""How names of data files end, before `.gz`."""
+HUB = re.compile(r"hub:(?P<name>[^@:#]+)(?:@(?P<revision>[^:#]+))?(?::(?P<subset>[^#]+))?(?:#(?P<split>.+))?")
+"""A data set of the hub: `hub:OWNER/NAME`, with `@REVISION`, `:SUBSET` and `#SPLIT` where they are not the default."""
+HUB_FOLDER = ".datasets"
+
+
+def files_of(places: Iterable[Path]) -> list[Path]:
+    """Return the data files that places name: each a file, a folder with all below it, or a pattern such as `*.jsonl`.
+
+    Of a folder and a pattern they come in the order of their names; hidden ones are left out.
+    """
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            below = (path for path in place.rglob("*") if not any(map(_is_hidden, path.relative_to(place).parts)))
+            found += sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())
+        elif place.is_file():
+            found.append(place)
+        elif glob.has_magic(str(place)):
+            names = glob.glob(str(place), recursive=True)  # noqa: PTH207 - of a path that may be absolute
+            found += sorted(path for path in map(Path, names) if path.is_file())
+    return found
+
+
+def suffix_of(path: Path) -> str:
+    """Return how a file's name ends, with nothing of its compression."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def absolute_place(place: Path, runs_dir: Path) -> Path:
+    """Return a place by its absolute path; a data set of the hub becomes a file beside the runs, once and for all.
+
+    It is fetched through `datasets`, where this process runs: the nodes of a cluster may have no network.
+
+    Raises:
+        ConfigError: It cannot be fetched, or has no such split.
+    """
+    if not str(place).startswith("hub:"):
+        return place.absolute()
+    named = HUB.fullmatch(str(place))
+    if named is None:
+        raise ConfigError(f"{place}: a data set of the hub is hub:OWNER/NAME, hub:OWNER/NAME:SUBSET or either #SPLIT")
+    path = runs_dir.absolute() / HUB_FOLDER / (re.sub(r"[^\w.-]+", "--", str(place)[4:].strip("/")) + ".parquet")
+    if not path.exists():
+        _fetch(named, path)
+    return path
+
+
+def _fetch(named: re.Match[str], path: Path) -> None:
+    import datasets  # takes seconds to import
+    from requests import RequestException
+
+    split = named["split"] or "train"
+    try:
+        found = datasets.load_dataset(named["name"], named["subset"], split=split, revision=named["revision"])
+    except (OSError, ValueError, RuntimeError, RequestException) as error:  # it is not there, or the hub is not
+        raise ConfigError(f"{named[0]} cannot be fetched: {' '.join(str(error).split())[:300]}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    found.to_parquet(str(temporary))
+    temporary.replace(path)

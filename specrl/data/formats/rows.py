@@ -1,0 +1,187 @@
+"""The rows of data files: JSON, JSON lines, CSV and Parquet, each with the words that say where it stands."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specrl.config import ConfigError
+from specrl.data.formats.places import SUFFIXES, suffix_of
+
+LONGEST_LINE = 16 * 2**20
+"""The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""
+Rows = Iterator[tuple[str, dict[str, Any]]]
+
+
+def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
+    """Yield the rows of a file, each behind its place: the file and the number of its line, or of the row.
+
+    Args:
+        columns: The columns that are read where a format allows a choice; without any, all.
+
+    Raises:
+        ConfigError: The file cannot be read, is of another format, or has a row that is wrong.
+    """
+    reader = READERS.get(suffix_of(path))
+    if reader is None:
+        raise ConfigError(f"data file {path}: the name must end in {', '.join(SUFFIXES)}, or in that and .gz")
+    try:
+        yield from reader(path, columns)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ConfigError(f"data file {path} cannot be read: {reason}") from error
+
+
+def read_objects(path: Path) -> Rows:
+    """Yield the object on each line of a JSONL file, with the file and the line's number in words.
+
+    Raises:
+        ConfigError: A line is too long, not UTF-8, or no JSON object.
+    """
+    with _open(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            place = f"data file {path}, line {number}"
+            if len(line) > LONGEST_LINE:
+                raise ConfigError(f"{place} is longer than {LONGEST_LINE // 2**20} MiB; a line must be one JSON object")
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                yield place, _object(place, _parsed(place, line))
+
+
+def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Sequence[str] = ()) -> Any:
+    """Return a column's value; of a dotted name that is none, what lies within a column, as `extra_info.answer`.
+
+    Args:
+        key: The setting that names the column.
+        aliases: Other names that are looked for in turn.
+
+    Raises:
+        ConfigError: There is no such column.
+    """
+    for name in (column, *aliases):
+        value: Any = row
+        for part in [name] if name in row else name.split("."):
+            value = structured(value)
+            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+            elif isinstance(value, Mapping) and part in value:
+                value = value[part]
+            else:
+                break
+        else:
+            return value
+    names = shorten(", ".join(row), 200) or "none"
+    nested = next(
+        (f"{name}.{inner}" for name, value in row.items() if isinstance(value, dict) for inner in value), None
+    )
+    example = f"; what lies within one is named like {nested}" if nested else ""
+    raise ConfigError(f"{place} has no column {column!r} (data.{key}); it has {names}{example}")
+
+
+def structured(value: Any) -> Any:
+    """Return the object or list that a text stands for, as some data sets write theirs; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _parsed(place: str, text: bytes) -> Any:
+    try:
+        return json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place} is not UTF-8 text ({error.reason} at its byte {error.start}); save the file as UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} is not JSON: {error}") from error
+
+
+def _object(place: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be a JSON object")
+    return row
+
+
+def _jsonl(path: Path, columns: Sequence[str]) -> Rows:
+    return read_objects(path)
+
+
+def _json(path: Path, columns: Sequence[str]) -> Rows:
+    """Yield the objects of one list, which may be the only member of an object or its `data`; or those of the lines."""
+    with _open(path) as file:
+        text = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        if text.lstrip().startswith(b"["):
+            _parsed(f"data file {path}", text)
+        yield from read_objects(path)
+        return
+    members = value if isinstance(value, dict) else {"data": value}
+    rows = members.get("data", next(iter(members.values())) if len(members) == 1 else None)
+    for number, row in enumerate(rows if isinstance(rows, list) else [value], 1):
+        place = f"data file {path}, row {number}"
+        yield place, _object(place, row)
+
+
+def _csv(path: Path, columns: Sequence[str]) -> Rows:
+    csv.field_size_limit(LONGEST_LINE)
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
+        number = 0
+        try:
+            for number, row in enumerate(rows, 1):
+                place = f"data file {path}, row {number}"
+                if None in row or None in row.values():
+                    raise ConfigError(f"{place} has not the {len(rows.fieldnames or ())} fields of the first line")
+                yield place, {name: value or None for name, value in row.items()}
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data file {path} is not UTF-8 text; save the file as UTF-8") from error
+        except csv.Error as error:
+            raise ConfigError(f"data file {path}, row {number + 1} is not CSV: {error}") from error
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Rows:
+    try:
+        with _open(path) as file:
+            source = pq.ParquetFile(pa.BufferReader(file.read()) if path.suffix == ".gz" else path)
+            names = source.schema_arrow.names
+            chosen = {name for column in columns for name in (column, column.partition(".")[0]) if name in names}
+            rows = source.read(columns=sorted(chosen) if columns else None).to_pylist()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"data file {path} is not readable as Parquet: {reason}") from error
+    others = dict.fromkeys(name for name in names if name not in chosen) if columns else {}
+    for number, row in enumerate(rows, 1):
+        yield f"data file {path}, row {number}", {**row, **others}
+
+
+READERS: Mapping[str, Callable[[Path, Sequence[str]], Rows]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}

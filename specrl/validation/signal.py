@@ -1,0 +1,78 @@
+"""What says that a run learns nothing, although every step of it succeeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specrl.config import Config
+
+PATIENCE = 5
+"""After how many steps in a row it is said."""
+COLLAPSED = 0.05
+"""The share of the first step's entropy below which the policy hardly explores any more."""
+FIXED = 0.005
+"""The entropy, in nats per token, below which it never does."""
+
+Metrics = Mapping[str, float]
+
+
+def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> list[str]:
+    """Return a line for each reason to doubt the run that has now held for `PATIENCE` steps, or for all of a short run.
+
+    Args:
+        history: The metrics of the latest steps, the present one last: `PATIENCE` + 1 of them, unless there are fewer.
+        first: The metrics of the first step.
+    """
+    patience = min(PATIENCE, config.train.num_steps)
+    doubts = {_nothing_learned: _why_nothing, _all_cut_off: _why_cut_off, _collapsed: _why_collapsed}
+    lines = []
+    for holds, words in doubts.items():
+        held = [holds(metrics, first) for metrics in history[-patience - 1 :]]
+        if len(held) >= patience and all(held[-patience:]) and not (len(held) > patience and held[0]):
+            lines.append(f"for {patience} steps {words(history[-1], first, config)}")
+    return lines
+
+
+def _nothing_learned(metrics: Metrics, first: Metrics) -> bool:
+    return metrics.get("reward/zero_std_fraction", 0.0) >= 1 or metrics.get("policy/grad_norm", 1.0) == 0
+
+
+def _all_cut_off(metrics: Metrics, first: Metrics) -> bool:
+    return metrics.get("rollout/truncated_fraction", 0.0) >= 1
+
+
+def _collapsed(metrics: Metrics, first: Metrics) -> bool:
+    least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
+    return metrics.get("policy/entropy", least) < least
+
+
+def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:
+    mean, cut_off = metrics.get("reward/mean", 0.0), metrics.get("rollout/truncated_fraction", 0.0)
+    if metrics.get("reward/std", 1.0) == 0:
+        found = f"nothing was learned: all responses earned the same reward, {mean:g}"
+        why = "the problems are too easy for this policy"
+        if mean < config.validate_.correct_reward:
+            why = "the reward does not find the answers (specrl reward CONFIG shows one), or the problems are too hard"
+    elif metrics.get("reward/zero_std_fraction", 0.0) >= 1:
+        found = "nothing was learned: in each group all responses earned the same reward"
+        why = "each problem is solved always or never; take others, or raise train.samples_per_prompt"
+    else:
+        found = "nothing was learned: the gradient of the policy was 0"
+        share = metrics.get("policy/corrected_fraction", 0.0)
+        why = f"the ratio was clipped everywhere; train.correction left out {share:.0%} of the tokens"
+    if metrics.get("reward/failures", 0.0):
+        why = f"the reward failed on {metrics['reward/failures']:g} responses of the last step"
+    elif cut_off >= 0.5:
+        limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"
+        why = f"{cut_off:.0%} of the responses were cut off at {limit}"
+    return f"{found}; likely {why}"
+
+
+def _why_cut_off(metrics: Metrics, first: Metrics, config: Config) -> str:
+    limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"
+    return f"all responses were cut off at {limit}; likely it is too small, or the policy does not end its responses"
+
+
+def _why_collapsed(metrics: Metrics, first: Metrics, config: Config) -> str:
+    entropy = f"{metrics['policy/entropy']:.2g} nats a token, after {first.get('policy/entropy', 0.0):.2g} in the first"
+    return f"the policy has hardly explored: its entropy was {entropy}; likely train.lr is too high"

@@ -1,0 +1,211 @@
+"""MLflow as sites have it: artifacts out of reach, certificates of their own, and things that somebody has deleted."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import math
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli import invoke
+from flows.folder import anchor, write_config
+from specrl.config import Config, ConfigError, parse_config
+from specrl.tracking import runs
+from specrl.tracking.log import Log
+from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
+from specrl.tracking.store import RUN_ID_FILE, check_server, connect, tracking_uri
+from specrl.tracking.tracker import Tracker
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RESUME", "FLOW", "SYNC"):
+        monkeypatch.setattr(runs, f"{name}_PATIENCE_SECONDS", 2.0)
+
+
+def config_of(folder: Path, **tracking: str) -> Config:
+    base = {"name": "one", "runs_dir": str(folder / "runs"), "model": {"source": "tiny"}}
+    return parse_config({**base, "tracking": tracking})
+
+
+def log(config: Config, stage: str, **metrics: float) -> None:
+    """A stage that starts, logs and ends, as a job would, without sending anything."""
+    parent = (config.run_dir / RUN_ID_FILE).read_text().strip()
+    tracker = Tracker(Log(config.run_dir / "stages" / f"{stage}-0"), parent)
+    tracker.start(stage, {})
+    tracker.log_metrics({name.replace("__", "/"): value for name, value in metrics.items()}, 3)
+    tracker.end("FINISHED")
+
+
+def metrics_of(client: Any, folder: Path) -> tuple[dict[str, float], str]:
+    run = client.get_run((folder / RUN_ID_FILE).read_text().strip())
+    return dict(run.data.metrics), str(run.info.status)
+
+
+@pytest.mark.parametrize("location", ["file", "s3"])
+def test_artifacts_that_cannot_be_stored_hold_back_artifacts_alone_and_arrive_once_they_can(
+    location: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    place = (tmp_path / "file" / "below").as_uri() if location == "file" else "s3://bucket/mlflow"
+    config = config_of(tmp_path)
+    client = connect(config)
+    client.create_experiment("specrl", artifact_location=place)
+    with caplog.at_level(logging.WARNING):
+        run_id = start_parent_run(config)
+        (config.run_dir / "a.out").write_text("a line")
+        log(config, "train", reward__mean=0.5)
+        finish_parent_run(config, "FINISHED", files={"logs": [config.run_dir / "a.out"]})
+    assert metrics_of(client, config.run_dir)[1] == "FINISHED"
+    assert metrics_of(client, config.run_dir)[0]["reward/mean"] == 0.5
+    assert len(sync_run(config, 2.0)) == 1
+    if location == "file":
+        (tmp_path / "file").unlink()
+        assert sync_run(config, 2.0) == []
+        assert {item.path for item in client.list_artifacts(run_id)} == {"config.json", "logs"}
+
+
+def test_a_deleted_experiment_is_said_at_the_start_and_repaired_by_sync(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    log(config, "prepare", reward__mean=0.25)
+    client = connect(config)
+    experiment = client.get_experiment_by_name("specrl").experiment_id
+    finish_parent_run(config, "FINISHED")
+    client.delete_experiment(experiment)
+    log(config, "train", reward__mean=0.5)
+    for call in (start_parent_run, lambda config: sync_run(config, 2.0)):
+        with pytest.raises(
+            ConfigError, match=rf"restore it \(mlflow experiments restore --experiment-id {experiment}\)"
+        ):
+            call(config)
+    client.restore_experiment(experiment)
+    assert sync_run(config, 2.0) == []
+    assert metrics_of(client, config.run_dir / "stages/train-0") == ({"reward/mean": 0.5}, "FINISHED")
+    assert metrics_of(client, config.run_dir)[0]["reward/mean"] == 0.5
+
+
+def test_what_was_refused_while_the_experiment_was_deleted_is_sent_once_it_is_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    client = connect(config)
+    experiment = client.get_experiment_by_name("specrl").experiment_id
+    client.delete_experiment(experiment)
+    log(config, "train", reward__mean=0.5)
+    finish_parent_run(config, "FINISHED")
+    client.restore_experiment(experiment)
+    assert sync_run(config, 2.0) == []
+    assert metrics_of(client, config.run_dir / "stages/train-0") == ({"reward/mean": 0.5}, "FINISHED")
+    assert metrics_of(client, config.run_dir)[1] == "FINISHED"
+
+
+def test_a_deleted_run_is_made_anew_with_all_that_was_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path)
+    write_config(config)
+    first = start_parent_run(config)
+    log(config, "train", reward__mean=0.5)
+    finish_parent_run(config, "FINISHED")
+    client = connect(config)
+    for folder in (config.run_dir, config.run_dir / "stages/train-0"):
+        client.delete_run((folder / RUN_ID_FILE).read_text().strip())
+    with caplog.at_level(logging.WARNING):
+        assert invoke(["sync", "one", "--runs-dir", str(config.runs_dir)]) == 0
+    assert "MLflow has lost the run of one: what is logged is sent again to a new one" in caplog.text
+    again = (config.run_dir / RUN_ID_FILE).read_text().strip()
+    assert again != first
+    assert metrics_of(client, config.run_dir)[1] == "FINISHED"
+    child = client.get_run((config.run_dir / "stages/train-0" / RUN_ID_FILE).read_text().strip())
+    assert child.data.tags["mlflow.parentRunId"] == again and child.data.metrics == {"reward/mean": 0.5}
+    client.delete_run(again)
+    assert start_parent_run(config) not in (first, again)
+    assert sync_run(config, 2.0) == []
+
+
+def test_metrics_that_are_no_finite_numbers_arrive(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    values = {"policy__loss": math.inf, "policy__kl": -math.inf, "policy__entropy": math.nan, "reward__mean": 0.5}
+    log(config, "train", **values)
+    finish_parent_run(config, "FINISHED")
+    found, status = metrics_of(connect(config), config.run_dir / "stages/train-0")
+    assert (status, found["reward/mean"]) == ("FINISHED", 0.5)
+    assert found["policy/loss"] > 1e300 and found["policy/kl"] < -1e300 and math.isnan(found["policy/entropy"])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server with a certificate of its own; its address, and the certificate."""
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    names = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"OK")
+
+        def log_message(self, *_: object) -> None: ...
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listening.socket = context.wrap_socket(listening.socket, server_side=True)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"https://127.0.0.1:{listening.server_port}", certificate
+    listening.shutdown()
+
+
+VARIABLES = ("MLFLOW_TRACKING_INSECURE_TLS", "MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_certificate_is_taken_as_mlflows_client_takes_it(
+    variable: str, server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, certificate = server
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before at the end
+        monkeypatch.delenv(name)
+    config = config_of(tmp_path, uri=uri)
+    with pytest.raises(ConfigError, match=r"tracking.uri = https.* no MLflow server answers \(.*CERTIFICATE_VERIFY"):
+        check_server(config)
+    monkeypatch.setenv(variable, "true" if "INSECURE" in variable else str(certificate))
+    check_server(config)
+
+
+def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = config_of(tmp_path)
+    own = tracking_uri(config)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert tracking_uri(config) == anchor(config).tracking.uri == "http://127.0.0.1:9"
+    assert tracking_uri(config_of(tmp_path, uri="http://other")) == "http://other"
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = http://127.0.0.1:9: no MLflow server answers"):
+        check_server(config)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / RUN_ID_FILE).write_text("0123\n")
+    assert tracking_uri(config) == own  # a run that has begun stays where it is

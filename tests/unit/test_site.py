@@ -1,0 +1,314 @@
+"""What sites and users put into the environment of Slurm's commands, with programs in place of these commands."""
+
+from __future__ import annotations
+
+import getpass
+import http.server
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.server import PrefectServer, _answers
+from slurm import submit
+from slurm.backend import JobError, JobKey, SilentSchedulerError, StoppedError
+from slurm.failures import explain, is_of_connection, is_of_port
+from slurm.slurm_backend import SlurmBackend, SlurmJob
+from slurm.submit import attach_or_submit
+from specrl.config import Config, ConfigError, parse_config
+from specrl.context import StageContext
+from specrl.processes import PORTS, port_of, reach_loopback
+from tasks.run import begin
+
+TIMEOUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+LIMIT = "sbatch: error: QOSMaxSubmitJobPerUserLimit\\nsbatch: error: Batch job submission failed: Job violates policy"
+VARIABLES = ("SQUEUE_STATES", "SQUEUE_PARTITION", "SQUEUE_FORMAT", "SLURM_CLUSTERS", "SACCT_FORMAT", "SCANCEL_STATE")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    program(folder, "srun", "exit 0")
+    program(folder, "squeue", f"env >> {folder}/seen; [ ! -e {folder}/queue ] || cat {folder}/queue")
+    program(folder, "sbatch", f'cp "$1" {folder}/script; env > {folder}/given; echo Submitted batch job 4711')
+    return folder
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def configured(tmp_path: Path, runs: str = "runs", **cluster: Any) -> Config:
+    return parse_config(
+        {"name": "x", "runs_dir": str(tmp_path / runs), "model": {"source": "tiny"}}
+        | {"cluster": {"backend": "slurm", **cluster}}
+    )
+
+
+def context_of(config: Config) -> StageContext:
+    return StageContext(config, "prepare", "prepare-abc123", config.run_dir / "stages" / "p", {}, "")
+
+
+def submitted(config: Config, programs: Path) -> list[str]:
+    """The options in the script with which Slurm is asked to run a stage."""
+    assert attach_or_submit(context_of(config), "m:f", Path("/code")) is not None
+    lines = (programs / "script").read_text().splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+
+
+def test_variables_of_the_user_change_nothing_that_slurm_is_asked(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "RUNNING")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    program(programs, "squeue", f'env > {programs}/seen; date -d @1900000000 "+RUNNING $SLURM_TIME_FORMAT"')
+    assert SlurmBackend().place(None).end_at == 1900000000  # type: ignore[arg-type]
+    seen = (programs / "seen").read_text().splitlines()
+    assert "SLURM_CONF=/etc/slurm.conf" in seen
+    assert not any(line.startswith(VARIABLES) for line in seen)
+
+
+def test_an_hour_that_comes_twice_is_read_as_the_one_that_is_meant(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = 1792888200  # 2026-10-25 02:30 in summer time; an hour later it is 02:30 again
+    for end in (first, first + 3600):
+        program(programs, "squeue", f'date -d @{end} "+RUNNING $SLURM_TIME_FORMAT"')
+        assert SlurmBackend().place(None).end_at == end  # type: ignore[arg-type]
+
+
+def test_options_that_sites_teach_as_variables_reach_the_job_and_the_configuration_wins(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "MEM_PER_CPU", "TIMELIMIT", "JOB_NAME"):
+        monkeypatch.setenv(f"SBATCH_{name}", f"site-{name.lower()}")
+    options = submitted(configured(tmp_path, partition="own", sbatch={"reservation": "night"}), programs)
+    assert {"--account=site-account", "--partition=own", "--qos=site-qos", "--reservation=night"} <= set(options)
+    assert not any("site-mem" in option or "site-time" in option or "site-job" in option for option in options)
+    assert "SBATCH_" not in (programs / "given").read_text()  # they would win over the script
+
+
+@pytest.mark.parametrize(("option", "value"), [("mem-per-cpu", "4G"), ("mem_per_gpu", "60G")])
+def test_memory_by_cores_or_gpus_replaces_that_of_the_node(
+    option: str, value: str, programs: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, sbatch={option: value})
+    name = option.replace("_", "-")
+    assert [line for line in submitted(config, programs) if line.startswith("--mem")] == [f"--{name}={value}"]
+    job = SlurmJob("7", tmp_path, attached=False)
+    program(programs, "squeue", "echo OUT_OF_MEMORY None")
+    config.run_dir.mkdir(exist_ok=True, parents=True)
+    assert f"cluster.sbatch.{name} = {value}; raise it" in explain(job, context_of(config), job.state())
+
+
+@pytest.mark.parametrize("folder", ["exp_50%noise", "100%_done", "%j%t%%", "my runs", "läufe", "o'brien", "a=0"])
+def test_logs_lie_where_they_are_looked_for_whatever_the_folder_is_called(
+    folder: str, programs: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, folder)
+    (output,) = [line for line in submitted(config, programs) if line.startswith("--output=")]
+    (pattern,) = shlex.split(output.removeprefix("--output="))
+    log = SlurmJob("4711", JobKey(config, "prepare-abc123").folder, attached=False).log(0)
+    assert pattern.replace("%%", "\0").replace("%j", "4711").replace("\0", "%") == str(log)
+
+
+def test_words_for_states_that_nobody_knows_are_asked_about_again(programs: Path, tmp_path: Path) -> None:
+    job = SlurmJob("7", tmp_path, attached=False)
+    for word, phase in {"RESV_DEL_HOLD": "pending", "DEADLINE": "ended", "COMPLETED": "ended"}.items():
+        program(programs, "squeue", f"echo {word} None")
+        assert job.state().phase == phase
+    program(programs, "squeue", "echo ENTANGLED None")
+    with pytest.raises(SilentSchedulerError, match="ENTANGLED is no state"):
+        job.state()
+
+
+def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    text = (
+        "import getpass, os\n"
+        "from slurm.backend import JobKey; from slurm.slurm_backend import SlurmBackend\n"
+        "from specrl.config import Config; from specrl.processes import name_user\n"
+        "os.setuid(54321); SlurmBackend().find(JobKey(Config(name='x', runs_dir='/tmp/none'), 'train-abc'))\n"
+        "name_user(); print(getpass.getuser())"
+    )
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        Path(folder).chmod(0o755)
+        program(Path(folder), "squeue", "exit 0")
+        environment["PATH"] = f"{folder}:/usr/bin:/bin"
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("uid54321\n", 0), done.stderr
+
+
+def test_a_name_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ada")
+    assert getpass.getuser() == "ada"
+
+
+def test_an_unanswered_submission_is_looked_up_before_it_is_made_again(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "UNCERTAIN_SECONDS", 0.1)
+    fails = f'echo x >> {programs}/calls; echo "{TIMEOUT}" >&2'
+    program(programs, "sbatch", f"{fails}; echo 4711 > {programs}/queue; exit 1")  # it was queued all the same
+    job = attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
+    assert job is not None and (job.job_id, job.attached) == ("4711", True)
+    assert (programs / "calls").read_text() == "x\n"
+    (programs / "queue").unlink()
+    again = f"if [ $(wc -l < {programs}/calls) -lt 3 ]; then exit 1; fi; echo Submitted batch job 12"
+    program(programs, "sbatch", f"{fails}; {again}")
+    job = attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
+    assert job is not None and (job.job_id, job.attached) == ("12", False)
+    monkeypatch.setattr(submit, "SILENCE_SECONDS", 0.2)
+    program(programs, "sbatch", f"{fails}; exit 1")
+    with pytest.raises(JobError, match=r"prepare could not be submitted for .* minutes: .*Socket timed out"):
+        attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
+
+
+def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "FULL_SECONDS", 0.1)
+    monkeypatch.setattr(submit, "SILENCE_SECONDS", 0)
+    config = configured(tmp_path)
+    full = f'if [ -e {programs}/room ]; then echo Submitted batch job 5; else printf "{LIMIT}" >&2; exit 1; fi'
+    program(programs, "sbatch", full)
+    later = threading.Timer(0.5, (programs / "room").touch)
+    later.start()
+    job = attach_or_submit(context_of(config), "m:f", Path("/code"))
+    assert job is not None and job.job_id == "5"
+    (programs / "room").unlink()
+    threading.Timer(0.5, (config.run_dir / "stop").touch).start()
+    with pytest.raises(StoppedError):
+        attach_or_submit(context_of(config), "m:f", Path("/code"))
+    program(programs, "sbatch", 'echo "sbatch: error: invalid account or partition specified" >&2; exit 1')
+    with pytest.raises(JobError, match="Slurm refuses the job: invalid account"):
+        attach_or_submit(context_of(config), "m:f", Path("/code"))
+
+
+def test_ports_of_jobs_are_none_that_the_kernel_gives_away_and_change_with_every_start() -> None:
+    ports = [port_of(f"4711-{attempt}") for attempt in range(20)]
+    assert set(ports) <= set(PORTS) and len(set(ports)) == 20
+    with socket.socket() as first, socket.socket() as second, pytest.raises(OSError) as taken:
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+    assert is_of_port(taken.value)
+    assert not is_of_port(ValueError("x")) and not is_of_connection(ValueError("x"))
+
+
+@pytest.fixture
+def healthy() -> Iterator[str]:
+    """The address of a server on this machine that answers."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/health"
+    server.shutdown()
+
+
+PROXIES: list[dict[str, str]] = [
+    {"http_proxy": "http://127.0.0.1:9"},
+    {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"},
+    {"http_proxy": "http://127.0.0.1:9", "no_proxy": "localhost,.cluster.example"},
+    {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"},
+    {"http_proxy": "http://127.0.0.1:9", "no_proxy": "*"},
+    {"ALL_PROXY": "socks5://127.0.0.1:9", "http_proxy": "socks5h://127.0.0.1:9"},
+]
+
+
+@pytest.mark.parametrize("proxies", PROXIES, ids=str)
+def test_servers_on_this_machine_are_reached_without_a_proxy(
+    proxies: dict[str, str], healthy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+    import requests
+
+    for name, value in {"no_proxy": "", "NO_PROXY": "", **proxies}.items():
+        monkeypatch.setenv(name, value)
+        if not value:
+            monkeypatch.delenv(name)
+    assert _answers(healthy)
+    reach_loopback()
+    assert httpx.get(healthy).status_code == 200
+    assert requests.get(healthy, timeout=5).status_code == 200
+    kept = os.environ.get("no_proxy", "")
+    assert all(host in kept for host in proxies.get("no_proxy", proxies.get("NO_PROXY", "")).split(","))
+
+
+def test_prefect_starts_behind_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with PrefectServer(tmp_path) as server:
+        server.wait()
+    monkeypatch.delenv("PREFECT_HOME", raising=False)
+
+
+def test_variables_and_the_home_folder_stand_for_their_values_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = parse_config(
+        {
+            "name": "x",
+            "runs_dir": "$SCRATCH/runs",
+            "model": {"source": "~/models/own"},
+            "data": {
+                "source": "file",
+                "path": "${SCRATCH}/a.jsonl",
+                "validation_path": "~/b.jsonl",
+                "reward": "exact_match",
+            },
+            "drafter": {"data": "$SCRATCH/chats.jsonl"},
+            "validate": {"sets": {"hard": {"path": "$SCRATCH/hard.jsonl", "reward": "exact_match"}}},
+            "cluster": {"environment_file": "~/secrets"},
+        }
+    )
+    scratch, home = tmp_path / "scratch", tmp_path / "home"
+    assert config.runs_dir == scratch / "runs" and config.model.source == str(home / "models/own")
+    assert str(scratch / "a.jsonl") in str(config.data.path) and str(home / "b.jsonl") in str(
+        config.data.validation_path
+    )
+    assert str(scratch / "chats.jsonl") in str(config.drafter.data)
+    assert str(scratch / "hard.jsonl") in str(config.validate_.sets["hard"].path)
+    assert config.cluster.environment_file == home / "secrets"
+    with pytest.raises(ConfigError, match=r"runs_dir.*the variable \$NO_SUCH is not set"):
+        parse_config({"name": "x", "runs_dir": "$NO_SUCH/runs"})
+
+
+def test_a_run_that_is_moved_or_seen_under_another_path_finds_its_job(programs: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    begin(config)
+    name = JobKey(config, "train-abc").job_name
+    config.runs_dir.rename(tmp_path / "moved")
+    assert JobKey(configured(tmp_path, "moved"), "train-abc").job_name == name
+    begin(config)  # another run in the same place
+    assert JobKey(config, "train-abc").job_name != name
