@@ -1,5 +1,5 @@
 # make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
-# what CI runs before the tests.
+# what CI runs before the tests; make docs builds the documentation into site/.
 PYTHON ?= python3.11
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
@@ -16,6 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
+DOCS_STAMP := .venv/.installed-docs.lock
 TOOLS := requirements/tools.lock
 # Nothing is fetched whose hash the locks do not have: packages that are published as source only are built with the
 # setuptools of TOOLS, and not in an environment that the installer would fill for each.
@@ -28,7 +29,7 @@ lines = /^$(1)==/,/[^\\]$$/
 TE_PIN := $(call pin,transformer-engine-torch)
 TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(call pin,torch))
 
-.PHONY: env quickstart test check format lock clean
+.PHONY: env quickstart test check docs format lock clean
 
 env: $(STAMP) $(TE_STAMP)
 	@$(BIN)/python -m specrl.report.package_files
@@ -60,13 +61,21 @@ test: env
 	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security
 	$(PYTEST) tests/unit
 
-check: env
+check: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 	$(BIN)/python -m tests.budgets
+
+# The reference pages are written from the code, so the site is built in the environment that imports it.
+docs: env $(DOCS_STAMP)
+	$(BIN)/mkdocs --quiet build --strict
+
+$(DOCS_STAMP): requirements/docs.lock $(STAMP)
+	$(INSTALL) --require-hashes -r requirements/docs.lock
+	touch $@
 
 format: env
 	$(BIN)/ruff check --fix .
@@ -81,6 +90,7 @@ lock: env
 	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
+	$(COMPILE) docs.in -o docs.lock
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site

@@ -121,7 +121,7 @@ def test_the_cpu_environment_asks_for_a_cpu_torch_unless_a_folder_has_it(project
     assert "sed -n '/^transformer-engine-torch==/" not in local
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock", "tools.lock"])
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock", "docs.lock", "tools.lock"])
 def test_every_package_of_a_lock_has_its_hashes_and_no_place(lock: str) -> None:
     text = (ROOT / "requirements" / lock).read_text()
     packages = text.replace("\\\n", " ").splitlines()
@@ -146,6 +146,14 @@ def test_the_cpu_lock_has_the_hashes_of_torchs_own_cpu_builds_and_the_gpu_lock_o
 
 def test_both_locks_have_one_version_of_triton() -> None:
     assert packages.read_pins(ROOT / "requirements/cpu.lock")["triton"] == GPU_PINS["triton"]
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+def test_the_documentation_takes_the_versions_of_the_other_locks(lock: str) -> None:
+    pins = packages.read_pins(ROOT / "requirements" / lock)
+    shared = {name: pin for name, pin in packages.read_pins(ROOT / "requirements/docs.lock").items() if name in pins}
+    assert shared
+    assert shared.items() <= pins.items()
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
