@@ -68,6 +68,18 @@ check: docs
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 	$(BIN)/python -m tests.budgets
+	$(MAKE) --no-print-directory docs
+
+# The site is built in the environment that its reference is read from. docs.lock has only what the other locks lack.
+DOCS := requirements/docs.lock
+DOCS_STAMP := .venv/.installed-$(notdir $(DOCS))
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(DOCS_STAMP): $(STAMP) $(DOCS)
+	$(INSTALL) --require-hashes -r $(DOCS)
+	touch $@
 
 # The reference pages are written from the code, so the site is built in the environment that imports it.
 docs: env $(DOCS_STAMP)
@@ -88,6 +100,7 @@ lock: env
 	$(COMPILE) tools.in -o tools.lock
 	$(COMPILE) cpu.in --override overrides.txt $(TORCH_BACKEND) --no-emit-package torch -o cpu.lock
 	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
+	$(COMPILE) docs.in $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.lock) -o docs.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
 	$(COMPILE) docs.in -o docs.lock

@@ -1,205 +1,197 @@
-"""What MkDocs adds to the pages beside this file: references written from the code, and pages from elsewhere in the project."""
+"""What the site has beside docs/: reference pages generated from the code, and pages from elsewhere in the repository.
+
+Links are written as they work in the repository; `on_page_markdown` makes them relative to the site.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
 import posixpath
 import re
-import types
 from collections.abc import Iterator
-from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
 
+import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from flows.cli import app
-from specrl import metrics
 from specrl.config import Config
-from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, DRAFT_LOSSES, LOSSES, Algorithm, Registry
 from specrl.config.base import Section
-from specrl.lineage.changes import is_adjustable
+from specrl.lineage.changes import adjustable_keys
+from specrl.metrics import BENCH, METRICS, POLICY, SYSTEM, TEXT_SOURCE, TOKEN_SHARE, VALIDATION
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/*")
-"""The files outside of `docs` that the site has, under the same names."""
-WIDTH = 100
-"""The width in characters of the help texts."""
+CONFIGURATION = """\
+# Configuration
+
+A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is one line
+that names the key and what is allowed, before anything is submitted. Keys with a \\* may take another value while a run
+goes on: `specrl resume RUN --set section.key=value`."""
+METRIC_TABLE = """\
+# Metrics
+
+These are the names in MLflow and in `steps/*.json`. A speedup is a matched pair (the same prompts, weights, seeds and
+machine, in turn) unless its description says otherwise. `_I` stands for a number, such as a draft position or a batch
+size, and `NAME` for a name.
+
+| metric | unit | meaning | better |
+|---|---|---|---|"""
+LINK = re.compile(r"(\]\()([^)#:\s]+\.md)([)#])")
+
+
+def generated() -> dict[str, str]:
+    """Write each page of the reference, by its path in the site."""
+    return {
+        "reference/configuration.md": configuration(),
+        "reference/commands.md": commands(),
+        "reference/metrics.md": metrics(),
+    }
+
+
+def mirrored() -> list[str]:
+    """List the files outside docs/ that the site has, relative to the repository."""
+    pages = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+    return [*pages, *sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").iterdir())]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and those from elsewhere."""
-    for path in (path for pattern in ELSEWHERE for path in sorted(ROOT.glob(pattern))):
-        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
-    for name, content in (
-        ("configuration", configuration_page()),
-        ("commands", commands_page()),
-        ("metrics", metrics_page()),
-    ):
-        files.append(File.generated(config, f"reference/{name}.md", content=content))
+    for path, content in generated().items():
+        files.append(File.generated(config, path, content=content))
+    for path in mirrored():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files outside of `docs` lead to their copies in the site."""
-    folder = posixpath.dirname(page.file.src_uri)
+    elsewhere = mirrored()
+    here = page.file.src_uri if page.file.src_uri in elsewhere else f"docs/{page.file.src_uri}"
 
-    def moved(link: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join("docs", folder, link[1]))
-        if target.startswith("docs/") or files.get_file_from_path(target) is None:
-            return link[0]
-        return f"]({posixpath.relpath(target, folder or '.')}"
+    def in_site(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[2]))
+        site = target.removeprefix("docs/")
+        return match[1] + posixpath.relpath(site, posixpath.dirname(page.file.src_uri) or ".") + match[3]
 
-    return re.sub(r"\]\((\.\./[^)#]+)", moved, markdown)
-
-
-def configuration_page() -> str:
-    """Write the sections of the configuration and the algorithms, from the models and their docstrings."""
-    lines = [
-        "# Configuration",
-        "A run is described by a TOML file of the sections below; `specrl run CONFIG --set SECTION.KEY=VALUE` overrides a "
-        "key. An unknown key, a wrong type and a combination that cannot run are errors of one line each, before anything "
-        "is submitted. `configs/` has examples.",
-        "● marks keys that [may change while a run goes on](../guides/change.md): training continues from its checkpoint. "
-        "Keys of `[resources]`, `[stage_resources]`, `[cluster]` and `[tracking]` change no result and may always change.",
-        *_section(Config, ()),
-        "## Algorithms",
-        "Each is chosen by its name, or by a table of `name` and the options below, as in "
-        '`loss = { name = "grpo", clip_high = 0.28 }`. [CONTRIBUTING](../CONTRIBUTING.md) shows how to add one.',
-    ]
-    for registry in (LOSSES, ADVANTAGES, CORRECTIONS, DRAFT_LOSSES):
-        lines += _algorithms(registry)
-    return "\n\n".join(lines) + "\n"
+    return LINK.sub(in_site, markdown)
 
 
-def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
-    rows, nested = [], []
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        inner = _inner_section(field.annotation)
-        if inner is not None:
-            nested.append((inner, (*path, key)))
-        if inner is None or path:
-            rows.append(_row(key, field, (*path, key)))
-    if path:
-        yield f"{'#' * min(len(path) + 1, 3)} {'.'.join(path)}"
-        yield _text(model.__doc__ or "")
-    yield _table(("key", "type", "default", "", "meaning"), rows)
-    for inner, where in nested:
-        yield from _section(inner, where)
+def configuration() -> str:
+    """Write a table of every section's keys, from the docstrings below the fields."""
+    adjustable = set(adjustable_keys())
+    parts = [CONFIGURATION]
+    for name, section in sections(Config, ""):
+        title = f"`[{name}]`" if name else "Top level"
+        parts += [
+            f"## {title}",
+            (section.__doc__ or "").strip(),
+            "| key | type | default | meaning |\n|---|---|---|---|",
+        ]
+        for attribute, field in section.model_fields.items():
+            if isinstance(field.default, Section) or (not name and any(sections_in(field.annotation))):
+                continue  # it has a table of its own
+            key = field.alias or attribute
+            star = "\\*" if f"{name}.{key}" in adjustable else ""
+            row = (f"`{key}`{star}", f"`{type_name(field.annotation)}`", default(field), field.description or "")
+            parts[-1] += "\n| " + " | ".join(cell(text) for text in row) + " |"
+    return "\n\n".join(parts) + "\n"
 
 
-def _row(key: str, field: FieldInfo, path: tuple[str, ...]) -> tuple[str, ...]:
-    mark = "●" if is_adjustable(".".join(path)) else ""
-    default = "required" if field.is_required() else _value(field.get_default(call_default_factory=True))
-    return f"`{key}`", _type(field.annotation, field.metadata), default, mark, _text(field.description or "")
+def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    """Walk a section and those inside it, each with its TOML header."""
+    yield prefix, section
+    for name, field in section.model_fields.items():
+        for inner, suffix in sections_in(field.annotation):
+            yield from sections(inner, ".".join(filter(None, (prefix, field.alias or name))) + suffix)
 
 
-def _inner_section(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, alone, in a list or in a table of names."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _inner_section(part))), None)
+def sections_in(annotation: Any) -> Iterator[tuple[type[Section], str]]:
+    """Find the sections in a field's type, with `.NAME` where the field is a table of them."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        if issubclass(annotation, Section):
+            yield annotation, ""
+        return
+    keyed = ".NAME" if get_origin(annotation) is dict else ""
+    for argument in get_args(annotation):
+        for section, suffix in sections_in(argument):
+            yield section, keyed + suffix
 
 
-def _type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
-    origin, parts = get_origin(annotation), get_args(annotation)
+def type_name(annotation: Any) -> str:
+    """Write a type as a user reads it: without modules and pydantic's limits."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(parts[0], (*annotation.__metadata__, *metadata))
-    if origin is Literal:
-        return " or ".join(_value(part) for part in parts)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type(part, metadata) for part in parts if part is not type(None))
-    if origin is tuple:
-        return f"list of {_type(parts[0])}"
-    if origin is list:
-        return f"list of {_type(parts[0])}"
-    if origin is dict:
-        return "table"
-    if issubclass(annotation, Algorithm):
-        return "name or table"
-    if issubclass(annotation, Section):
-        return "table"
-    if issubclass(annotation, PurePath):
-        return "path"
-    name = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}[annotation.__name__]
-    return f"{name}{_bounds(metadata)}"
+        return type_name(arguments[0])
+    if origin is UnionType or str(origin) == "typing.Union":
+        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
+    if str(origin) == "typing.Literal":
+        return " or ".join(f'"{argument}"' if isinstance(argument, str) else str(argument) for argument in arguments)
+    if origin is not None:
+        inside = ", ".join("..." if argument is Ellipsis else type_name(argument) for argument in arguments)
+        return f"{origin.__name__}[{inside}]"
+    return getattr(annotation, "__name__", str(annotation))
 
 
-def _bounds(metadata: list[Any] | tuple[Any, ...]) -> str:
-    constraints = [inner for item in metadata for inner in (getattr(item, "metadata", None) or [item])]
-    signs = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-    found = [f"{sign} {value:g}" for name, sign in signs for value in _bound(constraints, name)]
-    return f" {', '.join(found)}" if found else ""
+def default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, Path):
+        value = str(value)
+    is_plain = isinstance(value, str | int | float)
+    return f"`{json.dumps(value)}`" if is_plain else ""
 
 
-def _bound(constraints: list[Any], name: str) -> Iterator[float]:
-    for constraint in constraints:
-        value = getattr(constraint, name, None)
-        if isinstance(value, int | float):
-            yield value
+def commands() -> str:
+    """Write every command's usage and options, from typer."""
+    parts = ["# Commands", "`specrl COMMAND --help` prints the same."]
+    for name, command in walk(typer.main.get_command(app), "specrl"):
+        usage = command.collect_usage_pieces(click.Context(command, info_name=name))
+        parts += [f"## {name}", "    " + " ".join([name, *usage]), plain(command.help or "")]
+        rows = [
+            f"| `{label(parameter)}` | {cell(plain(getattr(parameter, 'help', None) or ''))} |"
+            for parameter in command.params
+            if parameter.name != "help"
+        ]
+        if rows:
+            parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
 
 
-def _value(value: Any) -> str:
-    if value is None or isinstance(value, BaseModel) and not isinstance(value, Algorithm):
-        return ""
-    plain = value.name if isinstance(value, Algorithm) else str(value) if isinstance(value, PurePath) else value
-    return f"`{json.dumps(plain, default=str)}`"
+def label(parameter: Any) -> str:
+    """Write an option with its other names, and an argument in capitals."""
+    if parameter.param_type_name == "option":
+        return ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return str(parameter.metavar or parameter.name).upper()
 
 
-def _algorithms(registry: Registry) -> Iterator[str]:
-    importlib.import_module(registry._home)
-    yield f"### {registry.key}: functions"
-    for name, registered in registry._by_name.items():
-        yield f"**`{name}`** — {_text((registered.function.__doc__ or '').partition('Args:')[0])}"
-        fields = registered.options.model_fields.items()
-        if fields:
-            rows = [
-                (f"`{key}`", _type(field.annotation, field.metadata), _value(field.default), _text(field.description or ""))
-                for key, field in fields
-            ]
-            yield _table(("option", "type", "default", "meaning"), rows)
+def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """List the commands below `command`, depth first."""
+    for inner_name, inner in getattr(command, "commands", {}).items():
+        if hasattr(inner, "commands"):
+            yield from walk(inner, f"{name} {inner_name}")
+        else:
+            yield f"{name} {inner_name}", inner
 
 
-def commands_page() -> str:
-    """Write the help of every command."""
-    group = typer.main.get_command(app)
-    context = typer.Context(group, info_name="specrl", max_content_width=WIDTH, terminal_width=WIDTH)
-    lines = ["# Commands", "What `specrl --help` and `specrl COMMAND --help` print.", *_help(group, context, 2)]
-    return "\n\n".join(lines) + "\n"
+def metrics() -> str:
+    """Write the table of all metrics."""
+    families = [*VALIDATION.values(), *TEXT_SOURCE.values(), TOKEN_SHARE, POLICY, BENCH, SYSTEM]
+    rows = [
+        f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |"
+        for metric in [*METRICS.values(), *families]
+    ]
+    return "\n".join([METRIC_TABLE, *rows]) + "\n"
 
 
-def _help(command: Any, context: Any, depth: int) -> Iterator[str]:
-    yield f"{'#' * depth} {context.command_path}"
-    yield f"```text\n{command.get_help(context).rstrip()}\n```"
-    for name, inner in getattr(command, "commands", {}).items():
-        child = type(context)(inner, info_name=name, parent=context, max_content_width=WIDTH, terminal_width=WIDTH)
-        yield from _help(inner, child, min(depth + 1, 3) if depth == 2 and context.parent else 2)
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
-def metrics_page() -> str:
-    """Write the definition of every metric, by group."""
-    lines = ["# Metrics", _text((metrics.__doc__ or "").partition("\n\n")[2])]
-    groups: dict[str, list[metrics.Metric]] = {}
-    for metric in metrics.METRICS.values():
-        groups.setdefault(metric.name.partition("/")[0], []).append(metric)
-    groups["validation/NAME"] = list(metrics.VALIDATION.values())
-    groups["other"] = [metrics.POLICY, *metrics.TEXT_SOURCE.values(), metrics.TOKEN_SHARE, metrics.BENCH, metrics.SYSTEM]
-    for group, members in groups.items():
-        rows = [(f"`{metric.name}`", metric.unit, metric.better or "", _text(metric.description)) for metric in members]
-        lines += [f"## {group}", _table(("name", "unit", "better", "what is counted"), rows)]
-    return "\n\n".join(lines) + "\n"
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    cells = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
-
-
-def _text(docstring: str) -> str:
-    return " ".join(docstring.split())
+def plain(text: str) -> str:
+    return text.replace("\b", "").replace("\f", "").strip()

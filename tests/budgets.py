@@ -1,4 +1,4 @@
-"""`make check` runs this: no package is longer than its budget in `pyproject.toml`, and no folder has too many files."""
+"""`make check` runs this: no package is longer than its budget in `pyproject.toml`, and no folder too full."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError, change_config, parse_config
@@ -120,16 +119,6 @@ def config_of(config: Config, cell: Cell, steps: int, validate_every: int, share
         if change.key in cell.values and not change.key.startswith("engine."):
             raise ConfigError(f"{change.key}: bench run sets it itself; see its --steps, --warm-up, --validate-every")
     return made
-
-
-def in_folder(config: Config, folder: Path) -> Config:
-    """Give a training a folder of its own."""
-    return config.model_copy(update={"name": folder.name, "runs_dir": folder.parent})
-
-
-def parameters(cell: Cell) -> Mapping[str, str]:
-    """Name the columns of a row that say which cell it belongs to."""
-    return {"cell": cell.name, **cell.values}
 
 
 def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from flows.cli import EXIT_STOPPED
 from slurm.backend import JobKey
-from slurm.devcluster import DevCluster
 from specrl.config import STAGES
 from tasks.run import ask_to_stop, read_run_config
 from tests.integration.disturbances import Disturbed, held, ranks_of
@@ -31,6 +30,7 @@ from tests.integration.pipeline_runs import (
     specrl,
     wait_for,
 )
+from tests.slurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.pipeline
 

@@ -13,7 +13,7 @@ from flows.cli import app
 from flows.folder import write_config
 from specrl.config import ConfigError, load_config
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.choices import ACCEPTANCE, assumptions, choices, hardware_of, model_of
+from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, model_of
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Efficiency
 from specrl.projection.simulator.published import PublishedRow, published_rows
@@ -59,21 +59,6 @@ def test_an_iteration_costs_more_with_more_of_anything(engine: EngineModel) -> N
     assert replace(engine, gpus=2).at(8, 100) < usual
 
 
-@pytest.mark.parametrize("running", [1, 20_000])
-def test_a_parallel_drafter_reads_its_weights_once_and_computes_as_many_positions(running: int) -> None:
-    def saved(k: int, **fields: object) -> float:
-        one_by_one, at_once = (dense(k=k, parallel=parallel, **fields) for parallel in (False, True))
-        return one_by_one.at(running, 100) - at_once.at(running, 100)
-
-    passes = 3
-    weights = passes * 2 * dense()._drafter_parameters / H100.memory_bandwidth
-    assert saved(1) == 0
-    assert saved(1 + passes, prompt_tokens=-100) == pytest.approx(weights)  # nothing in the KV cache
-    assert saved(1 + passes, prompt_tokens=0) > weights
-    alone = replace(IDEAL, draft_pass_s=1.0)
-    assert saved(1 + passes, prompt_tokens=-100, efficiency=alone) == pytest.approx(weights + passes)
-
-
 def step(efficiency: Efficiency | None = None, **fields: object) -> StepModel:
     workload = Workload(prompts=16, samples=4, lengths=Lengths(200, 0.8, 2000))
     engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], H100, efficiency=efficiency or Efficiency())
@@ -81,7 +66,7 @@ def step(efficiency: Efficiency | None = None, **fields: object) -> StepModel:
 
 
 def seconds(model: StepModel, speculation: Speculation) -> float:
-    return model.synchronous(speculation).generation
+    return model.step(speculation).generation
 
 
 def test_generation_takes_its_longest_response_where_iterations_cost_the_same() -> None:
@@ -95,13 +80,11 @@ def test_an_engine_that_cannot_run_all_responses_at_once_takes_longer() -> None:
     assert seconds(step(most_running=4), Speculation()) > seconds(step(), Speculation())
 
 
-def test_bubbles_shorten_generation_and_a_lag_never_makes_the_step_shorter_than_its_parts() -> None:
-    plain, bubbles = step().synchronous(Speculation()), step().synchronous(Speculation(bubbles="pregenerate"))
+def test_bubbles_shorten_generation_and_a_step_is_the_sum_of_its_parts() -> None:
+    plain, bubbles = step().step(Speculation()), step().step(Speculation(bubbles="pregenerate"))
     assert bubbles.generation < plain.generation and bubbles.update == plain.update
-    lagged = step().lagged(Speculation(), 1)
-    assert lagged.total == pytest.approx(
-        max(lagged.generation, lagged.logprob + lagged.update) + lagged.refit + step().other_s
-    )
+    parts = plain.generation + plain.logprob + plain.update + plain.refit
+    assert plain.total == pytest.approx(parts + step().other_s)
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +92,18 @@ def rows() -> list[PublishedRow]:
     return published_rows()
 
 
-def test_published_speedups_are_within_five_percent_but_for_the_one_with_a_lag(rows: list[PublishedRow]) -> None:
+def test_published_speedups_are_within_five_percent(rows: list[PublishedRow]) -> None:
     chosen = [row for row in rows if row.chosen_on and row.k]
-    assert len(chosen) == 12
+    assert len(chosen) == 10
     errors = {(row.setting, row.quantity): abs((row.ratio or 0) - 1) for row in rows if row.chosen_on}
-    assert all(errors[row.setting, row.quantity] <= 0.05 for row in chosen if "lag" not in row.setting)
-    assert all(errors[row.setting, row.quantity] <= 0.15 for row in chosen)
+    assert all(errors[row.setting, row.quantity] <= 0.05 for row in chosen)
     assert all(error <= 0.17 for error in errors.values())
 
 
 def test_rows_that_are_predicted_are_named_and_those_that_cannot_be_are_empty(rows: list[PublishedRow]) -> None:
     predicted = [row for row in rows if not row.chosen_on and row.predicted]
     assert sorted(row.k or 0 for row in predicted) == [3] * 6 + [5, 5, 7, 7]
-    assert all("n-gram" in row.setting or "lag 1" in row.setting for row in rows if row.predicted is None)
+    assert all("n-gram" in row.setting or "lag" in row.setting for row in rows if row.predicted is None)
     assert all(row.as_json()["chosen_on"] is row.chosen_on for row in rows)
     # What the simulator does not know: the measured engine loses from k = 3 on.
     assert all((row.ratio or 0) > 1.2 for row in predicted if row.k in (5, 7))
@@ -144,7 +126,7 @@ def test_a_configuration_is_simulated_with_its_own_layout() -> None:
 
 
 def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
-    found = {choice.name: choice.time for choice in choices(step(longest_k=3), ACCEPTANCE)}
+    found = {choice.name: choice.time for choice in choices(step(), ACCEPTANCE)}
     for base in ("plain", "k = 3"):
         none, training, both = found[base], found[f"{base}, train_drafter"], found[f"{base}, both"]
         pregenerated = found[f"{base}, pregenerate"]
@@ -152,20 +134,6 @@ def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
         assert pregenerated.generation <= both.generation < none.generation
         assert none.idle_share == training.idle_share > 0
         assert none.used_share == 0 < pregenerated.used_share <= training.used_share == both.used_share == 1
-
-
-def test_a_parallel_drafter_is_simulated_up_to_the_positions_that_it_learns() -> None:
-    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
-    drafter = config.drafter.model_copy(update={"parallel": True, "ttt_steps": 3})
-    model = replace(model_of(config, H100), workload=step().workload)
-    parallel = replace(model_of(config.model_copy(update={"drafter": drafter}), H100), workload=step().workload)
-    before, after = ({choice.name: choice for choice in choices(one, ACCEPTANCE)} for one in (model, parallel))
-    assert "k = 7" in before and "k = 3" in after and "k = 4" not in after
-    assert after["k = 3"].generation_speedup > before["k = 3"].generation_speedup
-    words = "\n".join(assumptions(parallel, ACCEPTANCE))
-    assert "one pass of the drafter, at most 3 (drafter.ttt_steps)" in words and "right less often" in words
-    assert "right less often" not in "\n".join(assumptions(parallel, (0.8, 0.5)))
-    assert "one pass" not in "\n".join(assumptions(model, ACCEPTANCE))
 
 
 def test_unknown_hardware_and_a_run_without_gpus_are_one_line() -> None:
