@@ -1,5 +1,5 @@
 # make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
-# what CI runs before the tests; make docs builds the documentation into site/.
+# what CI runs before the tests.
 PYTHON ?= python3.11
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
@@ -16,7 +16,6 @@ export PYTHONDONTWRITEBYTECODE :=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
-DOCS_STAMP := .venv/.installed-docs.lock
 TOOLS := requirements/tools.lock
 # Nothing is fetched whose hash the locks do not have: packages that are published as source only are built with the
 # setuptools of TOOLS, and not in an environment that the installer would fill for each.
@@ -61,7 +60,7 @@ test: env
 	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security
 	$(PYTEST) tests/unit
 
-check: docs
+check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -81,14 +80,6 @@ $(DOCS_STAMP): $(STAMP) $(DOCS)
 	$(INSTALL) --require-hashes -r $(DOCS)
 	touch $@
 
-# The reference pages are written from the code, so the site is built in the environment that imports it.
-docs: env $(DOCS_STAMP)
-	$(BIN)/mkdocs --quiet build --strict
-
-$(DOCS_STAMP): requirements/docs.lock $(STAMP)
-	$(INSTALL) --require-hashes -r requirements/docs.lock
-	touch $@
-
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -103,7 +94,6 @@ lock: env
 	$(COMPILE) docs.in $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.lock) -o docs.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
-	$(COMPILE) docs.in -o docs.lock
 
 clean:
 	rm -rf .venv site
