@@ -109,6 +109,14 @@ def test_every_file_of_the_project_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+def test_every_invariant_of_the_design_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| \*\*.*$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    named = [re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", row) for row in rows]
+    assert all(named)
+    missing = [name for row in named for file, name in row if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert missing == []
+
+
 def test_what_does_not_exist_is_found() -> None:
     assert unknown_in("specrl ran configs/smoke.toml") == ["ran"]
     assert unknown_in("specrl run CONFIG --sett a=b") == ["--sett"]
