@@ -12,16 +12,15 @@ import torch
 from specrl.config import Config
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import MASK_TOKEN, PARALLEL, has_window
+from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.sampler import seed_argument
 from specrl.training.drafter.io import check_offsets
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -46,7 +45,9 @@ CPU_BLOCK_TOKENS = 32
 
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
-NO_DRAFTER = "specrl.rollout.vllm.drafting.drafting.NoDrafter"
+DRAFT_LENGTHS = (0, 1, 2, 3, 5, 7, 15)
+"""The draft lengths for which vLLM captures full CUDA graphs, as far as they are below the longest, which is another.
+All requests of a batch have one of them."""
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """The words by which vLLM guesses a method from the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
@@ -62,14 +63,13 @@ def engine_arguments(
     precision: EnginePrecision,
     *,
     alone: bool,
+    keeps_routes: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
     The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
     and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
     """
-    drafter = read_model_config(drafter_dir) if drafter_dir is not None else {}
-    parallel = config.speculation.draft_method.model == "drafter" and MASK_TOKEN in drafter
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
     arguments: dict[str, Any] = {
@@ -77,10 +77,10 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": seed,
         "max_num_seqs": config.engine.max_num_seqs,
-        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest, parallel=parallel),
+        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest),
         "tensor_parallel_size": config.engine.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
-        "async_scheduling": False,
+        "async_scheduling": True,
         "enforce_eager": not config.engine.compile,
         "enable_prefix_caching": True,
         "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
@@ -88,6 +88,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
+        "enable_return_routed_experts": keeps_routes,
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
@@ -106,12 +107,19 @@ def engine_arguments(
     if longest:
         arguments["speculative_config"] = {
             "num_speculative_tokens": longest,
-            # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
-            "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
+            "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, longest),
             **_proposer(config, policy_dir, drafter_dir),
-            **({PARALLEL: True} if parallel else {}),
         }
     return arguments
+
+
+def schedule(max_num_seqs: int, longest: int) -> list[tuple[int, int, int]]:
+    """Return a schedule of vLLM's that names all draft lengths in turn, as (first batch, last batch, length).
+
+    vLLM captures graphs for the lengths that it finds there. Which length a batch has is decided while the engine runs.
+    """
+    lengths = [*(length for length in DRAFT_LENGTHS if length < longest), longest][::-1]
+    return [(batch, batch, lengths[(batch - 1) % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -158,13 +166,15 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """Return vLLM's `SamplingParams` for a request; they carry its seed to `InvariantSampler`.
+    """Return vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
 
     Raises:
         ValueError: The prompt leaves no room for a token within `max_length`.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+
+    from specrl.rollout.vllm.device_sampler import NUM_COLUMNS
 
     room = max_length - len(request.prompt_tokens)
     if room < 1:
@@ -176,7 +186,8 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        **seed_argument(request.seed),
+        seed=request.seed,
+        logprobs=NUM_COLUMNS - 1,
         max_tokens=min(request.max_tokens, room),
         stop_token_ids=stop_tokens,
         ignore_eos=True,
@@ -195,7 +206,7 @@ def scoring_params() -> Any:
         prompt_logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **seed_argument(0),
+        seed=0,
     )
 
 
