@@ -152,16 +152,14 @@ class RefitConfig(Section):
     and before a checkpoint, and its tensors are compared at every refit."""
 
 
-def batched_tokens(max_num_seqs: int, longest_draft: int, *, parallel: bool = False) -> int:
+def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
     """Return the largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
 
     Args:
         max_num_seqs: `engine.max_num_seqs`.
         longest_draft: The longest draft in tokens; 0 where nothing is drafted.
-        parallel: Whether the drafter reads all of a draft but its first token behind the tokens that were verified.
     """
-    masks = longest_draft - 1 if parallel and longest_draft else 0
-    return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1 + masks))
+    return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

@@ -47,7 +47,7 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
         )
     rows = METHODS.values()
     drafters = [row.name for row in rows if row.model == "drafter"], [row.name for row in rows if row.has_weights]
-    for name, allowed in (("source", drafters[0]), ("parallel", drafters[0]), ("data", drafters[1])):
+    for name, allowed in (("source", drafters[0]), ("data", drafters[1])):
         if not method.has_weights and _is_given(drafter, name):
             yield Unused(
                 (f"drafter.{name}",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +132,7 @@ class Engine:
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
         self._stopped = False
+        self.controller = None
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
         self.set_k(None if config.speculation.adaptive else self.longest_k)
@@ -233,6 +234,52 @@ class Engine:
     def _draft_up_to(self, length: int) -> None:
         """Let all drafts have a length, whatever the batch."""
         self._vllm.draft_up_to([length] * (self.config.engine.max_num_seqs + 1))
+
+    def set_replay(
+        self,
+        texts: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
+        seeds: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    ) -> None:
+        """Replace the stored text, for methods with replay.
+
+        Args:
+            texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
+            seeds: The seeds that they were sampled with, in the same order, where they are known. A request follows the
+                text of its own seed before all others.
+
+        Raises:
+            ValueError: `speculation.method` has no replay.
+        """
+        if not self.replays:
+            raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
+        self._text.texts.store(texts, seeds)
+
+    def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Replace what is remembered of generations with `recall`, for methods that draft from text.
+
+        Args:
+            generations: The tokens of the responses of each generation; in both, the oldest first.
+        """
+        self._text.texts.forget_recent()
+        for responses in generations:
+            for response in responses:
+                self._text.texts.remember(response)
+
+    def stored_for(self, request: Request) -> tuple[int, int]:
+        """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
+
+        Either number is 0 where there is none.
+        """
+        return self._text.texts.stored(request.prompt_tokens, request.seed) if self.replays else (0, 0)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the engine takes stored responses to the same prompt as drafts."""
+        return self.longest_k > 0 and self.config.speculation.draft_method.replays
+
+    @property
+    def _text(self) -> Any:
+        return self._vllm.runner.speculator.text
 
     @property
     def speculates(self) -> bool:

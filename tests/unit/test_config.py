@@ -43,8 +43,6 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["seed=4294967296"], ["seed", "4294967296", "less than 4294967296"]),
         (["engine.max_num_seqs=2049"], ["engine.max_num_seqs", "2049", "less than or equal to 2048"]),
         (["policy.beta1=1"], ["policy.beta1", "less than 1"]),
-        (["drafter.parallel=true", "speculation.method=mtp"], ["drafter.parallel = true", "mtp"]),
-        (["drafter.parallel=true", "speculation.k=4"], ["speculation.k = 4", "drafter.ttt_steps = 3"]),
         (["drafter.num_prompts=1"], ["drafter.num_prompts", "1", "greater than or equal to 2"]),
         (["policy.lr=inf"], ["policy.lr", "inf", "finite"]),
         (["sampling.top_k=1"], ["sampling.top_k = 1", "0 (all tokens) or at least 2"]),
@@ -102,7 +100,6 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
     [
         (["speculation.method=replay", "speculation.k=5"], ["speculation.k = 5", '"replay"', "replay_k", "3"]),
         (["speculation.method=ngram", "drafter.source=a/b"], ['drafter.source = "a/b"', '"ngram"', "eagle3"]),
-        (["speculation.method=replay", "drafter.parallel=true"], ["drafter.parallel = true", '"replay"', "eagle3"]),
         (["speculation.method=ngram", "drafter.data=x.jsonl"], ['drafter.data = "x.jsonl"', '"ngram"', "mtp"]),
         (
             [*OF_A_FILE, "data.validation_path=b.jsonl", "data.validation_fraction=0.3"],

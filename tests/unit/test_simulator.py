@@ -13,7 +13,7 @@ from flows.cli import app
 from flows.folder import write_config
 from specrl.config import ConfigError, load_config
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.simulator.choices import ACCEPTANCE, assumptions, choices, hardware_of, model_of
+from specrl.projection.simulator.choices import ACCEPTANCE, choices, hardware_of, model_of
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Efficiency
 from specrl.projection.simulator.published import PublishedRow, published_rows
@@ -57,21 +57,6 @@ def test_an_iteration_costs_more_with_more_of_anything(engine: EngineModel) -> N
     assert engine.at(9, 100) > usual < engine.at(8, 200)
     assert replace(engine, k=1).at(8, 100) > usual > replace(engine, is_fp8=True).at(8, 100)
     assert replace(engine, gpus=2).at(8, 100) < usual
-
-
-@pytest.mark.parametrize("running", [1, 20_000])
-def test_a_parallel_drafter_reads_its_weights_once_and_computes_as_many_positions(running: int) -> None:
-    def saved(k: int, **fields: object) -> float:
-        one_by_one, at_once = (dense(k=k, parallel=parallel, **fields) for parallel in (False, True))
-        return one_by_one.at(running, 100) - at_once.at(running, 100)
-
-    passes = 3
-    weights = passes * 2 * dense()._drafter_parameters / H100.memory_bandwidth
-    assert saved(1) == 0
-    assert saved(1 + passes, prompt_tokens=-100) == pytest.approx(weights)  # nothing in the KV cache
-    assert saved(1 + passes, prompt_tokens=0) > weights
-    alone = replace(IDEAL, draft_pass_s=1.0)
-    assert saved(1 + passes, prompt_tokens=-100, efficiency=alone) == pytest.approx(weights + passes)
 
 
 def step(efficiency: Efficiency | None = None, **fields: object) -> StepModel:
@@ -152,20 +137,6 @@ def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
         assert pregenerated.generation <= both.generation < none.generation
         assert none.idle_share == training.idle_share > 0
         assert none.used_share == 0 < pregenerated.used_share <= training.used_share == both.used_share == 1
-
-
-def test_a_parallel_drafter_is_simulated_up_to_the_positions_that_it_learns() -> None:
-    config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
-    drafter = config.drafter.model_copy(update={"parallel": True, "ttt_steps": 3})
-    model = replace(model_of(config, H100), workload=step().workload)
-    parallel = replace(model_of(config.model_copy(update={"drafter": drafter}), H100), workload=step().workload)
-    before, after = ({choice.name: choice for choice in choices(one, ACCEPTANCE)} for one in (model, parallel))
-    assert "k = 7" in before and "k = 3" in after and "k = 4" not in after
-    assert after["k = 3"].generation_speedup > before["k = 3"].generation_speedup
-    words = "\n".join(assumptions(parallel, ACCEPTANCE))
-    assert "one pass of the drafter, at most 3 (drafter.ttt_steps)" in words and "right less often" in words
-    assert "right less often" not in "\n".join(assumptions(parallel, (0.8, 0.5)))
-    assert "one pass" not in "\n".join(assumptions(model, ACCEPTANCE))
 
 
 def test_unknown_hardware_and_a_run_without_gpus_are_one_line() -> None:

@@ -13,7 +13,6 @@ from specrl.projection.refit import Layout
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
 from specrl.projection.simulator.step import (
-    LONGEST_K,
     REPLAYED_TOKENS,
     Speculation,
     StepModel,
@@ -59,7 +58,6 @@ def model_of(
 ) -> StepModel:
     """Make the simulated run of a configuration, by default with log-normal lengths and the train stage's ranks."""
     limit, policy = config.sampling.max_response_tokens, config.policy
-    parallel = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
     gpus = gpus or config.resources_of("train").ranks
     if gpus % config.engine.tensor_parallel:
         raise ConfigError(
@@ -70,14 +68,12 @@ def model_of(
         hardware=hardware,
         gpus=config.engine.tensor_parallel,
         is_fp8=config.precision.generation == "fp8",
-        parallel=parallel,
     )
     responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
     return StepModel(
         engine=engine,
         gpus=gpus,
         workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
-        longest_k=min(LONGEST_K, config.drafter.ttt_steps) if parallel else LONGEST_K,
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
         layout=Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel),
@@ -103,7 +99,7 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
 
 def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     responses = model.workload.prompts * model.workload.samples
-    lines = [
+    return [
         f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
         f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
@@ -113,11 +109,3 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",
     ]
-    if model.engine.parallel:
-        lines.append(
-            f"all of a request's drafts come from one pass of the drafter, at most {model.longest_k} "
-            "(drafter.ttt_steps), which reads weights and KV cache once"
-        )
-        if tuple(rates) == ACCEPTANCE:
-            lines.append("drafts of one pass are right less often than those shares: give measured ones (--acceptance)")
-    return lines

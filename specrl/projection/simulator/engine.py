@@ -25,7 +25,6 @@ class EngineModel:
     hardware: Hardware
     gpus: int = 1  # among which weights, KV cache and products are divided evenly
     is_fp8: bool = False  # linear layers and KV cache; the output layer and the drafter are in BF16
-    parallel: bool = False  # whether the drafter drafts all positions in one pass, and not each in a pass of its own
     k: int = 0  # drafts that are verified for each request
     prompt_tokens: int = 512
     draft_vocab_size: int = 32000
@@ -84,12 +83,9 @@ class EngineModel:
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
     def _drafting_s(self, running: int, context: float) -> float:
-        # k passes of one position of each request, or one of k positions, which reads weights and cache once; then the
-        # products for the positions that were verified.
-        passes, positions = (1, self.k) if self.parallel else (self.k, 1)
+        # k passes of one position of each request; then the products for the positions that were verified.
         parameters = self._drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16
-        attention = cache * (1 + self.efficiency.verified_row * (positions - 1))
         products = 2 * running * parameters / self._bf16_flops
-        each = (parameters * BF16 + attention) / self._bandwidth + positions * products
-        return passes * (each + self.efficiency.draft_pass_s) + (self.k + 1) * products
+        each = (parameters * BF16 + cache) / self._bandwidth + products
+        return self.k * (each + self.efficiency.draft_pass_s) + (self.k + 1) * products

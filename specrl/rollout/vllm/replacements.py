@@ -99,12 +99,6 @@ REPLACEMENTS = (
 )
 
 
-def prepare() -> None:
-    """Let vLLM's CPU build define its Triton kernels; to be called before vLLM is imported."""
-    if not torch.cuda.is_available():
-        cpu_kernels.register_backend()
-
-
 def install() -> None:
     """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; to be called before an engine starts."""
     on_cpus = not torch.cuda.is_available()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.config.methods import NGRAM
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import has_window
@@ -89,12 +90,14 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
         "enable_return_routed_experts": keeps_routes,
+        # vLLM's own limit, 512 tokens, is below what a batch of drafts has.
+        "compilation_config": {"max_cudagraph_capture_size": config.engine.max_num_seqs * (longest + 1)},
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
-        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         # vLLM's own all-reduce looks for the GPUs of the other ranks, which a rank that sees only its own cannot find.
         arguments["disable_custom_all_reduce"] = torch.cuda.device_count() == 1
     if drafter_dir is not None and has_window(drafter_dir):
@@ -105,6 +108,7 @@ def engine_arguments(
         own_layer = config.speculation.draft_method.is_policy_layer
         arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
     if longest:
+        arguments["additional_config"] = {"drafter_k": config.speculation.draft_lengths[0]}
         arguments["speculative_config"] = {
             "num_speculative_tokens": longest,
             "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, longest),
@@ -140,7 +144,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
     """
     method = config.speculation.draft_method
     if method.vllm is None:
-        return {"method": "custom_class", "model": NO_DRAFTER}
+        return dict(NGRAM)  # which never gets to draft: see `text_speculator`
     if method.model is None:
         return dict(method.vllm)
     # Without `model` vLLM would find the policy's own layer too, but expect it in the policy's precision.

@@ -177,9 +177,8 @@ class VllmEngine:
 
 
 def set_environment() -> None:
-    """Set the variables of `ENVIRONMENT` that the user has not set, and prepare Triton, before vLLM is imported."""
+    """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported."""
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    replacements.prepare()
     importlib.import_module("numba.core.config").reload_config()  # Numba may have been imported before
 
 
