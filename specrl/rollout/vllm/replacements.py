@@ -11,6 +11,7 @@ import torch
 from specrl.rollout.vllm import cpu_kernels
 
 SAMPLER = "specrl.rollout.vllm.device_sampler"
+SPECULATOR = "specrl.rollout.vllm.text_speculator"
 
 
 class Replacement(NamedTuple):
@@ -41,6 +42,18 @@ REPLACEMENTS = (
         f"{SAMPLER}.score",
         "prompts are scored in one pass; vLLM ranks every token in two more, by kernels that CPUs lack",
         "tests/exactness/test_second_runner.py::test_sampled_logprobs_are_those_of_scoring",
+    ),
+    Replacement(
+        "model_runner.RequestState",
+        f"{SPECULATOR}.KnownRequests",
+        "drafts from text need the prompt and the end of each request, and vLLM tells speculators neither",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_counted",
+    ),
+    Replacement(
+        "model_runner.init_speculator",
+        f"{SPECULATOR}.init_speculator",
+        "vLLM drafts with one speculator, none of which drafts from stored text",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_counted",
     ),
 )
 
