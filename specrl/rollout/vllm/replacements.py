@@ -12,6 +12,7 @@ from specrl.rollout.vllm import cpu_kernels
 
 RUNNER = cpu_kernels.RUNNER
 SAMPLER = "specrl.rollout.vllm.device_sampler"
+SPECULATOR = "specrl.rollout.vllm.text_speculator"
 PATCHES = "specrl.rollout.vllm.engine.patches"
 COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed"
 SAME_TOKENS = "tests/exactness/test_second_runner.py::test_drafts_schedules_and_batches_change_no_token"
@@ -95,6 +96,18 @@ REPLACEMENTS = (
         SHARED_MEMORY,
         wraps=True,
         on_cpus=True,
+    ),
+    Replacement(
+        f"{RUNNER}.model_runner.RequestState",
+        f"{SPECULATOR}.KnownRequests",
+        "drafts from text need the prompt and the end of each request, and vLLM tells speculators neither",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_counted",
+    ),
+    Replacement(
+        f"{RUNNER}.model_runner.init_speculator",
+        f"{SPECULATOR}.init_speculator",
+        "vLLM drafts with one speculator, none of which drafts from stored text",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_counted",
     ),
 )
 

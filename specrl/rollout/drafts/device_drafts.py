@@ -1,0 +1,196 @@
+"""The choice of every request's draft, and the counters of all drafts, on the device.
+
+`DeviceDrafts` is asked once an iteration: it counts what became of the drafts before, and chooses among those that
+there may be next. It runs a fixed number of operations for any batch, waits for nothing, and needs no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specrl.rollout.drafts.acceptance import SourceCounts
+from specrl.rollout.drafts.text_index import (
+    DRAFTERS,
+    END,
+    LONGEST,
+    NOTHING,
+    RECENT_TEXT,
+    SOURCE_OF_KIND,
+    SOURCES,
+    TextIndex,
+    until_end,
+)
+
+CANDIDATES = 4
+"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
+KINDS = NOTHING + 1
+
+
+class Batch(NamedTuple):
+    """What an iteration has made of the requests of a batch; all tensors are [requests] on one device."""
+
+    slots: Tensor
+    """int64, the rows of the requests in all that is kept from one iteration to the next; each occurs once."""
+    rows: Tensor
+    """int64, the places of the requests in this generation; 0 for a request that is not counted by itself."""
+    prompts: Tensor
+    """int64, the numbers of their prompts; see `TextIndex.find`."""
+    seeds: Tensor
+    """int64."""
+    prompt_lengths: Tensor
+    lengths: Tensor
+    """The tokens of prompt and response together, those of this iteration included."""
+    limits: Tensor
+    """The number of tokens, prompt included, at which each response ends at the latest."""
+    num_sampled: Tensor
+    num_rejected: Tensor
+    """The drafted places that were computed in vain; together with `num_sampled` one more than were verified."""
+
+
+@dataclass
+class Counts:
+    """Sums over drafts, as int64 arrays."""
+
+    by_request: NDArray[np.int64]
+    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of all other requests'."""
+    drafted: NDArray[np.int64]
+    """[kinds, k]: the drafts of each kind that reached a position, and in `accepted` those whose token was right."""
+    accepted: NDArray[np.int64]
+    seen: NDArray[np.int64]
+    """[kinds, k]: how often the token at a position was compared, those before it being right, whether it was drafted
+    or might have been; in `right` how often it was the one."""
+    right: NDArray[np.int64]
+    offered: NDArray[np.int64]
+    """[kinds]: how often each kind was the best that there was for a request; the last where there was nothing."""
+
+    def of_request(self, row: int) -> dict[str, SourceCounts]:
+        """Return the counters of one request's drafts by source, for sources that it had drafts of."""
+        return {
+            source: SourceCounts(*counts.tolist())
+            for source, counts in zip(SOURCES, self.by_request[row], strict=True)
+            if counts[0]
+        }
+
+
+class DeviceDrafts:
+    """Chooses drafts among text and the drafter's, and counts them."""
+
+    def __init__(self, num_slots: int, k: int, device: torch.device | str = "cpu") -> None:
+        """Begin without text.
+
+        Args:
+            num_slots: The number of requests that can run at once.
+            k: The longest draft, in tokens.
+        """
+        self.k = k
+        self.device = torch.device(device)
+        self.index = TextIndex([], device)
+        self._expected = torch.zeros(k + 1, KINDS, device=device)
+        """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
+        self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
+        self._source_of = torch.tensor(SOURCE_OF_KIND, device=device)
+        # What was predicted for the request of each slot: for which request, at which length, and what was chosen.
+        self._made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
+        self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
+        self._kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
+        self._chosen = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.begin(0)
+
+    def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
+        """Set all counters to zero, for a generation of so many requests."""
+        counters = {"by_request": (num_requests + 1, len(SOURCES), 3), "offered": (KINDS,)}
+        for field in fields(Counts):
+            size = counters.get(field.name, (KINDS, self.k))
+            setattr(self, f"_{field.name}", torch.zeros(size, dtype=torch.int64, device=self.device))
+        self._ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
+        self._stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
+
+    def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
+        """Say what decides between the drafts that a request may have.
+
+        Args:
+            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft is expected to bring, by its length.
+            recalls: Whether recent text may be drafted.
+        """
+        table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
+        if not recalls:
+            table[:, RECENT_TEXT:DRAFTERS] = -2.0
+        self._expected.copy_(torch.from_numpy(table))
+
+    def counts(self) -> Counts:
+        """Return all counters since `begin`; this waits for the device."""
+        return Counts(*(getattr(self, f"_{field.name}").cpu().numpy().copy() for field in fields(Counts)))
+
+    def observe(self, batch: Batch, all_tokens: Tensor) -> None:
+        """Count what became of the predictions that were made for these requests in their last iteration.
+
+        Args:
+            all_tokens: [slots, longest sequence], the tokens of prompts and responses.
+        """
+        column = torch.arange(self.k, device=self.device)
+        before = batch.lengths.long() - batch.num_sampled
+        at = (before[:, None] + column).clamp(max=all_tokens.shape[1] - 1)
+        sampled = all_tokens[batch.slots[:, None], at].long()
+        made_at = self._made_at[batch.slots]
+        counts = (made_at[:, 0] == batch.rows) & (made_at[:, 1] == before) & ~self._ended[batch.rows]
+        predicted, kinds, chosen = self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots]
+        shown = (counts[:, None] & (column < batch.num_sampled[:, None]))[:, None] & (predicted != END)
+        right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
+        seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
+        self._seen.index_add_(0, kinds.flatten(), seen.long().flatten(0, 1))
+        self._right.index_add_(0, kinds.flatten(), right.flatten(0, 1))
+
+        one = chosen[:, None, None].expand(-1, 1, self.k)
+        verified = (batch.num_sampled + batch.num_rejected - 1)[:, None]
+        drafted = (predicted.gather(1, one)[:, 0] != END) & counts[:, None] & (column < verified)
+        accepted = right.gather(1, one)[:, 0] * drafted
+        kind = kinds.gather(1, chosen[:, None])[:, 0]
+        self._drafted.index_add_(0, kind, drafted.long())
+        self._accepted.index_add_(0, kind, accepted)
+        sums = torch.stack((drafted.any(1).long(), drafted.sum(1), accepted.sum(1)), 1)
+        place = batch.rows * len(SOURCES) + self._source_of[kind]
+        self._by_request.view(-1, 3).index_add_(0, place, sums)
+        # A response may be computed for one more iteration before vLLM learns that it has ended.
+        last = all_tokens[batch.slots, (batch.lengths - 1).long()]
+        stops = (last[:, None] == self._stop_tokens).any(1) & (batch.num_sampled > 0)
+        self._ended[batch.rows] |= stops | (batch.lengths >= batch.limits)
+        self._ended[0].fill_(False)
+
+    def choose(self, batch: Batch, all_tokens: Tensor, drafter: Tensor | None, length: int) -> Tensor:
+        """Return the next draft of each request, int64 [requests, k], of which `length` tokens will be verified.
+
+        It is the candidate of the kind that is expected to bring most. Where no candidate has a token, the request's
+        last token stands, which counts as no draft: the policy must be able to read it.
+
+        Args:
+            drafter: [requests, any number up to k] int64, the drafter's drafts, `END` where it has none; None if it
+                made none.
+        """
+        back = batch.lengths.long()[:, None] - 1 - torch.arange(LONGEST, device=self.device)
+        tokens = all_tokens[batch.slots[:, None], back.clamp(min=0)].long()
+        last = torch.where(back >= batch.prompt_lengths[:, None], tokens, END)
+        found = self.index.find(last, batch.prompts, batch.seeds, batch.lengths - batch.prompt_lengths)
+        candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
+        candidates[:, :-1] = self.index.ahead(found.places, self.k)
+        if drafter is not None:
+            candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
+        # Verification adds a token after a draft, and that one must fit.
+        room = (batch.limits - batch.lengths - 1)[:, None, None]
+        candidates = torch.where(torch.arange(self.k, device=self.device) < room, candidates, END)
+        kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
+        kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
+        chosen = self._expected[max(length, 1)][kinds].argmax(1)
+
+        self._made_at[batch.slots] = torch.stack((batch.rows, batch.lengths.long()), 1)
+        self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots] = candidates, kinds, chosen
+        kind = kinds.gather(1, chosen[:, None])[:, 0]
+        self._offered.index_add_(0, kind, torch.ones_like(kind))
+        drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
+        return torch.where(drafts == END, tokens[:, :1], drafts)
