@@ -28,6 +28,9 @@ class ControlSettings:
     """The difference in log tokens per second from which on worse lengths are not tried. Up to it the probability of a
     trial falls as (1 - difference / plausible)^2."""
 
+    time_window: float = 8.0
+    """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
+
     # What is expected of drafts.
     guessed_acceptance: float = 0.6
     """The assumed probability that the next token of a draft is accepted too, before the controller has seen any."""

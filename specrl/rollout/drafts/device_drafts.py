@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import SourceCounts
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 from specrl.rollout.drafts.text_index import (
     DRAFTERS,
     END,
@@ -70,6 +70,25 @@ class Counts:
     offered: NDArray[np.int64]
     """[kinds]: how often each kind was the best that there was for a request; the last where there was nothing."""
 
+    def stats(self, decode_steps: int) -> SpeculationStats:
+        """Return the counters of all drafts.
+
+        Args:
+            decode_steps: The number of iterations, which is not counted here.
+        """
+        drafted, accepted = self.drafted.sum(0), self.accepted.sum(0)
+        reached = int((drafted > 0).sum())
+        sums = self.by_request.sum(0)
+        return SpeculationStats(
+            *sums.sum(0).tolist(),
+            accepted_per_pos=tuple(accepted[:reached].tolist()),
+            decode_steps=decode_steps,
+            drafted_per_pos=tuple(drafted[:reached].tolist()),
+            by_source={
+                source: SourceCounts(*row.tolist()) for source, row in zip(SOURCES, sums, strict=True) if row[0]
+            },
+        )
+
     def of_request(self, row: int) -> dict[str, SourceCounts]:
         """Return the counters of one request's drafts by source, for sources that it had drafts of."""
         return {
@@ -109,6 +128,9 @@ class DeviceDrafts:
         for field in fields(Counts):
             size = counters.get(field.name, (KINDS, self.k))
             setattr(self, f"_{field.name}", torch.zeros(size, dtype=torch.int64, device=self.device))
+        self.log: list[Tensor] | None = None
+        """Where the drafts of each iteration are noted, [requests, 4]: row, tokens before the draft, those drafted, and
+        those accepted; None to note nothing. A request without a draft has none drafted."""
         self._ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
         self._stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
@@ -157,6 +179,8 @@ class DeviceDrafts:
         sums = torch.stack((drafted.any(1).long(), drafted.sum(1), accepted.sum(1)), 1)
         place = batch.rows * len(SOURCES) + self._source_of[kind]
         self._by_request.view(-1, 3).index_add_(0, place, sums)
+        if self.log is not None:
+            self.log.append(torch.cat((torch.stack((batch.rows, before), 1), sums[:, 1:]), 1))
         # A response may be computed for one more iteration before vLLM learns that it has ended.
         last = all_tokens[batch.slots, (batch.lengths - 1).long()]
         stops = (last[:, None] == self._stop_tokens).any(1) & (batch.num_sampled > 0)

@@ -31,7 +31,9 @@ SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
 """The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
-_RANDOM = torch.randint(-(2**62), 2**62, (LONGEST + 1 + len(SIZES),), generator=torch.Generator().manual_seed(0)).tolist()
+_RANDOM = torch.randint(
+    -(2**62), 2**62, (LONGEST + 1 + len(SIZES),), generator=torch.Generator().manual_seed(0)
+).tolist()
 _OF_PROMPT, *_OF_SIZE = _RANDOM[LONGEST:]
 """For a multilinear hash: a random number for each of the last tokens, one for the prompt, and one for each size."""
 _NO_KEY = torch.iinfo(torch.int64).max
@@ -141,7 +143,8 @@ class TextIndex:
         """Return the key for each of `SIZES`, of last tokens [..., LONGEST], the latest first, and prompts [...]."""
         sums = (last * self._factors).cumsum(-1)  # products and sums wrap around
         return [
-            _mixed(sums[..., size - 1] + prompts * _OF_PROMPT + salt) for size, salt in zip(SIZES, _OF_SIZE, strict=True)
+            _mixed(sums[..., size - 1] + prompts * _OF_PROMPT + salt)
+            for size, salt in zip(SIZES, _OF_SIZE, strict=True)
         ]
 
 

@@ -1,0 +1,154 @@
+"""Drafts from text on vLLM's second model runner: no text changes a token (FP32), and every source is counted."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, SourceCounts
+from specrl.rollout.drafts.text_index import SOURCE_OF_KIND, SOURCES, Text
+from specrl.rollout.requests import Request
+from tests.exactness import second_runner
+from tests.exactness.engines import mixed_requests
+from tests.exactness.text_runner import Answers, Stored, generate
+from tests.exactness.toy import likely_tokens, policy_weights, write_policy
+from tests.text_drafting import Ask, follow
+
+pytestmark = pytest.mark.engine
+REQUESTS = mixed_requests(96, longest_prompt=70, max_tokens=64)
+STOP = likely_tokens()[3]
+K = 5
+WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
+"""The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
+TIGHT = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 5 << 19, "enable_prefix_caching": False}
+SCHEDULE = [(1, 2, 5), (3, 8, 3), (9, 16, 1), (17, 32, 0)]
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def in_own_process(function: Any, *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@pytest.fixture(scope="module")
+def plain(directories: tuple[Path, Path]) -> list[list[int]]:
+    result = in_own_process(second_runner.generate, directories[0], REQUESTS, STOP, None, {})
+    return [answer.tokens for answer in result.answers]
+
+
+def by_prompt(requests: list[Request], rows: list[list[int]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    texts: dict[tuple[int, ...], list[list[int]]] = {}
+    seeds: dict[tuple[int, ...], list[int]] = {}
+    for request, row in zip(requests, rows, strict=True):
+        texts.setdefault(tuple(request.prompt_tokens), []).append(row)
+        seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
+    return texts, seeds
+
+
+def altered(index: int, tokens: list[int]) -> list[int]:
+    """The text that an older policy wrote: the same, with a token that differs, or cut off."""
+    middle = len(tokens) // 2
+    if index % 4 == 1 and tokens:
+        return [*tokens[:middle], tokens[middle] + 1, *tokens[middle + 1 :]]
+    return tokens[:middle] if index % 4 == 2 else tokens
+
+
+def generations(plain: list[list[int]]) -> list[Stored]:
+    """Nothing; the very answers by their seeds; altered ones and recent ones; other seeds' text; recent text alone."""
+    older = [altered(index, tokens) for index, tokens in enumerate(plain)]
+    others = [older[index - 1] for index in range(len(older))]
+    return [
+        Stored(),
+        Stored(*by_prompt(REQUESTS, plain)),
+        Stored(*by_prompt(REQUESTS, older), recent=plain[:20]),
+        Stored(by_prompt(REQUESTS, older)[0]),
+        Stored(recent=others),
+    ]
+
+
+def texts_of(stored: Stored) -> list[Text]:
+    texts = []
+    for number, (prompt, rows) in enumerate(stored.texts.items()):
+        seeds: Any = stored.seeds[prompt] if stored.seeds else [None] * len(rows)
+        texts += [Text(row, number, seed) for row, seed in zip(rows, seeds, strict=True)]
+    return texts + [Text(row) for row in reversed(stored.recent)]
+
+
+def expected(stored: Stored, plain: list[list[int]]) -> tuple[list[dict[str, SourceCounts]], int]:
+    """What each request's drafts from text come to in plain Python, and the iterations of all requests together."""
+    numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
+    texts, found, iterations = texts_of(stored), [], 0
+    for request, answer in zip(REQUESTS, plain, strict=True):
+        ask = Ask(numbers.get(tuple(request.prompt_tokens), -2), request.seed)
+        outcomes, steps = follow(texts, ask, answer, request.max_tokens, K, lambda kind: WORTH[kind])
+        counts: dict[str, SourceCounts] = {}
+        for kind, drafted, accepted in outcomes:
+            source = SOURCES[SOURCE_OF_KIND[kind]]
+            counts[source] = counts.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
+        found.append(counts)
+        iterations += steps
+    return found, iterations
+
+
+def total(answers: Answers, source: str) -> SourceCounts:
+    found = SourceCounts()
+    for sources in answers.sources:
+        found = found.plus(sources.get(source, SourceCounts()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter_k", "options"),
+    [
+        ("replay", 0, {}),
+        ("replay", 0, TIGHT),
+        ("eagle3+replay", 3, {}),
+        ("eagle3+replay", 3, {"schedule": SCHEDULE}),
+        ("draft_model+replay", 2, {"async_scheduling": False}),
+        ("ngram+replay", 3, {}),
+    ],
+)
+def test_text_changes_no_token_and_is_counted(
+    directories: tuple[Path, Path],
+    plain: list[list[int]],
+    tmp_path: Path,
+    method: str,
+    drafter_k: int,
+    options: dict[str, Any],
+) -> None:
+    policy, drafter = directories
+    own, settings = method.removesuffix("+replay"), dict(options)
+    speculative: dict[str, Any] = {"method": own, "model": str(drafter)}
+    if own == "draft_model":
+        speculative["model"] = str(write_policy(tmp_path / "policy", policy_weights(5)))
+    if own in ("replay", "ngram"):
+        speculative = dict(NGRAM)
+    if "schedule" in settings:
+        speculative["num_speculative_tokens_per_batch_size"] = settings.pop("schedule")
+    speculative["num_speculative_tokens"] = K
+    worth = dict(enumerate(WORTH))
+    offered = generations(plain)
+    results = in_own_process(generate, policy, REQUESTS, STOP, speculative, drafter_k, offered, worth, settings)
+    for answers in results:
+        assert answers.tokens == plain
+    num_tokens = sum(map(len, plain))
+    nothing, same, older, others, recent = results
+    assert (total(nothing, DRAFTER).num_accepted_tokens > 50) == (drafter_k > 0)
+    assert total(nothing, REPLAY) == total(nothing, RECENT) == SourceCounts()
+    assert total(others, REPLAY).num_accepted_tokens > 50
+    assert total(recent, RECENT).num_accepted_tokens > 20
+    assert total(older, RECENT).num_drafts > 0
+    if "schedule" not in options:
+        assert total(same, REPLAY).num_accepted_tokens > 0.7 * num_tokens
+        assert same.num_iterations < 0.4 * nothing.num_iterations
+    if drafter_k == 0 and options is not TIGHT:
+        for answers, stored in zip(results, offered, strict=True):
+            assert answers.sources == expected(stored, plain)[0]
+    for answers in results:
+        for counts, tokens in zip(answers.sources, plain, strict=True):
+            accepted = sum(count.num_accepted_tokens for count in counts.values())
+            assert accepted + sum(count.num_drafts for count in counts.values()) <= len(tokens)
