@@ -17,9 +17,12 @@ from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
+from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DraftOutcome, SpeculationStats
+from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
+from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,
@@ -88,6 +91,7 @@ class Engine:
         alone: bool = False,
         reads_policy: bool = True,
         overrides: Mapping[str, Any] | None = None,
+        control: ControlSettings | None = None,
     ) -> None:
         """Start the engine and test its sampler.
 
@@ -103,6 +107,7 @@ class Engine:
             reads_policy: Whether to read the policy's weights from its directory. Without them weights are arbitrary
                 until the first refit, and nothing is read that the refit replaces anyway.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
+            control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
         Raises:
             ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
@@ -113,8 +118,7 @@ class Engine:
         require_version()
         self.config = config
         self.max_length = config.model.max_length
-        self.max_k, self.max_replay_k = config.speculation.draft_lengths if speculate else (0, 0)
-        longest = max(self.max_k, self.max_replay_k)
+        longest = max(config.speculation.draft_lengths) if speculate else 0
         self.precision = EnginePrecision(config.precision, recipe)
         self._family = family_of(read_model_config(policy_dir))
         keeps_routes = self._family.router is not None and not alone
@@ -123,7 +127,7 @@ class Engine:
         )
         if not reads_policy:
             arguments = without_weights(arguments)
-        self._vllm = VllmEngine({**arguments, **(overrides or {})})
+        self._vllm = VllmEngine({**arguments, **(overrides or {})}, SOURCES)
         self.precision.loaded(self._vllm.policy, None)
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
@@ -131,12 +135,15 @@ class Engine:
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
+        self._drafting = Drafting(self._vllm, config, control or ControlSettings()) if longest else None
         self._stopped = False
-        self.controller = None
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
-        self.set_k(None if config.speculation.adaptive else self.longest_k)
+        self.set_k(self.longest_k)
         self.self_test()
+        if self._drafting is not None and config.speculation.adaptive:
+            self._drafting.measure(self.max_length)
+            self.set_k(None)
 
     @cached_property
     def _policy_names(self) -> frozenset[str]:
@@ -189,13 +196,15 @@ class Engine:
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
-        with self._generation() as running:
+        with self._generation(len(requests), recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
                 running[self._vllm.add(asked.prompt_tokens, parameters)] = index
             decode_steps = self._vllm.decode_steps
             while running:
                 finished = self._vllm.step()
+                if self._drafting is not None:
+                    self._drafting.follow(self._vllm.last)
                 for request in finished:
                     index = running.pop(request)
                     responses[index] = self._response(requests[index], request, routes=routes)
@@ -215,10 +224,9 @@ class Engine:
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
     def set_k(self, k: int | None) -> None:
-        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the controller.
+        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the cost model.
 
-        For a method whose drafts are vLLM's, `k` is their length: text beside them keeps its own, `replay_k`, but
-        `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
+        The drafter makes at most `speculation.k` of them; text fills longer drafts. `k = 0` switches all drafts off.
         After `stop_speculating` the engine stays at 0.
 
         Raises:
@@ -229,11 +237,8 @@ class Engine:
             raise ValueError(f"k = {k} is outside 0 to {limit}, the longest draft that this engine was started for")
         k = 0 if self._stopped else k
         self.k = k
-        self._draft_up_to(self.longest_k if k is None else k)
-
-    def _draft_up_to(self, length: int) -> None:
-        """Let all drafts have a length, whatever the batch."""
-        self._vllm.draft_up_to([length] * (self.config.engine.max_num_seqs + 1))
+        if self._drafting is not None:
+            self._drafting.set_length(k)
 
     def set_replay(
         self,
@@ -252,7 +257,8 @@ class Engine:
         """
         if not self.replays:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        self._text.texts.store(texts, seeds)
+        assert self._drafting is not None
+        self._drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
         """Replace what is remembered of generations with `recall`, for methods that draft from text.
@@ -260,36 +266,41 @@ class Engine:
         Args:
             generations: The tokens of the responses of each generation; in both, the oldest first.
         """
-        self._text.texts.forget_recent()
+        assert self._drafting is not None, "an engine that does not draft"
+        self._drafting.texts.forget_recent()
         for responses in generations:
             for response in responses:
-                self._text.texts.remember(response)
+                self._drafting.texts.remember(response)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
 
         Either number is 0 where there is none.
         """
-        return self._text.texts.stored(request.prompt_tokens, request.seed) if self.replays else (0, 0)
+        if self._drafting is None:
+            return 0, 0
+        found: tuple[int, int] = self._drafting.texts.stored(request.prompt_tokens, request.seed)
+        return found
 
     @property
     def replays(self) -> bool:
         """Whether the engine takes stored responses to the same prompt as drafts."""
-        return self.longest_k > 0 and self.config.speculation.draft_method.replays
-
-    @property
-    def _text(self) -> Any:
-        return self._vllm.runner.speculator.text
+        return self._drafting is not None and self.config.speculation.draft_method.replays
 
     @property
     def speculates(self) -> bool:
         """Whether the engine was started with a draft source and has not been told to stop drafting."""
-        return self.longest_k > 0 and not self._stopped
+        return self._drafting is not None and not self._stopped
 
     @property
     def longest_k(self) -> int:
         """The largest `k` that `set_k` takes."""
-        return self.max_k or self.max_replay_k
+        return self._drafting.k if self._drafting is not None else 0
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
+        return self._drafting
 
     def stop_speculating(self) -> None:
         """Decode plainly from now on, whatever `k` is set."""
@@ -350,6 +361,8 @@ class Engine:
             self._vllm.refit_drafter(drafter_weights, self._drafter_names)
         self.precision.loaded(self._vllm.policy, kv_scales)
         self.reset_prefix_cache()
+        if self._drafting is not None:
+            self._drafting.costs.drafter_changed()
         self.version = version
         return time.perf_counter() - started
 
@@ -357,6 +370,8 @@ class Engine:
         """Load the drafter alone; the policy stays as it is. Errors are those of `refit`."""
         self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
+        if self._drafting is not None:
+            self._drafting.costs.drafter_changed()
 
     @property
     def cannot_verify(self) -> str | None:
@@ -405,8 +420,9 @@ class Engine:
             raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
         params = scoring_params()
         results: dict[int, SequenceScore] = {}
-        with self._generation() as running:
-            self._draft_up_to(0)
+        if self._drafting is not None:
+            self._drafting.set_length(0)
+        with self._generation(0) as running:
             for index, tokens in enumerate(sequences):
                 running[self._vllm.add(tokens, params)] = index
             while running:
@@ -435,9 +451,13 @@ class Engine:
         self.set_k(self.longest_k)
         with CraftedInputs(self._vllm.sampler, self._vllm.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
+            if self.replays:
+                self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(
                 [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases]
             )
+        if self.replays:
+            self.set_replay({})
         self.set_k(k)
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self._vllm.reset_prefix_cache()
@@ -467,19 +487,27 @@ class Engine:
         self._vllm.stop()
 
     @contextmanager
-    def _generation(self) -> Iterator[dict[RunningRequest, int]]:
+    def _generation(
+        self, num_requests: int, *, recall: bool = False, learn: bool = False
+    ) -> Iterator[dict[RunningRequest, int]]:
         """Generate; whatever ends it, no request is left in vLLM.
 
         Yields:
             The places of the running requests; the block keeps it up to date.
         """
+        if self._drafting is not None:
+            self._drafting.begin(num_requests, self.stop_tokens, recall=recall, learn=learn)
         try:
             yield {}
         finally:
             self._vllm.end()
+        if self._drafting is not None:
+            self._drafting.end()
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         """Return the response to a request, as far as it has got."""
+        if self._drafting is not None:
+            self._drafting.remember(request.tokens)
         by_source = SpeculationStats.of([DraftOutcome(d.source, d.drafted, d.accepted) for d in request.drafts])
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)

@@ -120,6 +120,10 @@ class DeviceDrafts:
         self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self._kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """The place in `SOURCES` of the source of each slot's next draft."""
+        self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """The number of tokens of that draft, padding not counted."""
         self.begin(0)
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
@@ -217,4 +221,6 @@ class DeviceDrafts:
         kind = kinds.gather(1, chosen[:, None])[:, 0]
         self._offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
+        self.sources[batch.slots] = self._source_of[kind].int()
+        self.lengths[batch.slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)

@@ -52,8 +52,8 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         self.sampling = sampling_on(arguments["device"])
         size, device = arguments["max_num_reqs"], arguments["device"]
         self.sources = torch.zeros(size, dtype=torch.int32, device=device)
-        """The number of the source of each request's next draft. A speculator with several sources writes it."""
-        self.draft_lengths = torch.full((size,), DRAFT_BASE - 1, dtype=torch.int32, device=device)
+        """The number of the source of each request's next draft, which the speculator writes."""
+        self.draft_lengths = torch.zeros(size, dtype=torch.int32, device=device)
         """How many of that draft's tokens are no padding; likewise."""
         self.stop_tokens = UvaBackedTensor((size, MOST_STOP_TOKENS), torch.int64)
         self.longest = UvaBackedTensor(size, torch.int32)

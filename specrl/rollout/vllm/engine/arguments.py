@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
+from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.drafter.io import check_offsets
@@ -46,9 +48,6 @@ CPU_BLOCK_TOKENS = 32
 
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
-DRAFT_LENGTHS = (0, 1, 2, 3, 5, 7, 15)
-"""The draft lengths for which vLLM captures full CUDA graphs, as far as they are below the longest, which is another.
-All requests of a batch have one of them."""
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """The words by which vLLM guesses a method from the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
@@ -108,22 +107,24 @@ def engine_arguments(
         own_layer = config.speculation.draft_method.is_policy_layer
         arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
     if longest:
-        arguments["additional_config"] = {"drafter_k": config.speculation.draft_lengths[0]}
+        drafter_k = config.speculation.draft_lengths[0]
+        lengths = possible_lengths(longest, drafter_k) if config.speculation.adaptive else (0, longest)
+        arguments["additional_config"] = {"drafter_k": drafter_k}
         arguments["speculative_config"] = {
             "num_speculative_tokens": longest,
-            "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, longest),
+            "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, lengths),
             **_proposer(config, policy_dir, drafter_dir),
         }
     return arguments
 
 
-def schedule(max_num_seqs: int, longest: int) -> list[tuple[int, int, int]]:
-    """Return a schedule of vLLM's that names all draft lengths in turn, as (first batch, last batch, length).
+def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return a schedule of vLLM's that names these draft lengths in turn, as (first batch, last batch, length).
 
-    vLLM captures graphs for the lengths that it finds there. Which length a batch has is decided while the engine runs.
+    vLLM captures full CUDA graphs for the lengths that it finds there. Which one a batch has is decided while the
+    engine runs.
     """
-    lengths = [*(length for length in DRAFT_LENGTHS if length < longest), longest][::-1]
-    return [(batch, batch, lengths[(batch - 1) % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
+    return [(batch, batch, lengths[-batch % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:

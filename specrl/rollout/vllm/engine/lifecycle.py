@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -31,6 +31,16 @@ _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
 
+class Iteration(NamedTuple):
+    """What an iteration brought."""
+
+    batch: int
+    """The number of requests that got tokens."""
+    tokens: int
+    all_decoding: bool
+    """Whether none of these were their first tokens."""
+
+
 class VllmEngine:
     """An in-process vLLM engine, and its model runner, for the modules that replace parts of it.
 
@@ -47,6 +57,8 @@ class VllmEngine:
         self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.sampler = self.runner.sampler
+        self.last: Iteration | None = None
+        """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
         self._sources = sources
@@ -70,6 +82,16 @@ class VllmEngine:
         return int(self.llm.model_config.get_vocab_size())
 
     @property
+    def num_running(self) -> int:
+        """The number of requests that are not finished."""
+        return len(self._running)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """The numbers of tokens for which CUDA graphs were captured; none on CPUs."""
+        return list(self.llm.vllm_config.compilation_config.cudagraph_capture_sizes or ())
+
+    @property
     def _core(self) -> Any:
         return self.llm.engine_core.engine_core
 
@@ -91,17 +113,20 @@ class VllmEngine:
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
         """
-        finished, errors, decodes = [], [], False
-        for output in self.llm.engine_core.get_output().outputs:
+        finished, errors, decoding, tokens = [], [], 0, 0
+        outputs = self.llm.engine_core.get_output().outputs
+        for output in outputs:
             request = self._running[output.request_id]
-            decodes = decodes or bool(request.tokens)
+            decoding += bool(request.tokens)
+            tokens += len(output.new_token_ids)
             try:
                 request.take(output, self._sources)
             except NonFiniteLogitsError as error:
                 errors.append(error)
             if request.finish_reason is not None:
                 finished.append(self._running.pop(request.name))
-        self.decode_steps += decodes
+        self.decode_steps += decoding > 0
+        self.last = Iteration(len(outputs), tokens, decoding == len(outputs)) if outputs else None
         if errors:
             raise errors[0]
         return finished
