@@ -68,7 +68,7 @@ class DraftMethod:
 
 
 EAGLE3 = {"method": "eagle3"}
-NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""
 TEXTS = (STORED_TEXT, RECENT_TEXT)
 """The text sources of the methods with replay."""

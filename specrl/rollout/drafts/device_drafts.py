@@ -120,6 +120,8 @@ class DeviceDrafts:
         self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self._kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.has_drafter = False
+        """Whether there is a drafter, in iterations without its drafts too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -219,7 +221,8 @@ class DeviceDrafts:
         self._made_at[batch.slots] = torch.stack((batch.rows, batch.lengths.long()), 1)
         self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots] = candidates, kinds, chosen
         kind = kinds.gather(1, chosen[:, None])[:, 0]
-        self._offered.index_add_(0, kind, torch.ones_like(kind))
+        if drafter is not None or not self.has_drafter:  # else it might have had a draft for each request
+            self._offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         self.sources[batch.slots] = self._source_of[kind].int()
         self.lengths[batch.slots] = (drafts != END).sum(1, dtype=torch.int32)

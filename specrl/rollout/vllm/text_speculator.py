@@ -67,6 +67,7 @@ class TextSpeculator:
         """Whether a model that drafts reads the tokens. After a time without, the prefix cache must be reset."""
         k = speculator.num_speculative_steps
         self.drafts = DeviceDrafts(requests.max_num_reqs, k, device)
+        self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self._rows = 0
         speculator.text, speculator.propose = self, self.propose

@@ -64,7 +64,7 @@ class RunningRequest:
             self.log_kept_mass += columns.log_kept_mass
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
             if drafted:
-                accepted = len(output.new_token_ids) - 1
+                accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
                 self.drafts.append(VerifiedDraft(self.seed, context, drafted, accepted, sources[source]))
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
