@@ -19,8 +19,8 @@ from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
-from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.refit.load import RefitReport
+from specrl.rollout.vllm.drafting import Drafting
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
 from specrl.tracking import LoggedSteps, Tracker
@@ -235,16 +235,15 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 
 
-def controller_metrics(controller: Controller | None) -> dict[str, float]:
-    """Return what this rank's controller did in the step, and what it has settled on for each running batch size."""
-    if controller is None:
+def drafting_metrics(drafting: Drafting | None) -> dict[str, float]:
+    """Return how far this rank's engine drafted in the step, and what it chooses for some running batch sizes."""
+    if drafting is None:
         return {}
-    mean = controller.take_mean_length()
+    mean = drafting.take_mean_length()
     metrics = {"spec/k": mean} if mean is not None else {}
-    for point in controller.curve():
-        if point.chosen:
-            chosen = {"k": float(point.k), "replay_k": float(point.replay_k), "tokens_per_s": point.tokens_per_s}
-            metrics |= {f"spec/chosen_{name}_batch_{point.batch}": value for name, value in chosen.items()}
+    for choice in drafting.chosen():
+        chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
+        metrics |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}
     return metrics
 
 

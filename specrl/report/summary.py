@@ -61,7 +61,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     empty where `validate.default_engine` is false or that engine did not start. The pairs take the requests of the
     training step that would come next, and draft from what that step would find: `text` says how much text that is, and
     `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
-    `speedup_estimate` has the medians over the steps of what the controller's own trials of plain decoding say.
+    `speedup_estimate` has the medians over the steps of what the cost model says of plain decoding.
     """
     config = readable_config(run_dir)
     prepare = readable(stages, "prepare", PrepareResult)

@@ -142,7 +142,6 @@ class Engine:
         self.set_k(self.longest_k)
         self.self_test()
         if self._drafting is not None and config.speculation.adaptive:
-            self._drafting.measure(self.max_length)
             self.set_k(None)
 
     @cached_property
@@ -186,7 +185,7 @@ class Engine:
                 responses. It is meant for rollouts: a probe, which repeats the same requests, would find its own
                 earlier responses, word for word.
             learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
-                controller has settled on, and nothing about later drafts changes; it is meant for validation between
+                cost model has chosen, and nothing about later drafts changes; it is meant for validation between
                 steps and for probes of the drafter.
             routes: Whether to return the experts that the tokens were sent to, for a policy that has any. Every rank of
                 a tensor-parallel engine copies them from its own device, so that none need be sent to a trainer there.
@@ -226,7 +225,8 @@ class Engine:
     def set_k(self, k: int | None) -> None:
         """Draft up to `k` tokens in every iteration from now on; None gives the choice to the cost model.
 
-        The drafter makes at most `speculation.k` of them; text fills longer drafts. `k = 0` switches all drafts off.
+        For a method with a drafter `k` is the length of its drafts: text beside it keeps its own, `replay_k`, but
+        `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
         After `stop_speculating` the engine stays at 0.
 
         Raises:

@@ -69,7 +69,7 @@ def main(context: StageContext) -> None:
                 acceptance_length=stats.acceptance_length,
                 acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
                 speed=speed,
-                text=following.text() if speed and config.speculation.draft_method.texts else None,
+                text=following.text() if speed and config.speculation.draft_method.replays else None,
                 exactness=exactness,
                 seconds=time.monotonic() - started,
             )
@@ -169,7 +169,7 @@ def measure_speed(
 def _speed_pairs(
     engine: Engine, following: NextStep, config: Config, turns: DefaultTurns | None, progress: Progress
 ) -> list[SpeedPair]:
-    give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.texts else None
+    give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.replays else None
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
     for batch in config.validate_.speed_batches:

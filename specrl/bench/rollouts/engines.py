@@ -74,7 +74,7 @@ class Engines:
     def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
         """Choose every k for a drafter, and `adaptive` alone where stored text or the long tail makes runs costly."""
         row = METHODS[method]
-        costly = row.texts or (workload.name == TAIL and not row.has_weights)
+        costly = row.replays or (workload.name == TAIL and not row.has_weights)
         return (ADAPTIVE,) if costly and ADAPTIVE in self.options.ks else self.options.ks
 
     def _engine(self, method: str) -> Engine:

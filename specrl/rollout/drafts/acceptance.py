@@ -48,10 +48,6 @@ class DraftOutcome(NamedTuple):
     """The number of tokens of the draft."""
     accepted: int
     """The number of these tokens that were accepted."""
-    agreement: int = 0
-    """How well text agreed with the response before the draft (`TextCursor.agreement`); 0 for the drafter."""
-    confidences: tuple[float, ...] = ()
-    """The drafter's probability of each token that it drafted; empty for text and for drafters that do not tell."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class SpeculationStats:
         """Return the counters of single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}
-        for source, drafted, accepted, *_ in outcomes:
+        for source, drafted, accepted in outcomes:
             by_source[source] = by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
         return cls(
             num_drafts=len(outcomes),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN, RECENT_TEXT, SIZES
+from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN, SIZES
 
 Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)

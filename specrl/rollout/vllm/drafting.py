@@ -9,7 +9,7 @@ from typing import Any
 
 from specrl.config import Config
 from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.cost_model import CostModel
+from specrl.rollout.drafts.cost_model import Choice, CostModel
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
@@ -26,16 +26,18 @@ class Drafting:
 
     def __init__(self, engine: VllmEngine, config: Config, settings: ControlSettings) -> None:
         self._engine, self._max_batch = engine, config.engine.max_num_seqs
-        drafter_k, replay_k = config.speculation.draft_lengths
-        self.k = max(drafter_k, replay_k)
-        """The longest draft, in tokens."""
+        self._max_length = config.model.max_length
+        self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
+        self.k = drafter_k or replay_k
+        """The longest draft that `set_length` takes, in tokens."""
         self._text = engine.runner.speculator.text
-        self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.texts else 0)
+        self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
         engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
-        self.costs = CostModel(self._max_batch, self.k, drafter_k, engine.graph_sizes, settings)
+        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes, settings)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)
         """The draft lengths by the number of running requests."""
+        self._is_measured = False
         self._recalls = self._learns = False
         self._last: tuple[float, int] | None = None
         """The end of the last iteration, and its draft length, if all requests were decoding."""
@@ -47,8 +49,11 @@ class Drafting:
         return self._text.texts
 
     def set_length(self, k: int | None) -> None:
-        """Let all drafts have a length; None leaves the choice to the cost model. It counts at once."""
-        self._fixed = k
+        """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
+        if k is None and not self._is_measured:
+            self._measure()
+        self._text.drafter_k = self._drafter_k if k is None else min(k, self._drafter_k)
+        self._fixed = max(k, self._replay_k) if k and self._drafter_k else k
         self._schedule()
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
@@ -85,14 +90,24 @@ class Drafting:
         lengths, self._drafted = self._drafted, []
         return sum(lengths) / len(lengths) if lengths else None
 
-    def measure(self, max_length: int) -> None:
+    def chosen(self) -> list[Choice]:
+        """Return what the cost model chooses for batch sizes that are powers of two, once it knows times."""
+        sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
+        return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
+
+    def take_saved_seconds(self) -> float | None:
+        """Return an estimate of the seconds that drafts saved since the last call; None where no times are known."""
+        return self.costs.take_saved_seconds() if self._is_measured else None
+
+    def _measure(self) -> None:
         """Measure how long iterations take, by batch size and draft length (collective over the engine's ranks)."""
+        self._is_measured = True
         pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
         for batch in sorted({batch for batch, _ in pairs}):
             self._text.begin(0, ())
             for seed in range(batch):
-                request = Request([0], seed, max_tokens=max_length, temperature=1.0)
-                self._engine.add(request.prompt_tokens, generation_params(request, max_length, []))
+                request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
+                self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))
             for k in sorted(k for of, k in pairs if of == batch):
                 seconds = self._measure_iterations(batch, k)
                 if seconds is not None:
