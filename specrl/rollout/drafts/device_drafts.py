@@ -7,7 +7,7 @@ there may be next. It runs a fixed number of operations for any batch, waits for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +54,23 @@ class Batch(NamedTuple):
     """The drafted places that were computed in vain; together with `num_sampled` one more than were verified."""
 
 
+class Sums(NamedTuple):
+    """The fields of `Counts` on the device."""
+
+    by_request: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    seen: Tensor
+    right: Tensor
+    offered: Tensor
+
+
 @dataclass
 class Counts:
     """Sums over drafts, as int64 arrays."""
 
     by_request: NDArray[np.int64]
-    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of all other requests'."""
+    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of other requests."""
     drafted: NDArray[np.int64]
     """[kinds, k]: the drafts of each kind that reached a position, and in `accepted` those whose token was right."""
     accepted: NDArray[np.int64]
@@ -79,8 +90,11 @@ class Counts:
         drafted, accepted = self.drafted.sum(0), self.accepted.sum(0)
         reached = int((drafted > 0).sum())
         sums = self.by_request.sum(0)
+        drafts, draft_tokens, accepted_tokens = sums.sum(0).tolist()
         return SpeculationStats(
-            *sums.sum(0).tolist(),
+            num_drafts=drafts,
+            num_draft_tokens=draft_tokens,
+            num_accepted_tokens=accepted_tokens,
             accepted_per_pos=tuple(accepted[:reached].tolist()),
             decode_steps=decode_steps,
             drafted_per_pos=tuple(drafted[:reached].tolist()),
@@ -124,10 +138,8 @@ class DeviceDrafts:
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
         """Set all counters to zero, for a generation of so many requests."""
-        counters = {"by_request": (num_requests + 1, len(SOURCES), 3), "offered": (KINDS,)}
-        for field in fields(Counts):
-            size = counters.get(field.name, (KINDS, self.k))
-            setattr(self, f"_{field.name}", torch.zeros(size, dtype=torch.int64, device=self.device))
+        sizes = [(num_requests + 1, len(SOURCES), 3), *[(KINDS, self.k)] * 4, (KINDS,)]
+        self._sums = Sums(*(torch.zeros(size, dtype=torch.int64, device=self.device) for size in sizes))
         self.log: list[Tensor] | None = None
         """Where the drafts of each iteration are noted, [requests, 4]: row, tokens before the draft, those drafted, and
         those accepted; None to note nothing. A request without a draft has none drafted."""
@@ -138,7 +150,7 @@ class DeviceDrafts:
         """Say what decides between the drafts that a request may have.
 
         Args:
-            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft is expected to bring, by its length.
+            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
             recalls: Whether recent text may be drafted.
         """
         table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
@@ -148,7 +160,7 @@ class DeviceDrafts:
 
     def counts(self) -> Counts:
         """Return all counters since `begin`; this waits for the device."""
-        return Counts(*(getattr(self, f"_{field.name}").cpu().numpy().copy() for field in fields(Counts)))
+        return Counts(*(values.cpu().numpy().copy() for values in self._sums))
 
     def observe(self, batch: Batch, all_tokens: Tensor) -> None:
         """Count what became of the predictions that were made for these requests in their last iteration.
@@ -166,19 +178,19 @@ class DeviceDrafts:
         shown = (counts[:, None] & (column < batch.num_sampled[:, None]))[:, None] & (predicted != END)
         right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
         seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
-        self._seen.index_add_(0, kinds.flatten(), seen.long().flatten(0, 1))
-        self._right.index_add_(0, kinds.flatten(), right.flatten(0, 1))
+        self._sums.seen.index_add_(0, kinds.flatten(), seen.long().flatten(0, 1))
+        self._sums.right.index_add_(0, kinds.flatten(), right.flatten(0, 1))
 
         one = chosen[:, None, None].expand(-1, 1, self.k)
         verified = (batch.num_sampled + batch.num_rejected - 1)[:, None]
         drafted = (predicted.gather(1, one)[:, 0] != END) & counts[:, None] & (column < verified)
         accepted = right.gather(1, one)[:, 0] * drafted
         kind = kinds.gather(1, chosen[:, None])[:, 0]
-        self._drafted.index_add_(0, kind, drafted.long())
-        self._accepted.index_add_(0, kind, accepted)
+        self._sums.drafted.index_add_(0, kind, drafted.long())
+        self._sums.accepted.index_add_(0, kind, accepted)
         sums = torch.stack((drafted.any(1).long(), drafted.sum(1), accepted.sum(1)), 1)
         place = batch.rows * len(SOURCES) + self._source_of[kind]
-        self._by_request.view(-1, 3).index_add_(0, place, sums)
+        self._sums.by_request.view(-1, 3).index_add_(0, place, sums)
         if self.log is not None:
             self.log.append(torch.cat((torch.stack((batch.rows, before), 1), sums[:, 1:]), 1))
         # A response may be computed for one more iteration before vLLM learns that it has ended.
@@ -215,6 +227,6 @@ class DeviceDrafts:
         self._made_at[batch.slots] = torch.stack((batch.rows, batch.lengths.long()), 1)
         self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots] = candidates, kinds, chosen
         kind = kinds.gather(1, chosen[:, None])[:, 0]
-        self._offered.index_add_(0, kind, torch.ones_like(kind))
+        self._sums.offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         return torch.where(drafts == END, tokens[:, :1], drafts)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
@@ -43,7 +44,7 @@ _NO_KEY = torch.iinfo(torch.int64).max
 class Text(NamedTuple):
     """A response that may be drafted from."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | NDArray[np.int32]
     prompt: int = ANY_PROMPT
     """The number of the prompt whose responses may follow it, at least 0; or any prompt's."""
     seed: int | None = None
