@@ -28,9 +28,21 @@ class Answers(NamedTuple):
     sources: list[dict[str, SourceCounts]]
     """Of each request."""
     counts: Counts
-    num_iterations: int
-    num_drafted: int
-    """As vLLM counts; padding is drafted there."""
+    num_preempted: int
+
+
+def allow_asynchronous_scheduling() -> None:
+    """Let vLLM schedule ahead of the sampled tokens on CPUs, as it does on GPUs; it has no need of that there."""
+    from vllm.platforms import current_platform
+
+    checks = current_platform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        checks(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    type(current_platform).check_and_update_config = staticmethod(keep)
 
 
 def generate(
@@ -58,6 +70,7 @@ def generate(
     replacements.install()
     from vllm import LLM, SamplingParams
 
+    allow_asynchronous_scheduling()
     arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 192, "max_num_seqs": 32}
     arguments |= {"kv_cache_memory_bytes": 128 << 20, "async_scheduling": True, "block_size": 32} | options
     llm = LLM(
@@ -69,12 +82,11 @@ def generate(
         **arguments,
     )
     core = llm.llm_engine.engine_core.engine_core
+    assert (type(core.scheduler).__name__ == "AsyncScheduler") == (core.batch_queue is not None)
+    assert (core.batch_queue is not None) == arguments["async_scheduling"]
     runner = core.model_executor.driver_worker.worker.model_runner
     text = runner.speculator.text
     text.keep_recent(100_000)
-    iterations = []
-    step = core.step_fn
-    core.step_fn = lambda: (iterations.append(None), step())[1]
     parameters = [
         SamplingParams(
             temperature=request.temperature,
@@ -100,7 +112,6 @@ def generate(
         for response in stored.recent:
             text.texts.remember(response)
         text.begin(len(requests), [stop_token])
-        iterations.clear()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
         counts = text.counts()
         # vLLM's names are those of the outputs and a random ending.
@@ -112,8 +123,7 @@ def generate(
                 [list(output.outputs[0].token_ids) for output in outputs],
                 sources,
                 counts,
-                len(iterations),
-                int(metrics.get("vllm:spec_decode_num_draft_tokens", 0)),
+                int(metrics["vllm:num_preemptions"]),
             )
         )
     return found

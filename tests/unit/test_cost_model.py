@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_a_schedule_says_every_length_in_as_few_ranges_as_possible(lengths: list
     schedule = as_schedule(lengths)
     assert [k for first, last, k in schedule for _ in range(first, last + 1)] == lengths
     assert [first for first, *_ in schedule] == [1, *[last + 1 for _, last, _ in schedule[:-1]]]
-    assert all(one[2] != other[2] for one, other in zip(schedule, schedule[1:], strict=False))
+    assert all(one[2] != other[2] for one, other in pairwise(schedule))
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.drafts.acceptance import SourceCounts
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Sums
 from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, SOURCES, Text, TextIndex
 from specrl.rollout.drafts.text_index import SOURCE_OF_KIND as SOURCE_OF
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
@@ -233,6 +233,7 @@ def test_neither_choice_nor_count_waits_for_the_device() -> None:
     drafts.begin(2, [3])
     mode = FakeTensorMode()
     without_values(mode, drafts)
+    drafts._sums = Sums(*map(mode.from_tensor, drafts._sums))
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
         batch = Batch(*(torch.zeros(2, dtype=torch.int64) for _ in Batch._fields))

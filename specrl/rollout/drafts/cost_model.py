@@ -59,16 +59,15 @@ class Acceptance:
         """Learn from the counters of a generation, or from the part of them that is new."""
         # The older observations weigh as much as `text_window` at most.
         weights = np.minimum(1, self._settings.text_window / np.maximum(self._seen[:, :1], 1))
-        for sums, new in ((self._seen, counts.seen), (self._right, counts.right)):
-            sums *= weights
-            sums += new[:NOTHING]
-        self._offered *= min(1, self._settings.text_window / max(self._offered.sum(), 1))
-        self._offered += counts.offered
+        self._seen = self._seen * weights + counts.seen[:NOTHING]
+        self._right = self._right * weights + counts.right[:NOTHING]
+        weight = min(1, self._settings.text_window / max(self._offered.sum(), 1))
+        self._offered = self._offered * weight + counts.offered
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
-        for sums in (self._seen, self._right, self._offered):
-            sums *= self._settings.kept_on_refit
+        kept = self._settings.kept_on_refit
+        self._seen, self._right, self._offered = self._seen * kept, self._right * kept, self._offered * kept
 
     def by_position(self) -> Floats:
         """Return the probability that a draft's token is right if those before it are, [kinds, k].
@@ -95,7 +94,8 @@ class Acceptance:
         prior = np.zeros(NOTHING + 1)
         prior[DRAFTERS if self._drafter_k else OWN] = self._settings.prior_requests
         shares = (self._offered + prior) / (self._offered + prior).sum()
-        return 1 + self.accepted() @ shares[:NOTHING]
+        tokens: Floats = 1 + self.accepted() @ shares[:NOTHING]
+        return tokens
 
 
 class Seconds:
@@ -127,7 +127,7 @@ class Seconds:
         self._logs = np.array([known[rows] for rows in self._rows])
 
     def log(self, batch: int) -> float:
-        """Return the log of the expected seconds: never less for more rows, a line beyond the most that were measured."""
+        """Return the log of the expected seconds: never less for more rows, on a line beyond the most measured."""
         assert len(self._rows), "nothing was measured"
         asked, seconds = self.computed(batch), np.exp(np.maximum.accumulate(self._logs))
         beyond = asked - self._rows[-1]
@@ -186,7 +186,7 @@ class CostModel:
         self._saved = 0.0
 
     def to_measure(self) -> list[tuple[int, int]]:
-        """Return the batch sizes and draft lengths that an engine measures when it starts: powers of two, and the end."""
+        """Return the batch sizes and draft lengths that an engine measures when it starts."""
         sizes = sorted({1 << power for power in range(self.max_batch.bit_length())} | {self.max_batch})
         return [(batch, length) for length in self.lengths for batch in sizes]
 
@@ -220,7 +220,7 @@ class CostModel:
         self.acceptance.fade()
 
     def take_saved_seconds(self) -> float:
-        """Return an estimate of the seconds that drafts have saved since the last call, negative where they cost some."""
+        """Return an estimate of the seconds that drafts saved since the last call, negative where they cost some."""
         saved, self._saved = self._saved, 0.0
         return saved
 
@@ -237,11 +237,11 @@ class CostModel:
         ]
 
     def best(self, batch: int) -> int:
-        """Return the draft length of the most expected tokens per second; 0 if none surpasses plain decoding clearly."""
+        """Return the length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
         return next(choice.k for choice in self.choices(batch) if choice.chosen)
 
     def schedule(self) -> list[tuple[int, int, int]]:
-        """Return (first batch size, last batch size, draft length), as vLLM's `num_speculative_tokens_per_batch_size`."""
+        """Return ranges of batch sizes, first and last, with the draft length of each, as vLLM takes them."""
         return as_schedule(self.best(batch) for batch in range(1, self.max_batch + 1))
 
 

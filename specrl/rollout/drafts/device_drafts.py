@@ -7,7 +7,7 @@ there may be next. It runs a fixed number of operations for any batch, waits for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +54,21 @@ class Batch(NamedTuple):
     """The drafted places that were computed in vain; together with `num_sampled` one more than were verified."""
 
 
+class Sums(NamedTuple):
+    """The counters on the device; see `Counts`."""
+
+    by_request: Tensor
+    by_kind: Tensor
+    """[kinds, 4, k]: drafted, accepted, seen, right."""
+    offered: Tensor
+
+
 @dataclass
 class Counts:
     """Sums over drafts, as int64 arrays."""
 
     by_request: NDArray[np.int64]
-    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of all other requests'."""
+    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of other requests."""
     drafted: NDArray[np.int64]
     """[kinds, k]: the drafts of each kind that reached a position, and in `accepted` those whose token was right."""
     accepted: NDArray[np.int64]
@@ -79,8 +88,11 @@ class Counts:
         drafted, accepted = self.drafted.sum(0), self.accepted.sum(0)
         reached = int((drafted > 0).sum())
         sums = self.by_request.sum(0)
+        drafts, draft_tokens, accepted_tokens = sums.sum(0).tolist()
         return SpeculationStats(
-            *sums.sum(0).tolist(),
+            num_drafts=drafts,
+            num_draft_tokens=draft_tokens,
+            num_accepted_tokens=accepted_tokens,
             accepted_per_pos=tuple(accepted[:reached].tolist()),
             decode_steps=decode_steps,
             drafted_per_pos=tuple(drafted[:reached].tolist()),
@@ -115,6 +127,8 @@ class DeviceDrafts:
         """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
         self._source_of = torch.tensor(SOURCE_OF_KIND, device=device)
+        self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
+        self._candidates = torch.arange(CANDIDATES, device=device)
         # What was predicted for the request of each slot: for which request, at which length, and what was chosen.
         self._made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
         self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
@@ -130,10 +144,8 @@ class DeviceDrafts:
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
         """Set all counters to zero, for a generation of so many requests."""
-        counters = {"by_request": (num_requests + 1, len(SOURCES), 3), "offered": (KINDS,)}
-        for field in fields(Counts):
-            size = counters.get(field.name, (KINDS, self.k))
-            setattr(self, f"_{field.name}", torch.zeros(size, dtype=torch.int64, device=self.device))
+        sizes = (num_requests + 1, len(SOURCES), 3), (KINDS, 4, self.k), (KINDS,)
+        self._sums = Sums(*(torch.zeros(size, dtype=torch.int64, device=self.device) for size in sizes))
         self.log: list[Tensor] | None = None
         """Where the drafts of each iteration are noted, [requests, 4]: row, tokens before the draft, those drafted, and
         those accepted; None to note nothing. A request without a draft has none drafted."""
@@ -144,7 +156,7 @@ class DeviceDrafts:
         """Say what decides between the drafts that a request may have.
 
         Args:
-            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft is expected to bring, by its length.
+            accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
             recalls: Whether recent text may be drafted.
         """
         table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
@@ -154,7 +166,9 @@ class DeviceDrafts:
 
     def counts(self) -> Counts:
         """Return all counters since `begin`; this waits for the device."""
-        return Counts(*(getattr(self, f"_{field.name}").cpu().numpy().copy() for field in fields(Counts)))
+        by_request, by_kind, offered = (values.cpu().numpy().copy() for values in self._sums)
+        drafted, accepted, seen, right = by_kind.transpose(1, 0, 2)
+        return Counts(by_request, drafted, accepted, seen, right, offered)
 
     def observe(self, batch: Batch, all_tokens: Tensor) -> None:
         """Count what became of the predictions that were made for these requests in their last iteration.
@@ -162,29 +176,29 @@ class DeviceDrafts:
         Args:
             all_tokens: [slots, longest sequence], the tokens of prompts and responses.
         """
-        column = torch.arange(self.k, device=self.device)
+        column = self._column
         before = batch.lengths.long() - batch.num_sampled
         at = (before[:, None] + column).clamp(max=all_tokens.shape[1] - 1)
         sampled = all_tokens[batch.slots[:, None], at].long()
-        made_at = self._made_at[batch.slots]
+        made_at, predicted = self._made_at[batch.slots], self._tokens[batch.slots]
+        kinds, chosen = self._kinds[batch.slots], self._chosen[batch.slots]
         counts = (made_at[:, 0] == batch.rows) & (made_at[:, 1] == before) & ~self._ended[batch.rows]
-        predicted, kinds, chosen = self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots]
-        shown = (counts[:, None] & (column < batch.num_sampled[:, None]))[:, None] & (predicted != END)
+        # [requests, candidates, k] from here on
+        is_token = (predicted != END) & counts[:, None, None]
+        shown = is_token & (column < batch.num_sampled[:, None])[:, None]
         right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
         seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
-        self._seen.index_add_(0, kinds.flatten(), seen.long().flatten(0, 1))
-        self._right.index_add_(0, kinds.flatten(), right.flatten(0, 1))
-
-        one = chosen[:, None, None].expand(-1, 1, self.k)
         verified = (batch.num_sampled + batch.num_rejected - 1)[:, None]
-        drafted = (predicted.gather(1, one)[:, 0] != END) & counts[:, None] & (column < verified)
-        accepted = right.gather(1, one)[:, 0] * drafted
-        kind = kinds.gather(1, chosen[:, None])[:, 0]
-        self._drafted.index_add_(0, kind, drafted.long())
-        self._accepted.index_add_(0, kind, accepted)
-        sums = torch.stack((drafted.any(1).long(), drafted.sum(1), accepted.sum(1)), 1)
-        place = batch.rows * len(SOURCES) + self._source_of[kind]
-        self._by_request.view(-1, 3).index_add_(0, place, sums)
+        is_chosen = chosen[:, None] == self._candidates
+        drafted = is_token & is_chosen[:, :, None] & (column < verified)[:, None]
+        accepted = right * drafted
+        both = torch.stack((drafted, accepted, seen, right), 2).flatten(0, 1)
+        self._sums.by_kind.index_add_(0, kinds.flatten(), both)
+
+        lengths = drafted.sum((1, 2))
+        sums = torch.stack(((lengths > 0).long(), lengths, accepted.sum((1, 2))), 1)
+        source = self._source_of[(kinds * is_chosen).sum(1)]
+        self._sums.by_request.view(-1, 3).index_add_(0, batch.rows * len(SOURCES) + source, sums)
         if self.log is not None:
             self.log.append(torch.cat((torch.stack((batch.rows, before), 1), sums[:, 1:]), 1))
         # A response may be computed for one more iteration before vLLM learns that it has ended.
@@ -203,7 +217,7 @@ class DeviceDrafts:
             drafter: [requests, any number up to k] int64, the drafter's drafts, `END` where it has none; None if it
                 made none.
         """
-        back = batch.lengths.long()[:, None] - 1 - torch.arange(LONGEST, device=self.device)
+        back = batch.lengths.long()[:, None] - 1 - self._back
         tokens = all_tokens[batch.slots[:, None], back.clamp(min=0)].long()
         last = torch.where(back >= batch.prompt_lengths[:, None], tokens, END)
         found = self.index.find(last, batch.prompts, batch.seeds, batch.lengths - batch.prompt_lengths)
@@ -213,7 +227,7 @@ class DeviceDrafts:
             candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
         # Verification adds a token after a draft, and that one must fit.
         room = (batch.limits - batch.lengths - 1)[:, None, None]
-        candidates = torch.where(torch.arange(self.k, device=self.device) < room, candidates, END)
+        candidates = torch.where(self._column < room, candidates, END)
         kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
         kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
         chosen = self._expected[max(length, 1)][kinds].argmax(1)
@@ -222,7 +236,7 @@ class DeviceDrafts:
         self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots] = candidates, kinds, chosen
         kind = kinds.gather(1, chosen[:, None])[:, 0]
         if drafter is not None or not self.has_drafter:  # else it might have had a draft for each request
-            self._offered.index_add_(0, kind, torch.ones_like(kind))
+            self._sums.offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         self.sources[batch.slots] = self._source_of[kind].int()
         self.lengths[batch.slots] = (drafts != END).sum(1, dtype=torch.int32)

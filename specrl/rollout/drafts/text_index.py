@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
@@ -43,7 +44,7 @@ _NO_KEY = torch.iinfo(torch.int64).max
 class Text(NamedTuple):
     """A response that may be drafted from."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | NDArray[np.int32]
     prompt: int = ANY_PROMPT
     """The number of the prompt whose responses may follow it, at least 0; or any prompt's."""
     seed: int | None = None
@@ -65,6 +66,9 @@ class TextIndex:
     def __init__(self, texts: Sequence[Text], device: torch.device | str = "cpu") -> None:
         """Lay out the texts and index them; where continuations are equally common, the earlier text counts."""
         self._factors = torch.tensor(_RANDOM[:LONGEST], device=device)
+        self._salts = torch.tensor(_OF_SIZE, device=device)
+        self._last_of_size = torch.tensor(SIZES, device=device) - 1
+        self._column = torch.arange(LONGEST, device=device)
         self._firsts = torch.tensor((STORED, RECENT_TEXT), device=device)
         marker = np.full(LONGEST, END, np.int32)
         rows = [np.concatenate((np.asarray(text.tokens, np.int32), marker)) for text in texts]
@@ -82,14 +86,11 @@ class TextIndex:
         ahead, before = tokens, torch.cat((tokens.new_full((1,), END), tokens[:-1]))
         is_place = (ahead != END) & (before != END)
         places = is_place.nonzero()[:, 0]
-        last = tokens[places[:, None] - 1 - torch.arange(LONGEST, device=tokens.device)]
-        keys, positions = [], []
-        for size, sized in zip(SIZES, self._keys(last, owner[places]), strict=True):
-            # A response begins as one stored for its prompt did; it does not begin as just any one did.
-            whole = (owner[places] != ANY_PROMPT) | (last[:, size - 1] != END)
-            keys.append(sized[whole])
-            positions.append(places[whole])
-        self.keys, self.places = _most_common(torch.cat(keys), torch.cat(positions), tokens)
+        last = tokens[places[:, None] - 1 - self._column]
+        keys = self._keys(last, owner[places])
+        # A response begins as one stored for its prompt did; it does not begin as just any one did.
+        is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self._last_of_size] != END)
+        self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
     def _index_seeds(self, texts: Sequence[Text], starts: Sequence[int]) -> None:
         first: dict[tuple[int, int], tuple[int, int]] = {}
@@ -114,7 +115,7 @@ class TextIndex:
         """
         none = len(self.tokens) - 1
         both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
-        wanted = torch.stack(self._keys(last[:, None], both), 2)  # [requests, stored or recent, sizes]
+        wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]
         at = torch.searchsorted(self.keys, wanted)
         hits = self.keys[at] == wanted
         size = hits.int().argmax(2, keepdim=True)
@@ -131,7 +132,7 @@ class TextIndex:
         place = span[:, 0] + lengths
         inside = (self.seed_keys[at] == wanted) & (place < span[:, 1])
         place = torch.where(inside, place, LONGEST)
-        before = self.tokens[place[:, None] - 1 - torch.arange(LONGEST, device=place.device)]
+        before = self.tokens[place[:, None] - 1 - self._column]
         return torch.where(inside & (before == last).all(1), place, len(self.tokens) - 1)
 
     def ahead(self, places: Tensor, k: int) -> Tensor:
@@ -139,13 +140,10 @@ class TextIndex:
         at = (places[..., None] + torch.arange(k, device=places.device)).clamp(max=len(self.tokens) - 1)
         return until_end(self.tokens[at].long())
 
-    def _keys(self, last: Tensor, prompts: Tensor) -> list[Tensor]:
-        """Return the key for each of `SIZES`, of last tokens [..., LONGEST], the latest first, and prompts [...]."""
-        sums = (last * self._factors).cumsum(-1)  # products and sums wrap around
-        return [
-            _mixed(sums[..., size - 1] + prompts * _OF_PROMPT + salt)
-            for size, salt in zip(SIZES, _OF_SIZE, strict=True)
-        ]
+    def _keys(self, last: Tensor, prompts: Tensor) -> Tensor:
+        """Return keys [..., sizes] for last tokens [..., LONGEST], the latest first, and prompts [...]."""
+        sums = (last * self._factors).cumsum(-1)[..., self._last_of_size]  # products and sums wrap around
+        return _mixed(sums + (prompts * _OF_PROMPT)[..., None] + self._salts)
 
 
 def until_end(drafts: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class TextStore:
         self._prompts = {prompt: number for number, prompt in enumerate(texts)}
         self._stored = []
         for prompt, rows in texts.items():
-            known = (seeds or {}).get(prompt) or [None] * len(rows)
+            known: Sequence[int | None] = (seeds or {}).get(prompt) or [None] * len(rows)
             number = self._prompts[prompt]
             self._stored += [
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)

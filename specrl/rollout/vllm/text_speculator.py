@@ -3,7 +3,7 @@
 `init_speculator` takes the place of the runner's function of that name, and `KnownRequests` that of its
 `RequestState`; see `replacements`. The runner keeps the object of vLLM's class that it knows how to load, capture and
 refit; its `propose` becomes that of a `TextSpeculator`, its attribute `text`. `additional_config["drafter_k"]` says how
-many passes vLLM's own speculator makes at most; 0 with the method `ngram` stands for text alone.
+many passes vLLM's own speculator makes at most; 0 with the method `ngram_gpu` stands for text alone.
 """
 
 from __future__ import annotations
