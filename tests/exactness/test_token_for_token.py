@@ -106,10 +106,12 @@ def test_synchronous_scheduling_and_a_schedule_change_no_token(
 ) -> None:
     config = toy_config("eagle3", 3, max_num_seqs=32)
     with running(*directories, config, async_scheduling=False) as engine:
+        assert engine._vllm.llm.engine_core.engine_core.batch_queue is None
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
         engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
     with running(*directories, config) as engine:
+        assert engine._vllm.llm.engine_core.engine_core.batch_queue is not None
         engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
 

@@ -83,6 +83,14 @@ REPLACEMENTS = (
         on_cpus=True,
     ),
     Replacement(
+        "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
+        f"{PATCHES}.keeping_asynchronous",
+        "vLLM schedules synchronously on CPUs, without a word; here they do what GPUs do",
+        "tests/exactness/test_token_for_token.py::test_synchronous_scheduling_and_a_schedule_change_no_token",
+        wraps=True,
+        on_cpus=True,
+    ),
+    Replacement(
         f"{COMMUNICATOR}.make_group_name",
         f"{PATCHES}.make_group_name",
         "vLLM names the memory that ranks share by their numbers alone: two jobs on a machine would collide",

@@ -40,6 +40,17 @@ class FirstOfItsGroup:
     is_first_rank = True
 
 
+def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a check of vLLM's configuration that leaves scheduling as it was asked for."""
+
+    def check_and_keep(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    return check_and_keep
+
+
 def once(register: Callable[[], None]) -> Callable[[], None]:
     """Return a function that registers copies of kernels the first time that it is called."""
     done: list[bool] = []
