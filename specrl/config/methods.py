@@ -47,11 +47,6 @@ class DraftMethod:
         """Whether the drafter is a layer of the policy's checkpoint, with the policy's head and vocabulary."""
         return self.model == "policy_layer"
 
-    @property
-    def reads_every_token(self) -> bool:
-        """Whether a model drafts, whose KV cache would have holes if it did not read every token of every request."""
-        return self.model is not None
-
     def same_model(self, other: DraftMethod) -> bool:
         """Return whether this method can draft with the model that was made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
-
-
-def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Collection[int] = ()) -> int:
-    """Return how many leading draft tokens are those that the sampler picked, up to the end of the response.
-
-    Past a stop token a draft may agree with what would have been picked, but such tokens are not part of the response.
-    """
-    count = 0
-    for draft, token in zip(drafts, picked, strict=False):
-        if draft != token:
-            break
-        count += 1
-        if token in stop_tokens:
-            break
-    return count
-
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
 """The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""

@@ -39,34 +39,27 @@ class Recorder:
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         self._logits = logits.clone()
-        return type(self.sampler).pick(self.sampler, logits, requests, positions)
+        picked: Picked = type(self.sampler).pick(self.sampler, logits, requests, positions)
+        return picked
 
     def _output(self, batch: Any, positions: Tensor, picked: Picked, *others: Any) -> Any:
         output = type(self.sampler).output(self.sampler, batch, positions, picked, *others)
         states, numbers = self.sampler.sampling_states, batch.idx_mapping
         prompts = self.sampler.req_states.prompt_len.gpu[numbers].tolist()
-        settings = zip(*(values.gpu[numbers].tolist() for values in _settings(states)), prompts, strict=True)
-        for first, count, (*setting, prompt) in zip(
-            batch.cu_num_logits_np.tolist(), output.num_sampled.tolist(), settings, strict=False
-        ):
-            rows = slice(first, first + count)
+        values = (states.seeds, states.temperature, states.top_k, states.top_p)
+        settings = zip(*(value.gpu[numbers].tolist() for value in values), strict=True)
+        firsts, counts = batch.cu_num_logits_np.tolist(), output.num_sampled.tolist()
+        for first, count, prompt, setting in zip(firsts, counts, prompts, settings, strict=False):
             start = int(positions[first]) + 1
             if count:
-                self._record(*setting, start, self._logits[rows], picked.tokens[rows].tolist(), start == prompt)
+                tokens = picked.tokens[first : first + count].tolist()
+                self._record(setting, start, self._logits[first : first + count], tokens, is_first=start == prompt)
         return output
 
     def _record(
-        self,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        start: int,
-        logits: Tensor,
-        tokens: list[int],
-        is_first: bool,
+        self, setting: tuple[Any, ...], start: int, logits: Tensor, tokens: list[int], *, is_first: bool
     ) -> None:
-        rows = len(tokens)
+        (seed, temperature, top_k, top_p), rows = setting, len(tokens)
         probs = weights(
             logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p)
         ).double()
@@ -82,10 +75,6 @@ class Recorder:
         if is_first:
             likely = torch.nonzero(probs[0] >= LIKELY)[:, 0]
             self.likely[seed] = dict(zip(likely.tolist(), probs[0, likely].tolist(), strict=True))
-
-
-def _settings(states: Any) -> tuple[Any, ...]:
-    return states.temperature, states.top_k, states.top_p, states.seeds
 
 
 class SyntheticAcceptance:
@@ -116,9 +105,9 @@ class SyntheticAcceptance:
         """Pretend that the policy has picked the beginning of every draft, then verify as ever."""
         is_right = torch.rand(len(picked), device=picked.device, generator=self._generator) < self._rate
         following = drafts.roll(-1)  # behind a request's last row, whose token no draft decides
-        return self._sampling.verify(
-            torch.where(is_right, following, (following + 1) % self._vocab_size), drafts, *others
-        )
+        pretended = torch.where(is_right, following, (following + 1) % self._vocab_size)
+        verified: Verified = self._sampling.verify(pretended, drafts, *others)
+        return verified
 
 
 def rate_for(acceptance_length: float, k: int) -> float:

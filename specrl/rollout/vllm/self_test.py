@@ -67,10 +67,12 @@ class CraftedInputs:
             right = self._right(seed, position + 1, temperature, limit, top_p)
             drafts.append(right[0] if is_right(position + 1) else self._wrong(right))
         self._drafts = torch.tensor([0, *drafts[:-1]], device=logits.device)
-        return type(self._sampler).pick(self._sampler, crafted, requests, positions)
+        picked: Picked = type(self._sampler).pick(self._sampler, crafted, requests, positions)
+        return picked
 
     def _verify(self, picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
-        return self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
+        verified: Verified = self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
+        return verified
 
     def _right(self, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
         """Return the tokens that may be picked at a position."""

@@ -16,6 +16,7 @@ from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
 from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
+from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
@@ -103,9 +104,10 @@ def engine_arguments(
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
         # each with a table of blocks of its own.
         arguments["disable_hybrid_kv_cache_manager"] = True
-    if updates:
-        own_layer = config.speculation.draft_method.is_policy_layer
-        arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
+    if longest and config.speculation.draft_method.is_policy_layer:
+        arguments["hf_overrides"] = partial(_updated, updates)
+    elif updates:
+        arguments["hf_overrides"] = updates
     if longest:
         drafter_k = config.speculation.draft_lengths[0]
         lengths = possible_lengths(longest, drafter_k) if config.speculation.adaptive else (0, longest)
@@ -241,11 +243,14 @@ def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
 def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     """Update a configuration as vLLM does with a dictionary of overrides.
 
-    vLLM applies this function also to the configuration of a multi-token-prediction layer, which needs as many
-    positions as the policy, but none of the policy's other entries.
+    vLLM applies this function also to the configuration of the multi-token-prediction layers, which need as many
+    positions as the policy, but none of the policy's other entries. Of several such layers the first one drafts, which
+    is the one that is trained.
     """
     for_layer = hf_config.model_type.endswith("_mtp")
     hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
+    if for_layer:
+        hf_config.update({MTP_LAYERS: 1, "n_predict": 1})
     return hf_config
 
 
