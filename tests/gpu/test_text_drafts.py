@@ -39,6 +39,6 @@ def test_text_is_found_and_counted_as_on_a_cpu_without_a_wait() -> None:
         run = kind(texts, answers, 8, 3, 15, device)
         run.run(WORTH, True)
         found.append(run.drafts.counts())
-    assert found[0].accepted.sum() > 100
+    assert found[0].accepted.sum() > 30
     for name, right in vars(found[0]).items():
         assert (getattr(found[1], name) == right).all(), name
