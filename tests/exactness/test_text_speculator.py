@@ -142,6 +142,7 @@ def test_text_changes_no_token_and_is_counted(
     assert total(others, REPLAY).num_accepted_tokens > 50
     assert total(recent, RECENT).num_accepted_tokens > 20
     assert total(older, RECENT).num_drafts > 0
+    assert same.counts.right[0, 0] > 0.9 * same.counts.seen[0, 0] > 20
     if "schedule" not in options:
         assert total(same, REPLAY).num_accepted_tokens > 0.7 * num_tokens
         assert same.counts.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"

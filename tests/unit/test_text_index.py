@@ -17,17 +17,13 @@ from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Sums
 from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, SOURCES, Text, TextIndex
 from specrl.rollout.drafts.text_index import SOURCE_OF_KIND as SOURCE_OF
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
-from tests.text_drafting import Ask, candidates, follow
+from tests.text_drafting import Ask, Run, candidates, follow, last_tokens
 
 K = 5
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 TEXTS = st.lists(
     st.builds(Text, TOKENS, st.sampled_from([ANY_PROMPT, 0, 1]), st.sampled_from([None, 7, 8, 2**63 - 1])), max_size=6
 )
-
-
-def last_tokens(output: list[int]) -> list[int]:
-    return ([END] * LONGEST + output)[: -LONGEST - 1 : -1]
 
 
 @settings(max_examples=300)
@@ -62,71 +58,6 @@ def test_text_of_the_own_seed_is_followed_again_after_a_token_that_was_wrong() -
         assert (index.ahead(found.places, 3)[0, 0].tolist() == text[length : length + 3]) == goes_on
 
 
-class Run:
-    """Requests that take turns in the slots of a runner, whose next tokens are known in advance."""
-
-    def __init__(self, texts: list[Text], answers: list[list[int]], slots: int, stop: int) -> None:
-        self.texts, self.answers, self.stop, self.slots = texts, answers, stop, slots
-        self.asks = [Ask(index % 2, 7 + index % 3) for index in range(len(answers))]
-        self.prompts = [3 + index % 4 for index in range(len(answers))]
-        self.limits = [
-            prompt + len(answer) + index % 2
-            for index, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True))
-        ]
-        self.drafts = DeviceDrafts(slots, K)
-        self.drafts.index = TextIndex(texts)
-        self.drafts.begin(len(answers), [stop])
-        self.all_tokens = torch.zeros(slots, 80, dtype=torch.int32)
-
-    def run(self, worth: list[float], ghosts: bool) -> None:
-        self.drafts.expect(np.tile(worth, (K + 1, 1)), recalls=True)
-        waiting = list(range(len(self.answers)))[::-1]
-        running: dict[int, list[Any]] = {}  # by slot: request, tokens so far, its draft, iterations past its end
-        while waiting or running:
-            for slot in range(self.slots):
-                if slot not in running and waiting:
-                    running[slot] = [waiting.pop(), 0, [], 0]
-                    self.all_tokens[slot, : self.prompts[running[slot][0]]] = 9
-            results = [self.step(slot, state) for slot, state in running.items()]
-            columns = [torch.tensor(column) for column in zip(*results, strict=True)]
-            batch = Batch(*columns)
-            self.drafts.observe(batch, self.all_tokens)
-            chosen = self.drafts.choose(batch, self.all_tokens, None, K)
-            for (slot, state), draft in zip(list(running.items()), chosen.tolist(), strict=True):
-                state[2] = draft
-                if state[1] >= len(self.answers[state[0]]):
-                    state[3] += 1
-                    if state[3] > ghosts:
-                        del running[slot]
-
-    def step(self, slot: int, state: list[Any]) -> tuple[int, ...]:
-        request, length, draft, _ = state
-        answer = [*self.answers[request], *[1] * (K + 2)]  # what comes past the end is thrown away
-        right = 0
-        while right < len(draft) and draft[right] == answer[length + right]:
-            right += 1
-        ends = [place for place in range(length, length + right + 1) if answer[place] == self.stop]
-        new = min([right + 1, *[place - length + 1 for place in ends]])
-        room = self.limits[request] - self.prompts[request] - length
-        new = min(new, max(room, 1))
-        state[1] = length + new
-        begin = self.prompts[request] + length
-        self.all_tokens[slot, begin : begin + new] = torch.tensor(answer[length : length + new], dtype=torch.int32)
-        ask, verified = self.asks[request], len(draft) if length else 0
-        total = self.prompts[request] + state[1]
-        return (
-            slot,
-            request + 1,
-            ask.prompt,
-            ask.seed,
-            self.prompts[request],
-            total,
-            self.limits[request],
-            new,
-            verified + 1 - new,
-        )
-
-
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, st.lists(TOKENS.filter(len), min_size=1, max_size=7), st.integers(1, 3), st.booleans())
 def test_each_source_is_counted_as_plain_python_counts(
@@ -134,7 +65,7 @@ def test_each_source_is_counted_as_plain_python_counts(
 ) -> None:
     stop = 3
     ended = [[*answer, stop] if index % 2 else answer for index, answer in enumerate(answers)]
-    run = Run(texts, ended, slots, stop)
+    run = Run(texts, ended, slots, stop, K)
     worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1]
     run.run(worth, ghosts)
     counts = run.drafts.counts()
@@ -160,7 +91,7 @@ def test_each_source_is_counted_as_plain_python_counts(
 
 def test_what_was_not_drafted_is_compared_as_well() -> None:
     answer = list(range(10, 40))
-    run = Run([Text(answer, 0, 7), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3)
+    run = Run([Text(answer, 0, 7), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3, K)
     run.drafts.log = []
     run.run([9.0] + [1.0] * 9, False)
     counts = run.drafts.counts()

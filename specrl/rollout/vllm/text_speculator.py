@@ -28,6 +28,8 @@ from specrl.rollout.drafts.text_store import TextStore
 
 _PROPOSE = inspect.signature(BaseSpeculator.propose)
 _PROMPT, _ROW, _LIMIT = range(3)
+LOOKED_AT = 8
+"""While nothing is drafted, in one of so many iterations it is looked what text might have drafted."""
 
 
 class KnownRequests(RequestState):  # type: ignore[misc]
@@ -69,7 +71,9 @@ class TextSpeculator:
         self.drafts = DeviceDrafts(requests.max_num_reqs, k, device)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
-        self._rows = 0
+        self._rows = self._calls = 0
+        self._has_chosen = False
+        """Whether the last iteration chose drafts, which are to be counted."""
         speculator.text, speculator.propose = self, self.propose
 
     @property
@@ -106,14 +110,18 @@ class TextSpeculator:
         del asked["self"]
         length = asked["num_speculative_tokens"]
         length = self.drafts.k if length is None else length
-        batch = None if asked["dummy_run"] else self._batch(asked)
+        is_real = not asked["dummy_run"]
         all_tokens = self._requests.all_token_ids.gpu
-        if batch is not None:
+        chooses = is_real and (length > 0 or self._calls % LOOKED_AT == 0)
+        batch = self._batch(asked) if chooses or (is_real and self._has_chosen) else None
+        if batch is not None and self._has_chosen:
             self.drafts.observe(batch, all_tokens)
         drafter = self._from_drafter(asked, min(length, self.drafter_k))
-        if batch is None:
-            requests: int = asked["input_batch"].num_reqs
-            return torch.zeros(requests, self.drafts.k, dtype=torch.int64, device=self.drafts.device)
+        if is_real:
+            self._calls, self._has_chosen = self._calls + 1, chooses
+        if batch is None or not chooses:
+            size = asked["input_batch"].num_reqs, self.drafts.k
+            return torch.zeros(size, dtype=torch.int64, device=self.drafts.device)
         return self.drafts.choose(batch, all_tokens, drafter, length)
 
     def _batch(self, asked: Mapping[str, Any]) -> Batch:
