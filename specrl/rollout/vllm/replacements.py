@@ -15,8 +15,8 @@ SAMPLER = "specrl.rollout.vllm.device_sampler"
 SPECULATOR = "specrl.rollout.vllm.text_speculator"
 PATCHES = "specrl.rollout.vllm.engine.patches"
 COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed"
-SAME_TOKENS = "tests/exactness/test_second_runner.py::test_drafts_schedules_and_batches_change_no_token"
-SHARED_MEMORY = "tests/integration/test_tensor_parallel.py::test_engines_share_no_memory_with_what_a_killed_one_left"
+SAME_TOKENS = "tests/exactness/test_token_for_token.py::test_every_source_and_k_gives_the_tokens_of_plain_decoding"
+SHARED_MEMORY = "tests/integration/test_tensor_parallel.py::test_tokens_are_those_of_one_rank_before_and_after_a_refit"
 _original: dict[str, Any] = {}
 """What has been replaced in this process, by its name."""
 
@@ -58,7 +58,7 @@ REPLACEMENTS = (
         "vllm.distributed.aux_output_connector.worker.get_tp_group",
         f"{PATCHES}.FirstOfItsGroup",
         "every rank of an engine returns the experts of its tokens: each has its own scheduler, which wants them",
-        "tests/integration/test_experts_parallel.py::test_routes_of_a_tensor_parallel_engine_are_those_of_one_rank",
+        "tests/integration/test_parallel_runs.py::test_trainer_and_engine_choose_the_same_experts",
     ),
     Replacement(
         "vllm.model_executor.models.registry._run_in_subprocess",
