@@ -290,7 +290,7 @@ def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if not estimate:
         return []
     ratios = f"generation {estimate['generation']:.2f}x, step {estimate['step']:.2f}x"
-    how = f"medians of {_count(estimate['steps'], 'step')}, by trials of plain decoding in them; no matched pairs"
+    how = f"medians of {_count(estimate['steps'], 'step')}, against expected times of plain decoding; no matched pairs"
     return [("speedup, estimate", f"{ratios} ({how})")]
 
 
