@@ -26,6 +26,7 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 15)
 """The draft lengths to choose from, up to the longest, which is always one of them: full CUDA graphs are captured for
 these alone."""
 NEARLY = 0.8
+"""The share of the longest length from which on a shorter one is none to choose."""
 SHARED = 0.75
 """How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
 OWN_SEED = 64
