@@ -49,6 +49,7 @@ def test_the_longest_drafts_and_the_drafters_are_among_the_lengths(k: int, draft
     lengths = possible_lengths(k, min(drafter_k, k))
     assert {0, k, min(drafter_k, k)} <= set(lengths) <= {*LENGTHS, k, drafter_k}
     assert max(lengths) == k
+    assert all(length < 0.8 * k for length in set(lengths) - {k, drafter_k})
     assert list(lengths) == sorted(lengths)
 
 

@@ -119,6 +119,18 @@ def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0]
 
 
+def test_no_other_text_goes_before_that_of_the_own_seed() -> None:
+    drafts = DeviceDrafts(1, K)
+    drafts.index = TextIndex([Text([5, 8, 9], 0, 1), Text([5, 8, 9], 0, 2), Text([5, 6, 7], 0, 7)])
+    expected = np.ones((K + 1, NOTHING))
+    expected[:, 0] = 0.1
+    drafts.expect(expected, recalls=True)
+    tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
+    for seed, draft in ((7, [6, 7, 5, 5, 5]), (8, [8, 9, 5, 5, 5])):
+        batch = Batch(*(torch.tensor([value]) for value in (0, 0, 0, seed, 2, 3, 60, 1, 0)))
+        assert drafts.choose(batch, tokens, None, K).tolist() == [draft]
+
+
 def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
     store = TextStore(6)
     store.store({(1, 2): [[5, 6], [5, 7, 8]], (3,): []}, {(1, 2): [10, 11]})

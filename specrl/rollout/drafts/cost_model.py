@@ -25,6 +25,8 @@ Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
 """The draft lengths to choose from, up to the longest, which is always one of them: full CUDA graphs are captured for
 these alone."""
+NEARLY = 0.8
+"""The share of the longest length from which on a shorter one is none to choose."""
 SHARED = 0.75
 """How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
 OWN_SEED = 64
@@ -32,8 +34,11 @@ OWN_SEED = 64
 
 
 def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:
-    """Return the draft lengths to choose from; the longest, and the drafter's longest, are always among them."""
-    return tuple(sorted({length for length in (*LENGTHS, k, drafter_k) if length <= k}))
+    """Return the draft lengths to choose from; the longest, and the drafter's longest, are always among them.
+
+    One that is nearly as long as the longest is left out: every length takes graphs.
+    """
+    return tuple(sorted({*(length for length in LENGTHS if length < NEARLY * k), k, drafter_k}))
 
 
 class Acceptance:

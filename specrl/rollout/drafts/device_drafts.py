@@ -21,6 +21,7 @@ from specrl.rollout.drafts.text_index import (
     END,
     LONGEST,
     NOTHING,
+    OWN,
     RECENT_TEXT,
     SOURCE_OF_KIND,
     SOURCES,
@@ -153,7 +154,7 @@ class DeviceDrafts:
         self._stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
     def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
-        """Say what decides between the drafts that a request may have.
+        """Say what decides between the drafts that a request may have; no other text goes before that of its own seed.
 
         Args:
             accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
@@ -162,6 +163,7 @@ class DeviceDrafts:
         table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
         if not recalls:
             table[:, RECENT_TEXT:DRAFTERS] = -2.0
+        table[:, OWN] = table[:, :DRAFTERS].max(1)
         self._expected.copy_(torch.from_numpy(table))
 
     def counts(self) -> Counts:
