@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from specrl.config import Config
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.cost_model import Choice, CostModel
-from specrl.rollout.drafts.text_index import DRAFTERS, OWN
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
@@ -20,8 +17,6 @@ from specrl.rollout.vllm.group import agreed
 
 MEASURED = 2
 """The number of iterations that are measured for a batch size and a draft length when an engine starts."""
-FIRST = 1e-3
-"""How many accepted tokens more the text of a request's own seed is taken to bring than any other text."""
 MOST_ROWS = 512
 """The most rows of an iteration that is measured then; what takes longer is extrapolated."""
 
@@ -65,10 +60,7 @@ class Drafting:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
         self._text.begin(num_requests, stop_tokens)
-        accepted = self.costs.acceptance.accepted()
-        # A request follows the text of its own seed before all other texts.
-        accepted[:, OWN] = np.maximum(accepted[:, OWN], accepted[:, :DRAFTERS].max(1) + FIRST)
-        self._text.drafts.expect(accepted, recalls=recall)
+        self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
     def follow(self, iteration: Iteration | None) -> None:
