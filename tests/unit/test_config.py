@@ -118,10 +118,6 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
             ['"policy/clip_fracton"', "gspo", "did you mean policy/clip_fraction?"],
         ),
         (
-            ["train.stop_when={metric='spec/repaly_draft_tokens', above=1}", "speculation.method=replay"],
-            ['"spec/repaly_draft_tokens"', "did you mean spec/replay_draft_tokens?"],
-        ),
-        (
             ["train.stop_when={metric='spec/acceptance_rate_pos_I', above=1}"],
             ['"spec/acceptance_rate_pos_I"', "spec/acceptance_rate_pos_1"],
         ),
