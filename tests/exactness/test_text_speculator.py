@@ -1,4 +1,4 @@
-"""Drafts from text on vLLM's second model runner: no text changes a token (FP32), and every source is counted."""
+"""Drafts from text on vLLM's second model runner: no text changes a token (FP32), and all of it is compared."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, SourceCounts
-from specrl.rollout.drafts.text_index import SOURCE_OF_KIND, SOURCES, Text
+from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
 from specrl.rollout.requests import Request
 from tests.exactness import second_runner
 from tests.exactness.engines import mixed_requests
@@ -79,26 +80,19 @@ def texts_of(stored: Stored) -> list[Text]:
     return texts + [Text(row) for row in reversed(stored.recent)]
 
 
-def expected(stored: Stored, plain: list[list[int]]) -> list[dict[str, SourceCounts]]:
-    """What each request's drafts from text come to in plain Python."""
+def expected(stored: Stored, plain: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What all drafts from text come to in plain Python; see `Counts`."""
     numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
     texts, found = texts_of(stored), []
     for request, answer in zip(REQUESTS, plain, strict=True):
         ask = Ask(numbers.get(tuple(request.prompt_tokens), -2), request.seed)
-        outcomes, _ = follow(texts, ask, answer, request.max_tokens, K, lambda kind: WORTH[kind])
-        counts: dict[str, SourceCounts] = {}
-        for kind, drafted, accepted in outcomes:
-            source = SOURCES[SOURCE_OF_KIND[kind]]
-            counts[source] = counts.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
-        found.append(counts)
-    return found
+        found.append(follow(texts, ask, answer, request.max_tokens, K, WORTH))
+    return sum(one.seen for one in found), sum(one.right for one in found)
 
 
-def total(answers: Answers, source: str) -> SourceCounts:
-    found = SourceCounts()
-    for sources in answers.sources:
-        found = found.plus(sources.get(source, SourceCounts()))
-    return found
+def right(answers: Answers, first: int, last: int) -> int:
+    """The tokens that drafts of these kinds had right."""
+    return int(answers.counts.right[first : last + 1].sum())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +106,7 @@ def total(answers: Answers, source: str) -> SourceCounts:
         ("ngram+replay", 3, {}),
     ],
 )
-def test_text_changes_no_token_and_is_counted(
+def test_text_changes_no_token_and_is_compared(
     directories: tuple[Path, Path],
     plain: list[list[int]],
     tmp_path: Path,
@@ -137,34 +131,32 @@ def test_text_changes_no_token_and_is_counted(
         assert answers.tokens == plain
     num_tokens = sum(map(len, plain))
     nothing, same, older, others, recent = results
-    assert (total(nothing, DRAFTER).num_accepted_tokens > 50) == (drafter_k > 0)
-    assert total(nothing, REPLAY) == total(nothing, RECENT) == SourceCounts()
-    assert total(others, REPLAY).num_accepted_tokens > 50
-    assert total(recent, RECENT).num_accepted_tokens > 20
-    assert total(older, RECENT).num_drafts > 0
-    assert same.counts.right[0, 0] > 0.9 * same.counts.seen[0, 0] > 20
+    assert (right(nothing, DRAFTERS, DRAFTERS) > 50) == (drafter_k > 0)
+    assert right(nothing, OWN, DRAFTERS - 1) == 0
+    assert right(others, STORED, RECENT_TEXT - 1) > 50
+    assert right(recent, RECENT_TEXT, DRAFTERS - 1) > 20
+    assert right(older, RECENT_TEXT, DRAFTERS - 1) > 0
+    assert same.counts.right[OWN, 0] > 0.9 * same.counts.seen[OWN, 0] > 20
     if "schedule" not in options:
-        assert total(same, REPLAY).num_accepted_tokens > 0.7 * num_tokens
+        assert right(same, OWN, OWN) > 0.7 * num_tokens
         assert same.counts.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
     assert results[-1].num_preempted > 0 or options is not TIGHT
     if drafter_k == 0 and options is not TIGHT:
         for answers, stored in zip(results, offered, strict=True):
-            assert answers.sources == expected(stored, plain)
-    for answers in results:
-        for counts, tokens in zip(answers.sources, plain, strict=True):
-            accepted = sum(count.num_accepted_tokens for count in counts.values())
-            assert accepted + sum(count.num_drafts for count in counts.values()) <= len(tokens)
+            seen, were_right = expected(stored, plain)
+            assert (answers.counts.seen == seen).all()
+            assert (answers.counts.right == were_right).all()
 
 
 def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:
     policy, options = write_mtp_model(tmp_path / "policy", "mimo"), {"max_model_len": 128}
     requests = [request for request in REQUESTS if len(request.prompt_tokens) + request.max_tokens < 120][:40]
-    right = in_own_process(second_runner.generate, policy, requests, STOP, None, options)
-    plain = [answer.tokens for answer in right.answers]
+    result = in_own_process(second_runner.generate, policy, requests, STOP, None, options)
+    plain = [answer.tokens for answer in result.answers]
     speculative = {"method": "mtp", "num_speculative_tokens": K}
     offered = [Stored(), Stored(*by_prompt(requests, plain))]
     worth = dict(enumerate(WORTH))
     nothing, same = in_own_process(generate, policy, requests, STOP, speculative, 2, offered, worth, options)
     assert nothing.tokens == same.tokens == plain
-    assert total(nothing, DRAFTER).num_draft_tokens > 100
-    assert total(same, REPLAY).num_accepted_tokens > 0.7 * sum(map(len, plain))
+    assert nothing.counts.seen[DRAFTERS].sum() > 100
+    assert right(same, OWN, OWN) > 0.7 * sum(map(len, plain))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl.rollout.drafts.acceptance import SourceCounts
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.requests import Request
 
@@ -25,24 +24,8 @@ class Stored:
 
 class Answers(NamedTuple):
     tokens: list[list[int]]
-    sources: list[dict[str, SourceCounts]]
-    """Of each request."""
     counts: Counts
     num_preempted: int
-
-
-def allow_asynchronous_scheduling() -> None:
-    """Let vLLM schedule ahead of the sampled tokens on CPUs, as it does on GPUs; it has no need of that there."""
-    from vllm.platforms import current_platform
-
-    checks = current_platform.check_and_update_config
-
-    def keep(config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        checks(config)
-        config.scheduler_config.async_scheduling = wanted
-
-    type(current_platform).check_and_update_config = staticmethod(keep)
 
 
 def generate(
@@ -70,7 +53,6 @@ def generate(
     replacements.install()
     from vllm import LLM, SamplingParams
 
-    allow_asynchronous_scheduling()
     arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 192, "max_num_seqs": 32}
     arguments |= {"kv_cache_memory_bytes": 128 << 20, "async_scheduling": True, "block_size": 32} | options
     llm = LLM(
@@ -113,16 +95,11 @@ def generate(
             text.texts.remember(response)
         text.begin(len(requests), [stop_token])
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        counts = text.counts()
-        # vLLM's names are those of the outputs and a random ending.
-        rows = {int(name.split("-")[0]): row for name, row in text.rows.items()}
-        sources = [counts.of_request(rows[int(output.request_id)]) for output in outputs]
         metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         found.append(
             Answers(
                 [list(output.outputs[0].token_ids) for output in outputs],
-                sources,
-                counts,
+                text.counts(),
                 int(metrics["vllm:num_preemptions"]),
             )
         )
