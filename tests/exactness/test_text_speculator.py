@@ -87,7 +87,7 @@ def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tupl
     drafting: Any = engine.drafting
     engine.set_replay(stored.texts, stored.seeds)
     engine.set_recent([stored.recent])
-    drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (engine.longest_k + K + 1, 1))[: K + 1]
+    drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (K + 1, 1))
     generation = engine.generate(list(requests), recall=True)
     return [response.tokens for response in generation.responses], drafting._text.counts()
 
