@@ -26,7 +26,6 @@ OWN, STORED, RECENT_TEXT = 0, 1, 1 + len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
 """The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
 NOTHING = DRAFTERS + 1
-KIND_NAMES = ("own seed", *(f"{source} {size}" for source in (REPLAY, RECENT) for size in SIZES), DRAFTER)
 SOURCES = (REPLAY, RECENT, DRAFTER)
 SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
 """The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
