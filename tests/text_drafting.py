@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
-from specrl.rollout.drafts.text_index import ANY_PROMPT, END, LONGEST, RECENT_TEXT, SIZES, STORED, Text, TextIndex
+from specrl.rollout.drafts.text_index import (
+    ANY_PROMPT,
+    END,
+    LONGEST,
+    NOTHING,
+    OWN,
+    RECENT_TEXT,
+    SIZES,
+    SOURCE_OF_KIND,
+    STORED,
+    Text,
+    TextIndex,
+)
 
 
 class Ask(NamedTuple):
@@ -55,38 +68,51 @@ def candidates(texts: Sequence[Text], output: Sequence[int], ask: Ask, k: int) -
     stored = [text for text in texts if text.prompt == ask.prompt]
     recent = [text for text in texts if text.prompt == ANY_PROMPT]
     own = own_text(stored, output, ask)
-    found = [Candidate(0, own) if own else None]
+    found = [Candidate(OWN, own) if own else None]
     found += [by_last_tokens(stored, output, STORED), by_last_tokens(recent, output, RECENT_TEXT)]
     return [Candidate(one.kind, one.tokens[:k]) for one in found if one is not None]
 
 
-class Outcome(NamedTuple):
-    kind: int
-    drafted: int
-    accepted: int
+def best_draft(
+    texts: Sequence[Text], output: Sequence[int], ask: Ask, room: int, k: int, worth: Sequence[float]
+) -> Candidate:
+    """The draft of at most `room` tokens that is expected to bring most; text of the own seed goes first."""
+    possible = [one for one in candidates(texts, output, ask, min(k, max(room, 0))) if one.tokens]
+    if possible and possible[0].kind == OWN:
+        return possible[0]
+    return max(possible, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
+
+
+class Compared(NamedTuple):
+    """How often each kind was compared and right, by position, [kinds, k]."""
+
+    seen: NDArray[np.int64]
+    right: NDArray[np.int64]
 
 
 def follow(
-    texts: Sequence[Text], ask: Ask, answer: Sequence[int], limit: int, k: int, worth: Callable[[int], float]
-) -> tuple[list[Outcome], int]:
-    """The drafts in the course of a response that ends as `answer` does, each of `k` tokens, and its iterations.
+    texts: Sequence[Text], ask: Ask, answer: Sequence[int], limit: int, k: int, worth: Sequence[float]
+) -> Compared:
+    """What drafts come to in the course of a response that ends as `answer` does, with drafts of `k` tokens.
 
     Where a draft has fewer tokens the last token of the response stands, and that may turn out to be right as well.
     """
-    outcomes, length, steps = [], 1, 1
+    found, length = Compared(*(np.zeros((NOTHING + 1, k), np.int64) for _ in range(2))), 1
     while length < len(answer):
-        output = answer[:length]
-        possible = [one for one in candidates(texts, output, ask, min(k, limit - length - 1)) if one.tokens]
-        best = max(possible, key=lambda one: worth(one.kind), default=None)
-        drafted = best.tokens if best is not None else []
+        output, room = answer[:length], limit - length - 1
+        drafted = best_draft(texts, output, ask, room, k, worth).tokens
         read = [*drafted, *[output[-1]] * (k - len(drafted))]
-        right = 0
-        while right < k and length + right < len(answer) and read[right] == answer[length + right]:
-            right += 1
-        if best is not None:
-            outcomes.append(Outcome(best.kind, len(drafted), min(right, len(drafted))))
-        length, steps = length + right + 1, steps + 1
-    return outcomes, steps
+        new = 1
+        while new <= k and length + new < len(answer) and read[new - 1] == answer[length + new - 1]:
+            new += 1
+        for kind, tokens in candidates(texts, output, ask, min(k, max(room, 0))):
+            for place, (token, right) in enumerate(zip(tokens[:new], answer[length : length + new], strict=False)):
+                found.seen[kind, place] += 1
+                if token != right:
+                    break
+                found.right[kind, place] += 1
+        length += new
+    return found
 
 
 def last_tokens(output: list[int]) -> list[int]:
@@ -127,6 +153,7 @@ class Run:
                 self.drafts.observe(batch, self.all_tokens)
                 chosen = self.drafts.choose(batch, self.all_tokens, None, self.k)
             for (slot, state), draft in zip(list(running.items()), chosen.tolist(), strict=True):
+                self.check(slot, state, draft, worth)
                 state[2] = draft
                 if state[1] >= len(self.answers[state[0]]):
                     state[3] += 1
@@ -150,16 +177,17 @@ class Run:
         state[1] = length + new
         begin = self.prompts[request] + length
         self.all_tokens[slot, begin : begin + new] = torch.tensor(answer[length : length + new], dtype=torch.int32)
-        ask, verified = self.asks[request], len(draft) if length else 0
+        ask = self.asks[request]
         total = self.prompts[request] + state[1]
-        return (
-            slot,
-            request + 1,
-            ask.prompt,
-            ask.seed,
-            self.prompts[request],
-            total,
-            self.limits[request],
-            new,
-            verified + 1 - new,
-        )
+        limit = self.limits[request]
+        return slot, request + 1, ask.prompt, ask.seed, self.prompts[request], total, limit, new
+
+    def check(self, slot: int, state: list[Any], draft: list[int], worth: list[float]) -> None:
+        request, length, *_ = state
+        if length >= len(self.answers[request]):
+            return
+        output, room = self.answers[request][:length], self.limits[request] - self.prompts[request] - length - 1
+        kind, tokens = best_draft(self.texts, output, self.asks[request], room, self.k, worth)
+        assert draft == [*tokens, *[output[-1]] * (self.k - len(tokens))]
+        assert int(self.drafts.lengths[slot]) == len(tokens)
+        assert kind == NOTHING or int(self.drafts.sources[slot]) == SOURCE_OF_KIND[kind]

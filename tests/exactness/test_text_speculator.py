@@ -1,53 +1,77 @@
-"""Drafts from text on vLLM's second model runner: no text changes a token (FP32), and every source is counted."""
+"""Drafts from text beside every drafter: no text changes a token (FP32), and what text was right is counted exactly."""
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, SourceCounts
-from specrl.rollout.drafts.text_index import SOURCE_OF_KIND, SOURCES, Text
-from specrl.rollout.requests import Request
-from tests.exactness import second_runner
-from tests.exactness.engines import mixed_requests
-from tests.exactness.text_runner import Answers, Stored, generate
-from tests.exactness.toy import likely_tokens, policy_weights, write_policy
+from specrl.config import Config
+from specrl.config.methods import EAGLE3, METHODS, NGRAM, DraftMethod
+from specrl.rollout.drafts.device_drafts import Counts
+from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
+from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
+from specrl.rollout.engine import Engine, Request
+from tests.exactness.conftest import Start
+from tests.exactness.engines import mixed_requests, running
+from tests.exactness.test_token_for_token import count_preemptions
+from tests.exactness.toy import policy_weights, toy_config, write_policy
 from tests.mtp_models import write_mtp_model
-from tests.text_drafting import Ask, follow
+from tests.text_drafting import Ask, Compared, follow
 
 pytestmark = pytest.mark.engine
-REQUESTS = mixed_requests(96, longest_prompt=70, max_tokens=64)
-STOP = likely_tokens()[3]
+REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
 K = 5
 WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
 """The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
-TIGHT = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 5 << 19, "enable_prefix_caching": False}
-SCHEDULE = [(1, 2, 5), (3, 8, 3), (9, 16, 1), (17, 32, 0)]
-NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+TIGHT = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": False}
+BESIDE_TEXT = {
+    "replay": DraftMethod("replay", replays=True),
+    "eagle3": DraftMethod("eagle3+replay", EAGLE3, "drafter", replays=True),
+    "draft_model": DraftMethod("draft_model+replay", {"method": "draft_model"}, "draft_model", replays=True),
+    "ngram": DraftMethod("ngram+replay", NGRAM, replays=True),
+    "mtp": DraftMethod("mtp+replay", {"method": "mtp"}, "policy_layer", replays=True),
+}
 
 
-def in_own_process(function: Any, *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+@dataclass(frozen=True)
+class Stored:
+    """What there is to draft from in one generation."""
+
+    texts: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    seeds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    recent: Sequence[list[int]] = ()
+
+
+@pytest.fixture
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a method in the table, for as long as the test runs."""
+    row = BESIDE_TEXT[request.param]
+    monkeypatch.setitem(METHODS, row.name, row)
+    return row.name
 
 
 @pytest.fixture(scope="module")
-def plain(directories: tuple[Path, Path]) -> list[list[int]]:
-    result = in_own_process(second_runner.generate, directories[0], REQUESTS, STOP, None, {})
-    return [answer.tokens for answer in result.answers]
+def plain(engine_of: Start) -> list[list[int]]:
+    return [response.tokens for response in engine_of("none").generate(REQUESTS).responses]
 
 
-def by_prompt(requests: list[Request], rows: list[list[int]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    texts: dict[tuple[int, ...], list[list[int]]] = {}
-    seeds: dict[tuple[int, ...], list[int]] = {}
+def config_of(method: str, k: int, **options: Any) -> Config:
+    config = toy_config(method, k, **options)
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"replay_k": K})})
+
+
+def by_prompt(requests: Sequence[Request], rows: Sequence[list[int]], *, seeds: bool = True) -> Stored:
+    stored = Stored()
     for request, row in zip(requests, rows, strict=True):
-        texts.setdefault(tuple(request.prompt_tokens), []).append(row)
-        seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
-    return texts, seeds
+        stored.texts.setdefault(tuple(request.prompt_tokens), []).append(row)
+        if seeds:
+            stored.seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
+    return stored
 
 
 def altered(index: int, tokens: list[int]) -> list[int]:
@@ -58,113 +82,96 @@ def altered(index: int, tokens: list[int]) -> list[int]:
     return tokens[:middle] if index % 4 == 2 else tokens
 
 
-def generations(plain: list[list[int]]) -> list[Stored]:
-    """Nothing; the very answers by their seeds; altered ones and recent ones; other seeds' text; recent text alone."""
-    older = [altered(index, tokens) for index, tokens in enumerate(plain)]
-    others = [older[index - 1] for index in range(len(older))]
-    return [
-        Stored(),
-        Stored(*by_prompt(REQUESTS, plain)),
-        Stored(*by_prompt(REQUESTS, older), recent=plain[:20]),
-        Stored(by_prompt(REQUESTS, older)[0]),
-        Stored(recent=others),
-    ]
+def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tuple[list[list[int]], Counts]:
+    """The tokens of all responses, and what the drafts of each kind came to."""
+    drafting: Any = engine.drafting
+    engine.set_replay(stored.texts, stored.seeds)
+    engine.set_recent([stored.recent])
+    drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (K + 1, 1))
+    generation = engine.generate(list(requests), recall=True)
+    return [response.tokens for response in generation.responses], drafting._text.counts()
 
 
-def texts_of(stored: Stored) -> list[Text]:
-    texts = []
-    for number, (prompt, rows) in enumerate(stored.texts.items()):
-        seeds: Any = stored.seeds[prompt] if stored.seeds else [None] * len(rows)
-        texts += [Text(row, number, seed) for row, seed in zip(rows, seeds, strict=True)]
-    return texts + [Text(row) for row in reversed(stored.recent)]
-
-
-def expected(stored: Stored, plain: list[list[int]]) -> list[dict[str, SourceCounts]]:
-    """What each request's drafts from text come to in plain Python."""
+def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
+    """What all drafts from text come to in plain Python."""
     numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
-    texts, found = texts_of(stored), []
+    texts = [Text(row) for row in reversed(stored.recent)]
+    for prompt, rows in stored.texts.items():
+        seeds: Sequence[int | None] = stored.seeds.get(prompt, [None] * len(rows))
+        texts += [Text(row, numbers[prompt], seed) for row, seed in zip(rows, seeds, strict=True)]
+    found = []
     for request, answer in zip(REQUESTS, plain, strict=True):
-        ask = Ask(numbers.get(tuple(request.prompt_tokens), -2), request.seed)
-        outcomes, _ = follow(texts, ask, answer, request.max_tokens, K, lambda kind: WORTH[kind])
-        counts: dict[str, SourceCounts] = {}
-        for kind, drafted, accepted in outcomes:
-            source = SOURCES[SOURCE_OF_KIND[kind]]
-            counts[source] = counts.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
-        found.append(counts)
-    return found
+        ask = Ask(numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT), request.seed)
+        found.append(follow(texts, ask, answer, request.max_tokens, K, WORTH))
+    return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
 
 
-def total(answers: Answers, source: str) -> SourceCounts:
-    found = SourceCounts()
-    for sources in answers.sources:
-        found = found.plus(sources.get(source, SourceCounts()))
-    return found
+def right(counts: Counts, first: int, last: int) -> int:
+    """The tokens that drafts of these kinds had right."""
+    return int(counts.right[first : last + 1].sum())
 
 
 @pytest.mark.parametrize(
-    ("method", "drafter_k", "options"),
+    ("method", "k", "overrides"),
     [
-        ("replay", 0, {}),
-        ("replay", 0, TIGHT),
-        ("eagle3+replay", 3, {}),
-        ("eagle3+replay", 3, {"schedule": SCHEDULE}),
-        ("draft_model+replay", 2, {"async_scheduling": False}),
-        ("ngram+replay", 3, {}),
+        ("replay", K, {}),
+        ("replay", K, TIGHT),
+        ("eagle3", 3, {}),
+        ("draft_model", 2, {"async_scheduling": False}),
+        ("ngram", 3, {}),
     ],
+    indirect=["method"],
 )
-def test_text_changes_no_token_and_is_counted(
+def test_text_changes_no_token_and_is_compared(
     directories: tuple[Path, Path],
     plain: list[list[int]],
     tmp_path: Path,
     method: str,
-    drafter_k: int,
-    options: dict[str, Any],
+    k: int,
+    overrides: dict[str, Any],
 ) -> None:
     policy, drafter = directories
-    own, settings = method.removesuffix("+replay"), dict(options)
-    speculative: dict[str, Any] = {"method": own, "model": str(drafter)}
-    if own == "draft_model":
-        speculative["model"] = str(write_policy(tmp_path / "policy", policy_weights(5)))
-    if own in ("replay", "ngram"):
-        speculative = dict(NGRAM)
-    if "schedule" in settings:
-        speculative["num_speculative_tokens_per_batch_size"] = settings.pop("schedule")
-    speculative["num_speculative_tokens"] = K
-    worth = dict(enumerate(WORTH))
-    offered = generations(plain)
-    results = in_own_process(generate, policy, REQUESTS, STOP, speculative, drafter_k, offered, worth, settings)
-    for answers in results:
-        assert answers.tokens == plain
+    model = write_policy(tmp_path / "policy", policy_weights(5)) if method.startswith("draft_model") else None
+    older = [altered(index, tokens) for index, tokens in enumerate(plain)]
+    offered = [
+        Stored(),
+        by_prompt(REQUESTS, plain),
+        by_prompt(REQUESTS, older),
+        by_prompt(REQUESTS, older, seeds=False),
+        Stored(recent=[older[index - 1] for index in range(len(older))]),
+    ]
+    with running(policy, drafter, config_of(method, k, draft_model=model), **overrides) as engine:
+        preempted = count_preemptions(engine)
+        found = [answers(engine, REQUESTS, stored) for stored in offered]
+    assert all(tokens == plain for tokens, _ in found)
+    assert (len(preempted) > 0) == (overrides is TIGHT)
+    nothing, same, changed, others, recent = (counts for _, counts in found)
+    assert (right(nothing, DRAFTERS, DRAFTERS) > 30) == (method != "replay")
+    assert right(nothing, OWN, DRAFTERS - 1) == 0
     num_tokens = sum(map(len, plain))
-    nothing, same, older, others, recent = results
-    assert (total(nothing, DRAFTER).num_accepted_tokens > 50) == (drafter_k > 0)
-    assert total(nothing, REPLAY) == total(nothing, RECENT) == SourceCounts()
-    assert total(others, REPLAY).num_accepted_tokens > 50
-    assert total(recent, RECENT).num_accepted_tokens > 20
-    assert total(older, RECENT).num_drafts > 0
-    assert same.counts.right[0, 0] > 0.9 * same.counts.seen[0, 0] > 20
-    if "schedule" not in options:
-        assert total(same, REPLAY).num_accepted_tokens > 0.7 * num_tokens
-        assert same.counts.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
-    assert results[-1].num_preempted > 0 or options is not TIGHT
-    if drafter_k == 0 and options is not TIGHT:
-        for answers, stored in zip(results, offered, strict=True):
-            assert answers.sources == expected(stored, plain)
-    for answers in results:
-        for counts, tokens in zip(answers.sources, plain, strict=True):
-            accepted = sum(count.num_accepted_tokens for count in counts.values())
-            assert accepted + sum(count.num_drafts for count in counts.values()) <= len(tokens)
+    assert right(same, OWN, OWN) > 0.7 * num_tokens
+    assert same.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
+    assert 0 < right(changed, OWN, OWN) < right(same, OWN, OWN)
+    assert right(others, OWN, OWN) == 0 < right(others, STORED, RECENT_TEXT - 1)
+    assert right(recent, OWN, RECENT_TEXT - 1) == 0 < right(recent, RECENT_TEXT, DRAFTERS - 1)
+    if method == "replay" and not preempted:
+        for (_, counts), stored in zip(found, offered, strict=True):
+            wanted = expected(stored, plain)
+            assert (counts.seen == wanted.seen).all()
+            assert (counts.right == wanted.right).all()
 
 
-def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:
-    policy, options = write_mtp_model(tmp_path / "policy", "mimo"), {"max_model_len": 128}
+@pytest.mark.parametrize("method", ["mtp"], indirect=True)
+def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path, method: str) -> None:
+    policy = write_mtp_model(tmp_path / "policy", "mimo")
     requests = [request for request in REQUESTS if len(request.prompt_tokens) + request.max_tokens < 120][:40]
-    right = in_own_process(second_runner.generate, policy, requests, STOP, None, options)
-    plain = [answer.tokens for answer in right.answers]
-    speculative = {"method": "mtp", "num_speculative_tokens": K}
-    offered = [Stored(), Stored(*by_prompt(requests, plain))]
-    worth = dict(enumerate(WORTH))
-    nothing, same = in_own_process(generate, policy, requests, STOP, speculative, 2, offered, worth, options)
-    assert nothing.tokens == same.tokens == plain
-    assert total(nothing, DRAFTER).num_draft_tokens > 100
-    assert total(same, REPLAY).num_accepted_tokens > 0.7 * sum(map(len, plain))
+    with running(policy, None, config_of(method, 2, max_length=128)) as engine:
+        engine.set_k(0)
+        plain = [response.tokens for response in engine.generate(requests).responses]
+        engine.set_k(2)
+        (first, nothing), (second, same) = (
+            answers(engine, requests, stored) for stored in (Stored(), by_prompt(requests, plain))
+        )
+    assert first == second == plain
+    assert nothing.seen[DRAFTERS].sum() > 100
+    assert right(same, OWN, OWN) > 0.7 * sum(map(len, plain))

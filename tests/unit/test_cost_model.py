@@ -27,8 +27,7 @@ def counts_of(rates: dict[int, float], drafts: int, k: int = K) -> Counts:
     for kind, rate in rates.items():
         chances = drafts * rate ** np.arange(k + 1)
         seen[kind], right[kind], offered[kind] = chances[:-1].round(), chances[1:].round(), drafts
-    none = np.zeros_like(seen)
-    return Counts(np.zeros((1, 3, 3), np.int64), none, none, seen, right, offered)
+    return Counts(seen, right, offered)
 
 
 def seconds_of(batch: int, k: int, fixed: float, per_row: float, per_pass: float, drafter_k: int) -> float:

@@ -1,13 +1,12 @@
-"""The choice of every request's draft, and the counters of all drafts, on the device.
+"""The choice of every request's draft on the device, and what drafts of each kind came to.
 
-`DeviceDrafts` is asked once an iteration: it counts what became of the drafts before, and chooses among those that
-there may be next. It runs a fixed number of operations for any batch, waits for nothing, and needs no engine.
+`DeviceDrafts` is asked once an iteration: it compares all drafts that there might have been with what came, and chooses
+among those that there may be next. It runs as many operations for any batch, waits for nothing, and needs no engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 from specrl.rollout.drafts.text_index import (
     DRAFTERS,
     END,
@@ -24,7 +22,6 @@ from specrl.rollout.drafts.text_index import (
     OWN,
     RECENT_TEXT,
     SOURCE_OF_KIND,
-    SOURCES,
     TextIndex,
     until_end,
 )
@@ -40,7 +37,7 @@ class Batch(NamedTuple):
     slots: Tensor
     """int64, the rows of the requests in all that is kept from one iteration to the next; each occurs once."""
     rows: Tensor
-    """int64, the places of the requests in this generation; 0 for a request that is not counted by itself."""
+    """int64, the places of the requests in this generation, from 1; 0 for one that is in none."""
     prompts: Tensor
     """int64, the numbers of their prompts; see `TextIndex.find`."""
     seeds: Tensor
@@ -51,68 +48,22 @@ class Batch(NamedTuple):
     limits: Tensor
     """The number of tokens, prompt included, at which each response ends at the latest."""
     num_sampled: Tensor
-    num_rejected: Tensor
-    """The drafted places that were computed in vain; together with `num_sampled` one more than were verified."""
 
 
-class Sums(NamedTuple):
-    """The counters on the device; see `Counts`."""
+class Counts(NamedTuple):
+    """What drafts of each kind came to, or would have, as int64 arrays."""
 
-    by_request: Tensor
-    by_kind: Tensor
-    """[kinds, 4, k]: drafted, accepted, seen, right."""
-    offered: Tensor
-
-
-@dataclass
-class Counts:
-    """Sums over drafts, as int64 arrays."""
-
-    by_request: NDArray[np.int64]
-    """[requests + 1, sources, 3]: drafts, drafted tokens and accepted tokens; the first row is of other requests."""
-    drafted: NDArray[np.int64]
-    """[kinds, k]: the drafts of each kind that reached a position, and in `accepted` those whose token was right."""
-    accepted: NDArray[np.int64]
     seen: NDArray[np.int64]
-    """[kinds, k]: how often the token at a position was compared, those before it being right, whether it was drafted
-    or might have been; in `right` how often it was the one."""
+    """[kinds, k]: how often the token at a position was compared with what came, those before it being right, whether
+    it was drafted or might have been."""
     right: NDArray[np.int64]
+    """[kinds, k]: how often it was what came."""
     offered: NDArray[np.int64]
     """[kinds]: how often each kind was the best that there was for a request; the last where there was nothing."""
 
-    def stats(self, decode_steps: int) -> SpeculationStats:
-        """Return the counters of all drafts.
-
-        Args:
-            decode_steps: The number of iterations, which is not counted here.
-        """
-        drafted, accepted = self.drafted.sum(0), self.accepted.sum(0)
-        reached = int((drafted > 0).sum())
-        sums = self.by_request.sum(0)
-        drafts, draft_tokens, accepted_tokens = sums.sum(0).tolist()
-        return SpeculationStats(
-            num_drafts=drafts,
-            num_draft_tokens=draft_tokens,
-            num_accepted_tokens=accepted_tokens,
-            accepted_per_pos=tuple(accepted[:reached].tolist()),
-            decode_steps=decode_steps,
-            drafted_per_pos=tuple(drafted[:reached].tolist()),
-            by_source={
-                source: SourceCounts(*row.tolist()) for source, row in zip(SOURCES, sums, strict=True) if row[0]
-            },
-        )
-
-    def of_request(self, row: int) -> dict[str, SourceCounts]:
-        """Return the counters of one request's drafts by source, for sources that it had drafts of."""
-        return {
-            source: SourceCounts(*counts.tolist())
-            for source, counts in zip(SOURCES, self.by_request[row], strict=True)
-            if counts[0]
-        }
-
 
 class DeviceDrafts:
-    """Chooses drafts among text and the drafter's, and counts them."""
+    """Chooses drafts among text and the drafter's, and counts how often each kind is right."""
 
     def __init__(self, num_slots: int, k: int, device: torch.device | str = "cpu") -> None:
         """Begin without text.
@@ -129,12 +80,10 @@ class DeviceDrafts:
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
         self._source_of = torch.tensor(SOURCE_OF_KIND, device=device)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
-        self._candidates = torch.arange(CANDIDATES, device=device)
-        # What was predicted for the request of each slot: for which request, at which length, and what was chosen.
+        # What was predicted for the request of each slot, and for which request, at which length.
         self._made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
         self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self._kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
-        self._chosen = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.has_drafter = False
         """Whether there is a drafter, in iterations without its drafts too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -144,12 +93,9 @@ class DeviceDrafts:
         self.begin(0)
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
-        """Set all counters to zero, for a generation of so many requests."""
-        sizes = (num_requests + 1, len(SOURCES), 3), (KINDS, 4, self.k), (KINDS,)
-        self._sums = Sums(*(torch.zeros(size, dtype=torch.int64, device=self.device) for size in sizes))
-        self.log: list[Tensor] | None = None
-        """Where the drafts of each iteration are noted, [requests, 4]: row, tokens before the draft, those drafted, and
-        those accepted; None to note nothing. A request without a draft has none drafted."""
+        """Set all counters to zero, for a generation of so many requests, which end with any of these tokens."""
+        self._by_kind = torch.zeros(KINDS, 2, self.k, dtype=torch.int64, device=self.device)
+        self._offered = torch.zeros(KINDS, dtype=torch.int64, device=self.device)
         self._ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
         self._stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
@@ -168,9 +114,8 @@ class DeviceDrafts:
 
     def counts(self) -> Counts:
         """Return all counters since `begin`; this waits for the device."""
-        by_request, by_kind, offered = (values.cpu().numpy().copy() for values in self._sums)
-        drafted, accepted, seen, right = by_kind.transpose(1, 0, 2)
-        return Counts(by_request, drafted, accepted, seen, right, offered)
+        seen, right = self._by_kind.cpu().numpy().copy().transpose(1, 0, 2)
+        return Counts(seen, right, self._offered.cpu().numpy().copy())
 
     def observe(self, batch: Batch, all_tokens: Tensor) -> None:
         """Count what became of the predictions that were made for these requests in their last iteration.
@@ -183,26 +128,13 @@ class DeviceDrafts:
         at = (before[:, None] + column).clamp(max=all_tokens.shape[1] - 1)
         sampled = all_tokens[batch.slots[:, None], at].long()
         made_at, predicted = self._made_at[batch.slots], self._tokens[batch.slots]
-        kinds, chosen = self._kinds[batch.slots], self._chosen[batch.slots]
         counts = (made_at[:, 0] == batch.rows) & (made_at[:, 1] == before) & ~self._ended[batch.rows]
         # [requests, candidates, k] from here on
-        is_token = (predicted != END) & counts[:, None, None]
-        shown = is_token & (column < batch.num_sampled[:, None])[:, None]
+        shown = (predicted != END) & (counts[:, None] & (column < batch.num_sampled[:, None]))[:, None]
         right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
         seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
-        verified = (batch.num_sampled + batch.num_rejected - 1)[:, None]
-        is_chosen = chosen[:, None] == self._candidates
-        drafted = is_token & is_chosen[:, :, None] & (column < verified)[:, None]
-        accepted = right * drafted
-        both = torch.stack((drafted, accepted, seen, right), 2).flatten(0, 1)
-        self._sums.by_kind.index_add_(0, kinds.flatten(), both)
-
-        lengths = drafted.sum((1, 2))
-        sums = torch.stack(((lengths > 0).long(), lengths, accepted.sum((1, 2))), 1)
-        source = self._source_of[(kinds * is_chosen).sum(1)]
-        self._sums.by_request.view(-1, 3).index_add_(0, batch.rows * len(SOURCES) + source, sums)
-        if self.log is not None:
-            self.log.append(torch.cat((torch.stack((batch.rows, before), 1), sums[:, 1:]), 1))
+        both = torch.stack((seen, right), 2).flatten(0, 1)
+        self._by_kind.index_add_(0, self._kinds[batch.slots].flatten(), both)
         # A response may be computed for one more iteration before vLLM learns that it has ended.
         last = all_tokens[batch.slots, (batch.lengths - 1).long()]
         stops = (last[:, None] == self._stop_tokens).any(1) & (batch.num_sampled > 0)
@@ -235,10 +167,10 @@ class DeviceDrafts:
         chosen = self._expected[max(length, 1)][kinds].argmax(1)
 
         self._made_at[batch.slots] = torch.stack((batch.rows, batch.lengths.long()), 1)
-        self._tokens[batch.slots], self._kinds[batch.slots], self._chosen[batch.slots] = candidates, kinds, chosen
+        self._tokens[batch.slots], self._kinds[batch.slots] = candidates, kinds
         kind = kinds.gather(1, chosen[:, None])[:, 0]
         if drafter is not None or not self.has_drafter:  # else it might have had a draft for each request
-            self._sums.offered.index_add_(0, kind, torch.ones_like(kind))
+            self._offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         self.sources[batch.slots] = self._source_of[kind].int()
         self.lengths[batch.slots] = (drafts != END).sum(1, dtype=torch.int32)

@@ -26,7 +26,6 @@ OWN, STORED, RECENT_TEXT = 0, 1, 1 + len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
 """The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
 NOTHING = DRAFTERS + 1
-KIND_NAMES = ("own seed", *(f"{source} {size}" for source in (REPLAY, RECENT) for size in SIZES), DRAFTER)
 SOURCES = (REPLAY, RECENT, DRAFTER)
 SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
 """The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
@@ -162,19 +161,15 @@ def _mixed(keys: Tensor) -> Tensor:
 
 def _most_common(keys: Tensor, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return each key once, in order, with the first of its places at which its most common next token stands."""
-    # Sorted by key, then next token, then place.
-    order = tokens[places].sort(stable=True).indices
-    order = order[keys[order].sort(stable=True).indices]
-    keys, places = keys[order], places[order]
-    ahead = tokens[places]
-    fresh = torch.ones_like(keys, dtype=torch.bool)
-    fresh[1:] = (keys[1:] != keys[:-1]) | (ahead[1:] != ahead[:-1])
+    # By key and next token; of places with the same ones the first comes first.
+    pairs, order = (keys * (_RANDOM[0] | 1) + tokens[places]).sort(stable=True)
+    fresh = torch.ones_like(pairs, dtype=torch.bool)
+    fresh[1:] = pairs[1:] != pairs[:-1]
     first = fresh.nonzero()[:, 0]
-    counts = torch.cat((first[1:], first.new_tensor([len(keys)]))) - first
-    keys, places = keys[first], places[first]
-    # Of each key the most common next token, at a tie the one met first.
-    order = places.sort(stable=True).indices
-    order = order[counts[order].sort(stable=True, descending=True).indices]
+    counts = torch.cat((first[1:], first.new_tensor([len(pairs)]))) - first
+    keys, places = keys[order][first], places[order][first]
+    # By key, then the most common next token, at a tie the one met first.
+    order = (places - (counts << 40)).sort().indices
     order = order[keys[order].sort(stable=True).indices]
     keys, places = keys[order], places[order]
     chosen = torch.ones_like(keys, dtype=torch.bool)

@@ -65,8 +65,6 @@ class TextSpeculator:
         """Take the place of `speculator.propose`."""
         self.drafter_k = drafter_k
         """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
-        self.reads = True
-        """Whether a model that drafts reads the tokens. After a time without, the prefix cache must be reset."""
         k = speculator.num_speculative_steps
         self.drafts = DeviceDrafts(requests.max_num_reqs, k, device)
         self.drafts.has_drafter = drafter_k > 0
@@ -95,11 +93,6 @@ class TextSpeculator:
     def counts(self) -> Counts:
         """Return all counters since `begin`; this waits for the device."""
         return self.drafts.counts()
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """The rows of `Counts.by_request` by vLLM's internal names of the requests, for those that have started."""
-        return self._requests.rows
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
@@ -136,12 +129,11 @@ class TextSpeculator:
             lengths=self._requests.total_len.gpu[slots],
             limits=facts[:, _LIMIT],
             num_sampled=asked["num_sampled"],
-            num_rejected=asked["num_rejected"],
         )
 
     def _from_drafter(self, asked: dict[str, Any], passes: int) -> Tensor | None:
         speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)
-        if not (passes if is_lookup else self.reads):
+        if is_lookup and not passes:
             return None
         if isinstance(speculator, StandaloneARSpeculator):  # it looks for its number of passes nowhere else
             speculator.num_speculative_steps = max(passes, 1)
