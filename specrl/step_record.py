@@ -20,7 +20,6 @@ from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.refit.load import RefitReport
-from specrl.rollout.vllm.drafting import Drafting
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
 from specrl.tracking import LoggedSteps, Tracker
@@ -233,18 +232,6 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
             counters |= {f"{source}_accepted_tokens": counts.num_accepted_tokens}
     per_position = {f"acceptance_rate_pos_{i}": rate for i, rate in enumerate(stats.acceptance_rate_per_pos, start=1)}
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
-
-
-def drafting_metrics(drafting: Drafting | None) -> dict[str, float]:
-    """Return how far this rank's engine drafted in the step, and what it chooses for some running batch sizes."""
-    if drafting is None:
-        return {}
-    mean = drafting.take_mean_length()
-    metrics = {"spec/k": mean} if mean is not None else {}
-    for choice in drafting.chosen():
-        chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
-        metrics |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}
-    return metrics
 
 
 def write_step(steps_dir: Path, record: StepRecord) -> None:

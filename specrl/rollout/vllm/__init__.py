@@ -5,10 +5,3 @@ runs, loads weights in place, and adds FP8 layers and sleep. It names attributes
 (`replacements` lists those that it replaces), so it is written for one version; on any other
 `engine.lifecycle.require_version` refuses to start.
 """
-
-import torch
-
-from specrl.rollout.vllm.cpu_kernels import register_backend
-
-if torch.version.cuda is None:
-    register_backend()  # before anything imports vLLM

@@ -50,7 +50,7 @@ def install() -> None:
 def register_backend() -> None:
     """Let vLLM's CPU build define Triton kernels, which it does only where Triton has a backend named "cpu".
 
-    To be called before vLLM is imported. Nothing is ever compiled with the backend.
+    Importing this module does it, so that must come before vLLM. Nothing is ever compiled with the backend.
     """
     from triton.backends import Backend, backends
 
@@ -545,3 +545,6 @@ STAND_INS: dict[str, Callable[..., None]] = {
     "spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel": draft_model_prefill_inputs,
 }
 """The functions by the kernels' names, below `RUNNER`."""
+
+if torch.version.cuda is None:
+    register_backend()

@@ -85,10 +85,14 @@ class Drafting:
         if self._learns:
             self.costs.learn(self._text.counts())
 
-    def take_mean_length(self) -> float | None:
-        """Return the mean draft length of the decoding iterations since the last call; None if there were none."""
+    def metrics(self) -> dict[str, float]:
+        """Return the mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
         lengths, self._drafted = self._drafted, []
-        return sum(lengths) / len(lengths) if lengths else None
+        found = {"spec/k": sum(lengths) / len(lengths)} if lengths else {}
+        for choice in self.chosen():
+            chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
+            found |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}
+        return found
 
     def chosen(self) -> list[Choice]:
         """Return what the cost model chooses for batch sizes that are powers of two, once it knows times."""
